@@ -1,0 +1,1 @@
+"""Examples: `train_lm`, the main job, and small one-page ones."""

@@ -1,0 +1,142 @@
+"""One process of the job: its rank and device, the process group, what ranks agree on, and how a run ends.
+
+A user's mistake and an interrupt end every rank with an exit code and one line from rank 0; anything else is a
+bug and keeps its traceback.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+
+T = TypeVar("T")
+
+EXIT_BAD_INPUT = 2
+EXIT_INTERRUPTED = 130  # 128 + SIGINT, what a shell expects
+
+
+class JobError(Exception):
+    """Something the user can put right: its text is all that is printed."""
+
+
+def rank() -> int:
+    """This process's number in the job; torchrun sets it, and a lone process is rank 0."""
+    return int(os.environ.get("RANK", "0"))
+
+
+def world_size() -> int:
+    """Number of processes in the job."""
+    return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def choose_device(name: str) -> torch.device:
+    """The device of this rank for ``auto``, ``cpu`` or ``cuda``; on CUDA it is also made the current one."""
+    local_rank = int(os.environ.get("LOCAL_RANK", "0"))
+    local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
+    num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if name == "cpu" or (name == "auto" and num_gpus < local_world_size):
+        return torch.device("cpu")
+    if num_gpus < local_world_size:
+        raise JobError(
+            f"--device cuda needs one GPU per process, but there are {num_gpus} for {local_world_size}; "
+            "start fewer processes or use --device cpu"
+        )
+    torch.cuda.set_device(local_rank)
+    return torch.device("cuda", local_rank)
+
+
+@contextmanager
+def process_group(device: torch.device) -> Iterator[None]:
+    """The default process group, NCCL on CUDA and gloo elsewhere; destroyed however the body ends."""
+    on_cuda = device.type == "cuda"
+    backend = "nccl" if on_cuda else "gloo"
+    bound_device = device if on_cuda else None
+    if "WORLD_SIZE" in os.environ:
+        dist.init_process_group(backend, device_id=bound_device)
+    else:
+        # Not under torchrun: nobody to meet, so no address and no port either.
+        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_device)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
+def on_rank_zero(action: Callable[[], T]) -> T:
+    """Do ``action`` on rank 0 alone and return its result on every rank.
+
+    This is for files: ranks must not come to different views of a folder that one of them is writing to.
+
+    Raises:
+        JobError: on every rank, if ``action`` raised a ``JobError`` or an ``OSError`` on rank 0.
+    """
+    answer: list[tuple[T | None, str | None]] = [(None, None)]
+    if dist.get_rank() == 0:
+        try:
+            answer = [(action(), None)]
+        except (JobError, OSError) as error:
+            answer = [(None, str(error))]
+    dist.broadcast_object_list(answer, src=0)
+    result, mistake = answer[0]
+    if mistake is not None:
+        raise JobError(mistake)
+    return result  # type: ignore[return-value]  # None only where T is None
+
+
+class StopSignal:
+    """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps.
+
+    A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The second
+    signal does raise ``KeyboardInterrupt``, for those who cannot wait.
+    """
+
+    def __init__(self) -> None:
+        self.requested = False
+
+    def __enter__(self) -> StopSignal:
+        self._previous = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self._previous.items():
+            signal.signal(number, handler)
+
+    def _on_signal(self, number: int, frame: FrameType | None) -> None:
+        if self.requested:
+            raise KeyboardInterrupt
+        self.requested = True
+
+
+_STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
+    """Run ``job`` and return the exit code of this process."""
+    with StopSignal() as stop:
+        try:
+            return job(stop)
+        except JobError as mistake:
+            _say(f"{name}: error: {mistake}")
+            return EXIT_BAD_INPUT
+        except KeyboardInterrupt:
+            _say(f"{name}: interrupted")
+            return EXIT_INTERRUPTED
+        except RuntimeError:
+            # A rank that could not wait has gone, and this one noticed in a collective: the same event.
+            if not stop.requested:
+                raise
+            _say(f"{name}: interrupted")
+            return EXIT_INTERRUPTED
+
+
+def _say(line: str) -> None:
+    if rank() == 0:
+        print(line, file=sys.stderr, flush=True)

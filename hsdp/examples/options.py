@@ -1,0 +1,175 @@
+"""The flags of `train_lm`: one frozen dataclass, and every check that needs no other process."""
+
+from __future__ import annotations
+
+import argparse
+import math
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from hsdp.examples.launch import JobError
+from hsdp.examples.llama import LlamaConfig
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a run is asked to do, after the mesh has been settled for the world size."""
+
+    replicate: int
+    shard: int
+    device: str
+    dtype: str
+    steps: int
+    batch: int
+    accumulate: int
+    seq_len: int
+    lr: float
+    warmup: int
+    weight_decay: float
+    seed: int
+    corpus_bytes: int
+    width: int
+    layers: int
+    heads: int
+    hidden: int
+    out: Path
+    log_every: int
+    checkpoint_dir: Path
+    save_every: int
+    resume: bool
+    sample: bool
+    prompt: str
+
+    @property
+    def world_size(self) -> int:
+        """Number of ranks the mesh takes."""
+        return self.replicate * self.shard
+
+    @property
+    def model(self) -> LlamaConfig:
+        """The sizes of the model."""
+        return LlamaConfig(
+            width=self.width, layers=self.layers, heads=self.heads, hidden=self.hidden, max_len=self.seq_len
+        )
+
+
+class _Parser(argparse.ArgumentParser):
+    """Reports mistakes as exceptions, because under torchrun only one of the ranks should print them."""
+
+    def error(self, message: str) -> NoReturn:
+        raise JobError(f"{message} (--help lists the flags)")
+
+
+def parse_options(argv: list[str] | None, world_size: int) -> Options:
+    """Parse and check the command line for a job of ``world_size`` processes.
+
+    Raises:
+        JobError: naming the flag, its value and what would be accepted.
+    """
+    values = vars(_parser().parse_args(argv))
+    values["replicate"], values["shard"] = _mesh_shape(values["replicate"], values["shard"], world_size)
+    if values["checkpoint_dir"] is None:
+        values["checkpoint_dir"] = values["out"] / "checkpoints"
+    options = Options(**values)
+    rows = world_size * options.accumulate
+    if options.batch % rows:
+        raise JobError(
+            f"--batch {options.batch} must be a multiple of {rows} "
+            f"({world_size} processes x --accumulate {options.accumulate})"
+        )
+    try:
+        _ = options.model
+    except ValueError as mistake:
+        raise JobError(str(mistake)) from None
+    return options
+
+
+def _mesh_shape(replicate: int | None, shard: int | None, world_size: int) -> tuple[int, int]:
+    """Fill in the axis that was not given; with neither given, two replicas where both axes can be 2 or more."""
+    if replicate is None and shard is None:
+        replicate = 2 if world_size >= 4 and world_size % 2 == 0 else 1
+    if replicate is None:
+        replicate = max(1, world_size // (shard or 1))
+    if shard is None:
+        shard = max(1, world_size // replicate)
+    if replicate * shard != world_size:
+        raise JobError(
+            f"--replicate {replicate} x --shard {shard} makes {replicate * shard} ranks, "
+            f"but there are {world_size} processes"
+        )
+    return replicate, shard
+
+
+def _positive(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _positive_float(text: str) -> float:
+    value = float(text)
+    if not 0 < value < math.inf:
+        raise argparse.ArgumentTypeError(f"must be a positive number, not {value}")
+    return value
+
+
+def _fraction(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < 1:
+        raise argparse.ArgumentTypeError(f"must be from 0 to below 1, not {value}")
+    return value
+
+
+def _not_negative(text: str) -> int:
+    value = int(text)
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"must not be negative, but is {value}")
+    return value
+
+
+# argparse puts a type's name into "invalid int value"; these are numbers to the user, not functions.
+_positive.__name__ = _not_negative.__name__ = "int"
+_positive_float.__name__ = _fraction.__name__ = "float"
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="train_lm",
+        description="Train a byte-level Llama on CPython's own sources with hybrid-sharded data parallelism.",
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        allow_abbrev=False,
+    )
+    mesh = parser.add_argument_group("mesh (the product must be the number of processes)")
+    mesh.add_argument("--replicate", type=_positive, help="replicas; default 2 from four processes on")
+    mesh.add_argument("--shard", type=_positive, help="ranks that share one replica; default the rest")
+    mesh.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
+
+    training = parser.add_argument_group("training")
+    training.add_argument("--steps", type=_positive, default=300, help="optimizer steps in all")
+    training.add_argument("--batch", type=_positive, default=32, help="sequences per step over all ranks")
+    training.add_argument("--accumulate", type=_positive, default=1, help="micro-batches per step")
+    training.add_argument("--seq-len", type=_positive, default=128, help="bytes per sequence")
+    training.add_argument("--lr", type=_positive_float, default=4e-3, help="peak of the cosine schedule")
+    training.add_argument("--warmup", type=_not_negative, default=20, help="steps of linear warm-up")
+    training.add_argument("--weight-decay", type=_fraction, default=0.1)
+    training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")
+    training.add_argument("--corpus-bytes", type=_positive, default=12_000_000, help="text to use at most")
+
+    model = parser.add_argument_group("model")
+    model.add_argument("--width", type=_positive, default=128)
+    model.add_argument("--layers", type=_positive, default=3)
+    model.add_argument("--heads", type=_positive, default=4)
+    model.add_argument("--hidden", type=_positive, default=384, help="inner width of the SwiGLU")
+
+    output = parser.add_argument_group("output")
+    output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="metrics.jsonl and loss.svg")
+    output.add_argument("--log-every", type=_positive, default=20, help="steps between progress lines")
+    output.add_argument("--checkpoint-dir", type=Path, help="default: OUT/checkpoints")
+    output.add_argument("--save-every", type=_not_negative, default=0, help="0: only at the end")
+    output.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, on any mesh")
+    output.add_argument("--no-sample", dest="sample", action="store_false", help="no generated text")
+    output.add_argument("--prompt", default="def ", help="what the generated text starts with")
+    return parser

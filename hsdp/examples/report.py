@@ -1,0 +1,136 @@
+"""What a run tells: progress lines, metrics as JSON lines, and the loss picture. Only rank 0 says anything."""
+
+from __future__ import annotations
+
+import json
+import resource
+import sys
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+
+from hsdp.examples.picture import Curve, Level, loss_picture
+
+
+@dataclass(frozen=True)
+class Baselines:
+    """Cross-entropy of n-gram models on the held-out text, in nats per byte."""
+
+    bigram: float
+    trigram: float
+
+
+@dataclass(frozen=True)
+class Progress:
+    """One line of progress. Losses are nats per byte; ``train_loss`` is the mean since the line before."""
+
+    step: int
+    train_loss: float
+    held_out_loss: float
+    grad_norm: float
+    learning_rate: float
+    tokens_per_second: float
+    peak_memory_bytes: int
+
+
+class Report:
+    """Collects progress on rank 0 and writes it below ``out``; on other ranks (``out`` is None) it is silent."""
+
+    def __init__(self, out: Path | None, baselines: Baselines, *, resumed_at: int = 0) -> None:
+        self._out = out
+        self._baselines = baselines
+        self._history: list[Progress] = []
+        if out is None:
+            return
+        out.mkdir(parents=True, exist_ok=True)
+        if resumed_at:
+            self._history = [past for past in _read_history(self._metrics(out)) if past.step <= resumed_at]
+        # Written anew: steps after the checkpoint are about to happen again.
+        self._metrics(out).write_text("".join(_json_line(past) for past in self._history))
+
+    @staticmethod
+    def _metrics(out: Path) -> Path:
+        return out / "metrics.jsonl"
+
+    def say(self, text: str = "") -> None:
+        """Print on rank 0."""
+        if self._out is not None:
+            print(text, flush=True)
+
+    def progress(self, progress: Progress, num_steps: int) -> None:
+        """Print one line, append it to ``metrics.jsonl`` and redraw ``loss.svg``."""
+        if self._out is None:
+            return
+        self._history.append(progress)
+        with self._metrics(self._out).open("a") as lines:
+            lines.write(_json_line(progress))
+        self._draw(self._out)
+        self.say(
+            f"step {progress.step:>{len(str(num_steps))}}/{num_steps}"
+            f"  train {progress.train_loss:.3f}"
+            f"  held-out {progress.held_out_loss:.3f}"
+            f"  grad norm {progress.grad_norm:.2f}"
+            f"  {progress.tokens_per_second:,.0f} tokens/s"
+            f"  peak {progress.peak_memory_bytes / 2**20:,.0f} MiB"
+        )
+
+    def introduce(self) -> None:
+        """Print what there is to beat."""
+        self.say(
+            f"held-out cross-entropy to beat: bigram {self._baselines.bigram:.3f}, "
+            f"trigram {self._baselines.trigram:.3f} nats per byte"
+        )
+
+    def conclude(self, held_out_loss: float, *, num_steps: int, seconds: float) -> None:
+        """Print the loss on all held-out text beside the baselines, and write it all to ``summary.json``."""
+        if self._out is None:
+            return
+        self.say(
+            f"held-out loss {held_out_loss:.3f} nats per byte: "
+            f"{_comparison(held_out_loss, self._baselines.bigram)} the bigram, "
+            f"{_comparison(held_out_loss, self._baselines.trigram)} the trigram; {seconds:.0f} s"
+        )
+        self.say(f"metrics and picture: {self._out}")
+        facts = {"held_out_loss": held_out_loss, "steps": num_steps, "seconds": round(seconds, 1)}
+        text = json.dumps({**facts, **asdict(self._baselines)}, indent=1)
+        (self._out / "summary.json").write_text(text + "\n")
+
+    def _draw(self, out: Path) -> None:
+        steps = [past.step for past in self._history]
+        picture = loss_picture(
+            "Byte-level language model on CPython's standard library",
+            curves=[
+                Curve("train", steps, [past.train_loss for past in self._history]),
+                Curve("held-out", steps, [past.held_out_loss for past in self._history]),
+            ],
+            levels=[Level("bigram", self._baselines.bigram), Level("trigram", self._baselines.trigram)],
+        )
+        (out / "loss.svg").write_text(picture)
+
+
+def _comparison(loss: float, baseline: float) -> str:
+    return f"{abs(loss - baseline):.3f} {'below' if loss < baseline else 'above'}"
+
+
+def _json_line(progress: Progress) -> str:
+    return json.dumps(asdict(progress)) + "\n"
+
+
+def _read_history(metrics: Path) -> list[Progress]:
+    if not metrics.is_file():
+        return []
+    history = []
+    for line in metrics.read_text().splitlines():
+        with suppress(ValueError):  # a run that was killed may have left half a line
+            history.append(Progress(**json.loads(line)))
+    return history
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """The most memory this rank has held: allocated on the GPU, or resident in RAM."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024  # Linux counts in KiB

@@ -1,0 +1,293 @@
+"""The main job: a small Llama learns CPython's standard library, byte by byte, on a hybrid-sharded mesh.
+
+    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm
+    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 600 --resume
+
+What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on the
+seed, the step and the global batch, never on the mesh, so a run resumed on another mesh goes on as if it had not
+stopped.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hsdp import HSDPModule, MixedPrecisionPolicy, fully_shard
+from hsdp.examples import checkpoints
+from hsdp.examples.checkpoints import RunState
+from hsdp.examples.corpus import (
+    Corpus,
+    CorpusError,
+    batch_windows,
+    consecutive_windows,
+    load_corpus,
+    ngram_cross_entropy,
+)
+from hsdp.examples.launch import (
+    EXIT_INTERRUPTED,
+    JobError,
+    StopSignal,
+    choose_device,
+    on_rank_zero,
+    process_group,
+    run_job,
+    world_size,
+)
+from hsdp.examples.llama import Llama, generate
+from hsdp.examples.options import Options, parse_options
+from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes
+
+NUM_QUICK_WINDOWS = 128  # held-out windows behind each progress line; the last figure takes all of them
+EVAL_WINDOWS_PER_RANK = 32  # in one forward
+FINAL_LR_FRACTION = 0.05
+MAX_GRAD_NORM = 1.0
+NUM_SAMPLE_BYTES = 240
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Run the job on this rank and return its exit code."""
+    return run_job("train_lm", lambda stop: _main(argv, stop))
+
+
+def _main(argv: list[str] | None, stop: StopSignal) -> int:
+    options = parse_options(argv, world_size())
+    device = choose_device(options.device)
+    with process_group(device):
+        return run(options, device, stop)
+
+
+def run(options: Options, device: torch.device, stop: StopSignal) -> int:
+    """Train, evaluate on all held-out text, and show a sample. Every rank calls this; returns the exit code."""
+    started = time.perf_counter()
+    corpus = _load_corpus(options)
+    model, optimizer = build(options, device)
+    first_step = _resume(options, model, optimizer) if options.resume else 0
+    report = _open_report(options, corpus, first_step)
+    _introduce(report, options, device, corpus, model)
+
+    num_done = train(options, device, corpus, (model, optimizer), report, stop, first_step)
+    if num_done > first_step:
+        report.say(f"checkpoint: {_save(options, num_done, model, optimizer)}")
+    if num_done < options.steps:
+        report.say(f"interrupted after step {num_done}; --resume goes on from there")
+        return EXIT_INTERRUPTED
+
+    loss = evaluate(model, consecutive_windows(corpus.held_out, options.seq_len), device)
+    report.conclude(loss, num_steps=num_done, seconds=time.perf_counter() - started)
+    if options.sample:
+        _show_sample(report, options, device, model)
+    return 0
+
+
+def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
+    """The sharded model and its optimizer, which is PyTorch's own: parameters are DTensors."""
+    torch.manual_seed(options.seed)  # the same values on every rank and every mesh
+    model = Llama(options.model).to(device)
+    mesh = init_device_mesh(
+        device.type, (options.replicate, options.shard), mesh_dim_names=("replicate", "shard")
+    )
+    precision = MixedPrecisionPolicy()
+    if options.dtype == "bf16":
+        precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, mp_policy=precision)
+    fully_shard(model, mesh=mesh, mp_policy=precision)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+    )
+    return model, optimizer
+
+
+def train(
+    options: Options,
+    device: torch.device,
+    corpus: Corpus,
+    trained: tuple[Llama, Optimizer],
+    report: Report,
+    stop: StopSignal,
+    first_step: int,
+) -> int:
+    """Train up to ``options.steps`` or until any rank was asked to stop; returns the number of steps done."""
+    model, optimizer = trained
+    quick_windows = _spread(consecutive_windows(corpus.held_out, options.seq_len), NUM_QUICK_WINDOWS)
+    losses: list[float] = []
+    since = time.perf_counter()
+    for step in range(first_step, options.steps):
+        learning_rate = options.lr * schedule(step, options.warmup, options.steps)
+        for group in optimizer.param_groups:
+            group["lr"] = learning_rate
+        loss, grad_norm = train_step(model, optimizer, _rank_rows(options, corpus, step).to(device))
+        # One small sum tells all ranks the loss of the global batch, and lets them stop after the same step.
+        loss_sum, num_stopping = _sum_over_ranks([loss.item(), float(stop.requested)], device)
+        losses.append(loss_sum / options.world_size)
+        if not math.isfinite(losses[-1]):
+            raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
+        num_done = step + 1
+        if num_stopping:
+            return num_done
+        if num_done % options.log_every == 0 or num_done == options.steps:
+            num_tokens = len(losses) * options.batch * options.seq_len
+            tokens_per_second = num_tokens / (time.perf_counter() - since)
+            progress = Progress(
+                step=num_done,
+                train_loss=sum(losses) / len(losses),
+                held_out_loss=evaluate(model, quick_windows, device),
+                grad_norm=_whole(grad_norm).item(),
+                learning_rate=learning_rate,
+                tokens_per_second=tokens_per_second,
+                peak_memory_bytes=peak_memory_bytes(device),
+            )
+            report.progress(progress, options.steps)
+            losses, since = [], time.perf_counter()
+        if options.save_every and num_done % options.save_every == 0 and num_done < options.steps:
+            _save(options, num_done, model, optimizer)
+    return options.steps
+
+
+def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tuple[Tensor, Tensor]:
+    """One optimizer step on this rank's ``int64 [accumulate, rows, seq_len + 1]``; its mean loss, the gradient norm."""
+    assert isinstance(model, HSDPModule)
+    num_micro_batches = len(micro_batches)
+    loss_sum = torch.zeros((), device=micro_batches.device)
+    for index, windows in enumerate(micro_batches):
+        model.set_requires_grad_sync(index == num_micro_batches - 1)  # reduce once, with the last one
+        loss = next_byte_loss(model, windows) / num_micro_batches
+        loss.backward()
+        loss_sum += loss.detach()
+    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    optimizer.step()
+    optimizer.zero_grad()
+    return loss_sum, grad_norm
+
+
+def next_byte_loss(model: Llama, windows: Tensor, reduction: str = "mean") -> Tensor:
+    """Cross-entropy in nats of each byte of ``int64 [rows, seq_len + 1]`` but the first, given those before it."""
+    logits = model(windows[:, :-1])
+    return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
+
+
+@torch.no_grad()
+def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
+    """Nats per byte over all ``windows``, shared out among the ranks. Every rank must call this."""
+    rank, num_ranks = dist.get_rank(), dist.get_world_size()
+    loss_sum, num_bytes = 0.0, 0
+    for chunk in windows.split(num_ranks * EVAL_WINDOWS_PER_RANK):
+        mine = chunk[rank::num_ranks]
+        # A forward is a collective: a rank for which no window is left joins in with another's, and does not count.
+        loss = next_byte_loss(model, (mine if len(mine) else chunk[:1]).to(device), reduction="sum")
+        if len(mine):
+            loss_sum += loss.item()
+            num_bytes += mine[:, 1:].numel()
+    total_loss, total_bytes = _sum_over_ranks([loss_sum, float(num_bytes)], device)
+    return total_loss / total_bytes
+
+
+def schedule(step: int, warmup: int, num_steps: int) -> float:
+    """The share of the peak learning rate in ``step``: a linear warm-up, then half a cosine down to 5 %."""
+    warm = min(1.0, (step + 1) / (warmup + 1))
+    cosine = 0.5 * (1.0 + math.cos(math.pi * step / num_steps))
+    return warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
+
+
+def _rank_rows(options: Options, corpus: Corpus, step: int) -> Tensor:
+    """This rank's part of the global batch: ``int64 [accumulate, rows, seq_len + 1]``."""
+    windows = batch_windows(
+        corpus.train, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+    )
+    return windows.view(options.accumulate, options.world_size, -1, options.seq_len + 1)[:, dist.get_rank()]
+
+
+def _spread(windows: Tensor, num_wanted: int) -> Tensor:
+    """At most ``num_wanted`` of the windows, at even distances."""
+    return windows[:: math.ceil(len(windows) / num_wanted)]
+
+
+def _sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
+def _whole(tensor: Tensor) -> Tensor:
+    """The full value of what may be a DTensor. Every rank must call this."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def _load_corpus(options: Options) -> Corpus:
+    try:
+        corpus = load_corpus(options.corpus_bytes)
+    except CorpusError as error:
+        raise JobError(str(error)) from None
+    shortest = min(len(corpus.train), len(corpus.held_out))
+    if shortest <= options.seq_len:
+        raise JobError(
+            f"--seq-len {options.seq_len} needs more text than the {shortest} bytes of "
+            f"the smaller side of the split; raise --corpus-bytes {options.corpus_bytes}"
+        )
+    return corpus
+
+
+def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
+    """Load the newest checkpoint and return the number of steps it has behind it."""
+    checkpoint = checkpoints.newest(options.checkpoint_dir)
+    saved = checkpoints.read_run(checkpoint)
+    if saved.model != options.model:
+        raise JobError(f"{checkpoint} is of {saved.model}, but the flags ask for {options.model}")
+    if (saved.seed, saved.batch) != (options.seed, options.batch):
+        # With these the data after the checkpoint would not be what an uninterrupted run sees.
+        raise JobError(f"{checkpoint} needs --seed {saved.seed} --batch {saved.batch}")
+    if saved.step > options.steps:
+        raise JobError(f"{checkpoint} is past --steps {options.steps}")
+    checkpoints.load(checkpoint, model, optimizer)
+    return saved.step
+
+
+def _save(options: Options, num_done: int, model: Llama, optimizer: Optimizer) -> Path:
+    state = RunState(num_done, options.seed, options.batch, options.model)
+    return checkpoints.save(options.checkpoint_dir, state, model, optimizer)
+
+
+def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
+    def measure() -> Baselines:
+        # Folders first: a path that cannot be written should not cost the user a run.
+        options.out.mkdir(parents=True, exist_ok=True)
+        options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))
+
+    baselines = on_rank_zero(measure)
+    return Report(options.out if dist.get_rank() == 0 else None, baselines, resumed_at=first_step)
+
+
+def _introduce(report: Report, options: Options, device: torch.device, corpus: Corpus, model: Llama) -> None:
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+    report.say(
+        f"{num_parameters:,} parameters, {options.dtype}, on {options.world_size} x {device.type}: "
+        f"{options.replicate} replicas x {options.shard} shards"
+    )
+    report.say(
+        f"text: {len(corpus.train):,} bytes in {corpus.num_train_files} files; "
+        f"held out {len(corpus.held_out):,} bytes in {corpus.num_held_out_files} whole files"
+    )
+    report.introduce()
+
+
+def _show_sample(report: Report, options: Options, device: torch.device, model: Llama) -> None:
+    prompt = torch.tensor(list(options.prompt.encode()), device=device)
+    text = generate(model, prompt, num_tokens=NUM_SAMPLE_BYTES, window=options.seq_len, seed=options.seed)
+    report.say("sample:")
+    report.say(bytes(text.tolist()).decode("utf-8", errors="replace"))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

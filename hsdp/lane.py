@@ -1,0 +1,349 @@
+"""A lane: the parameters of a unit that share dtypes, and the buffers behind them.
+
+    shard buffer --(one cast, only if compute dtype differs)--> gather input
+    gather input --(direct: own transfer)---------------------> whole parameter's place in the arena
+    gather input --(packed: one transfer)--> staging --(copy)-> whole parameters' places in the arena
+
+    gradients ----(direct: as autograd made them)-------------> reduce-scatter inputs
+    gradients ----(packed: one copy)----> rows ---------------> reduce-scatter input
+    reduction buffer (layout of the shard buffer) <------------ reduce-scatter outputs
+
+With one shard rank nothing is transferred: whole parameters alias the shard buffer (or its cast copy), and gradients are
+all-reduced where autograd made them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.layout import PACK_ALL, Layout, Piece, Thresholds, plan
+from hsdp.memory import Arena
+from hsdp.mesh import MeshAxes
+from hsdp.param import ManagedParam
+from hsdp.policies import CommPolicy
+
+U8 = torch.uint8
+
+
+@dataclass(frozen=True)
+class LaneKind:
+    """What parameters of one lane have in common."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+
+
+class Lane:
+    """Buffers and transfers of one lane.
+
+    Attributes:
+        kind: its dtypes.
+        params: its parameters; `slots` gives their indices in the unit.
+        layout: where their bytes lie.
+        shard: the shard buffer, 1-D, storage dtype.
+        outputs, inputs: the transfers of its gather, as 1-D byte tensors.
+    """
+
+    def __init__(
+        self,
+        kind: LaneKind,
+        params: list[ManagedParam],
+        slots: list[int],
+        axes: MeshAxes,
+        thresholds: Thresholds,
+    ) -> None:
+        self.kind = kind
+        self.params = params
+        self.slots = slots
+        self.axes = axes
+        self.thresholds = thresholds
+        self.layout = plan([p.spec for p in params], axes.shard_size, thresholds)
+        self.shard: Tensor
+        self.outputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        self._arena: Arena | None = None
+        self._staging: Arena | None = None
+        self._cast: Arena | None = None
+        self._unpack_to: list[Tensor] = []
+        self._unpack_from: list[Tensor] = []
+        self._reduce_plans: dict[tuple[int, ...], ReducePlan] = {}
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes the shard buffer. Parameters are then put into it one by one."""
+        with torch.inference_mode(False):
+            # Zeros: padding is read by whoever reads the flat buffer (norms, checkpoints of it), never by parameters.
+            self.shard = torch.zeros(self.layout.numel, dtype=self.kind.storage, device=device)
+
+    def local(self, index: int) -> Tensor:
+        """The view of the shard buffer that is parameter `index`'s local tensor, with its own version counter."""
+        piece = self.layout.pieces[index]
+        shape = piece.local_shape(self.axes.shard_rank)
+        size = _numel(shape)
+        with torch.inference_mode(False):
+            return self.shard.data[piece.offset : piece.offset + size].view(shape)
+
+    def arrange(self) -> None:
+        """Makes the whole parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
+        if self.shard.is_meta:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            if self.axes.shard_size == 1:
+                self._arrange_alone()
+            else:
+                self._arrange_gather()
+        self.release_transients()
+        self.release_whole()
+
+    def _arrange_alone(self) -> None:
+        # One shard rank: the layout of whole parameters is that of the shard buffer.
+        if self.kind.compute == self.kind.storage:
+            source = self.shard.data
+        else:
+            self._arena = Arena(self.layout.numel, self.kind.compute, self.shard.device)
+            source = self._arena.tensor
+        for param, piece in zip(self.params, self.layout.pieces, strict=True):
+            view = source.data[piece.offset : piece.offset + piece.numel].view(piece.spec.shape)
+            param.whole = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+
+    def _arrange_gather(self) -> None:
+        layout, compute, device = self.layout, self.kind.compute, self.shard.device
+        shards = layout.shards
+        self._arena = Arena(layout.whole_numel, compute, device)
+        source = self.shard
+        if compute != self.kind.storage:
+            self._cast = Arena(layout.numel, compute, device)
+            source = self._cast.tensor
+        for param, piece in zip(self.params, layout.pieces, strict=True):
+            whole = self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel)
+            param.whole = nn.Parameter(whole.view(piece.spec.shape), requires_grad=param.sharded.requires_grad)
+        for i in layout.in_order:
+            piece = layout.pieces[i]
+            if piece.direct_gather:
+                stop = piece.whole_offset + piece.spec.numel
+                self.outputs.append(self._arena.alias(piece.whole_offset, stop).view(U8))
+                self.inputs.append(source.data[piece.offset : piece.offset + piece.numel].view(U8))
+        start = layout.gather_packed_start
+        packed = layout.numel - start
+        if packed:
+            self._staging = Arena(shards * packed, compute, device)
+            self.outputs.append(self._staging.tensor.data.view(U8))
+            self.inputs.append(source.data[start:].view(U8))
+            rows = self._staging.tensor.data.view(shards, packed)
+            for piece in layout.pieces:
+                if not piece.direct_gather and piece.spec.numel:
+                    stop = piece.whole_offset + piece.spec.numel
+                    whole = self._arena.alias(piece.whole_offset, stop).view(piece.spec.shape)
+                    sources = row_views(piece, rows, start)
+                    if piece.spec.dim is None:  # it came from every rank; the first one's serves
+                        self._unpack_to.append(whole)
+                        self._unpack_from.append(sources[0][0])
+                    else:
+                        self._unpack_to += whole_views(piece, whole, shards)
+                        self._unpack_from += sources
+
+    def prepare_gather(self) -> None:
+        """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
+        for arena in (self._arena, self._staging, self._cast):
+            if arena is not None:
+                arena.alloc()
+
+    def fill_gather(self) -> None:
+        """The one cast, where compute and storage dtypes differ; the gather's inputs are ready after it."""
+        if self._cast is not None:
+            self._cast.tensor.copy_(self.shard)
+        elif self._arena is not None and self.axes.shard_size == 1:
+            self._arena.tensor.copy_(self.shard)
+
+    def unpack(self) -> None:
+        """Copies packed parameters from the staging rows to their places."""
+        if self._unpack_to:
+            torch._foreach_copy_(self._unpack_to, self._unpack_from)
+
+    def release_transients(self) -> None:
+        """Frees what only the gather needed."""
+        if self._staging is not None:
+            self._staging.free()
+        if self._cast is not None:
+            self._cast.free()
+
+    def release_whole(self) -> None:
+        """Frees the whole parameters (unless they alias the shards)."""
+        if self._arena is not None:
+            self._arena.free()
+
+    def reduce_plan(self, trainable: tuple[int, ...]) -> ReducePlan:
+        """The plan for reducing the parameters at `trainable` (indices in this lane); made once for each set."""
+        found = self._reduce_plans.get(trainable)
+        if found is None:
+            found = self._reduce_plans[trainable] = ReducePlan(self, trainable)
+        return found
+
+
+class ReducePlan:
+    """How the gradients of a set of a lane's parameters are reduced.
+
+    The reduction buffer has the layout of the shard buffer, then a tail of one *used-flag* per parameter: how many
+    ranks used it. Each rank sends its flags with every row of the packed transfer.
+    """
+
+    def __init__(self, lane: Lane, trainable: tuple[int, ...]) -> None:
+        self.lane = lane
+        self.params = [lane.params[i] for i in trainable]
+        self.slots = [lane.slots[i] for i in trainable]
+        everything = len(trainable) == len(lane.params)
+        specs = [p.spec for p in self.params]
+        self.layout: Layout = lane.layout if everything else plan(specs, lane.axes.shard_size, lane.thresholds)
+        self.flags = len(trainable)
+        self.packed = self.layout.numel - self.layout.reduce_packed_start + self.flags
+        rank = lane.axes.shard_rank
+        self.local_shapes = [piece.local_shape(rank) for piece in self.layout.pieces]
+        self.local_numels = [_numel(shape) for shape in self.local_shapes]
+
+    def fill(self, grads: Sequence[Tensor | None], used: list[bool]) -> LaneReduction:
+        """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction."""
+        if self.lane.axes.shard_size == 1:
+            return self._fill_alone(grads, used)
+        layout, dtype, device = self.layout, self.lane.kind.reduce, self.lane.shard.device
+        shards = layout.shards
+        buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
+        rows = torch.empty((shards, self.packed), dtype=dtype, device=device)
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        to: list[Tensor] = []
+        sources: list[Tensor] = []
+        for i in layout.in_order:
+            piece, grad = layout.pieces[i], grads[i]
+            if piece.direct_reduce:
+                inputs.append(_flat(grad, piece, dtype, device))
+                outputs.append(buffer[piece.offset : piece.offset + piece.numel])
+                continue
+            views = row_views(piece, rows, layout.reduce_packed_start)
+            if grad is None:
+                torch._foreach_zero_(views)
+            elif piece.spec.numel:
+                to += views
+                sources += whole_views(piece, grad, shards)
+        flags = rows[:, self.packed - self.flags :]
+        flags.fill_(1.0)
+        for i, was_used in enumerate(used):
+            if not was_used:
+                flags[:, i] = 0.0
+        if to:
+            torch._foreach_copy_(to, sources)
+        inputs.append(rows.view(-1))
+        outputs.append(buffer[layout.reduce_packed_start :])
+        return LaneReduction(self, inputs, outputs, [buffer], used)
+
+    def _fill_alone(self, grads: Sequence[Tensor | None], used: list[bool]) -> LaneReduction:
+        dtype, device = self.lane.kind.reduce, self.lane.shard.device
+        operands = [_flat(g, piece, dtype, device) for g, piece in zip(grads, self.layout.pieces, strict=True)]
+        operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
+        return LaneReduction(self, [], [], operands, used)
+
+
+class LaneReduction:
+    """One lane's part of a reduction.
+
+    Attributes:
+        inputs, outputs: the transfers of the reduce-scatter, 1-D (none with one shard rank).
+        operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
+            gradient and the flags.
+        used: which parameters this rank used.
+    """
+
+    __slots__ = ("inputs", "operands", "outputs", "plan", "used")
+
+    def __init__(
+        self, plan: ReducePlan, inputs: list[Tensor], outputs: list[Tensor], operands: list[Tensor], used: list[bool]
+    ) -> None:
+        self.plan = plan
+        self.inputs = inputs
+        self.outputs = outputs
+        self.operands = operands
+        self.used = used
+
+    def values(self) -> list[Tensor]:
+        """The operands without the used-flags."""
+        if len(self.operands) == 1:
+            return [self.operands[0][: self.plan.layout.numel]]
+        return self.operands[:-1]
+
+    def flags(self) -> Tensor:
+        """How many ranks used each parameter: exact only in sign."""
+        if len(self.operands) == 1:
+            return self.operands[0][self.plan.layout.numel :]
+        return self.operands[-1]
+
+    def locals(self, values: list[Tensor]) -> list[Tensor]:
+        """Splits reduced `values` into one local gradient per parameter."""
+        plan = self.plan
+        if plan.lane.axes.shard_size == 1:
+            return [v.view(shape) for v, shape in zip(values, plan.local_shapes, strict=True)]
+        flat = values[0]
+        return [
+            flat[piece.offset : piece.offset + numel].view(shape)
+            for piece, numel, shape in zip(plan.layout.pieces, plan.local_numels, plan.local_shapes, strict=True)
+        ]
+
+
+def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: LaneKind) -> Thresholds:
+    """The sizes from which a lane's parameters go direct, given a backend's measured defaults `gather` and `reduce`."""
+    if policy.fusion == "packed":
+        gather = reduce = PACK_ALL
+    elif policy.fusion == "direct":
+        gather = reduce = 0
+    else:
+        gather = gather if policy.direct_gather_bytes is None else policy.direct_gather_bytes
+        reduce = reduce if policy.direct_reduce_bytes is None else policy.direct_reduce_bytes
+    return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize)
+
+
+def row_views(piece: Piece, rows: Tensor, start: int) -> list[Tensor]:
+    """Views of the packed `rows` (S, m) that hold one parameter's pieces, shaped as `whole_views` gives its parts.
+
+    Args:
+        piece: its place in the layout.
+        rows: one row per rank; column 0 is the layout's offset `start`.
+    """
+    shards, shape, dim = rows.shape[0], piece.spec.shape, piece.spec.dim
+    at = piece.offset - start
+    if dim is None:
+        return [rows[:, at : at + piece.numel].view((shards, *shape))]
+    if shape[dim] % shards == 0:
+        columns = rows[:, at : at + piece.numel]
+        return [columns.unflatten(1, (*shape[:dim], piece.chunk, *shape[dim + 1 :]))]
+    views = []
+    for rank in range(shards):
+        local = piece.local_shape(rank)
+        if local[dim]:
+            views.append(rows[rank, at : at + _numel(local)].view(local))
+    return views
+
+
+def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a whole parameter, one stack of ranks' equal parts or one tensor per rank that holds rows."""
+    shape, dim = piece.spec.shape, piece.spec.dim
+    if dim is None:
+        return [whole.expand((shards, *shape))]
+    if shape[dim] % shards == 0:
+        return [whole.unflatten(dim, (shards, piece.chunk)).movedim(dim, 0)]
+    return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]
+
+
+def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gradient as a 1-D tensor of the reduce dtype: itself where nothing has to change."""
+    if grad is None:
+        return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
+    return grad.to(dtype).contiguous().view(-1)
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    numel = 1
+    for size in shape:
+        numel *= size
+    return numel

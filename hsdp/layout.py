@@ -1,0 +1,184 @@
+"""Where each parameter's bytes lie: pure integer planning, no tensors, no ranks' state.
+
+A *lane* is the set of a unit's parameters that share dtypes. For one lane and S shard ranks the plan is
+
+    shard buffer      [ big A | big B | mid C | small d | small e | pad ]              one rank's pieces
+                      '- direct -----'                                                 own transfer each
+                                      '- packed --------------------'                  one transfer together
+                        ^ every piece starts at a multiple of ALIGN elements
+
+    whole buffer      [ whole A | whole B | whole C | whole d | whole e ]              same order, whole sizes
+
+Pieces are ordered so that what is packed forms one contiguous range: first those that are gathered and reduced
+directly, then those gathered directly but reduced packed, then those packed in both. A piece is *padded* to the size of
+the largest rank's, so that every rank's buffer has the same length and collectives need no per-rank sizes.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+ALIGN = 64
+"""Alignment of pieces, in elements: 128 bytes in 16-bit dtypes, the widest vector access and cache-line pair in use."""
+
+DIRECT_MULTIPLE_BYTES = 16
+"""A direct piece is a multiple of this many bytes per rank; odd sizes can be 12 times slower on NCCL."""
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """What the planner knows of a parameter: its whole shape and the tensor dim it is sharded on (None: not sharded)."""
+
+    shape: tuple[int, ...]
+    dim: int | None
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class Thresholds:
+    """When a piece goes direct: at least this many bytes per rank, counted in `itemsize`-byte elements."""
+
+    gather_bytes: int
+    gather_itemsize: int
+    reduce_bytes: int
+    reduce_itemsize: int
+
+
+PACK_ALL = 1 << 62
+"""A threshold that no piece reaches."""
+
+
+@dataclass(frozen=True)
+class Piece:
+    """One parameter's place. Offsets and sizes are in elements.
+
+    Attributes:
+        spec: the parameter.
+        offset: start in the shard buffer.
+        numel: elements per rank, padding included; the same on every rank.
+        whole_offset: start in the whole buffer.
+        chunk: rows (along the sharded dim) of a full rank; later ranks may hold fewer, or none.
+        direct_gather, direct_reduce: whether it is transferred on its own, without a copy.
+    """
+
+    spec: ParamSpec
+    offset: int
+    numel: int
+    whole_offset: int
+    chunk: int
+    direct_gather: bool
+    direct_reduce: bool
+
+    def rows(self, rank: int) -> int:
+        """Rows along the sharded dim that `rank` holds (torch.chunk's rule, as DTensor's `Shard` has it)."""
+        assert self.spec.dim is not None, "a parameter that is not sharded has no rows"
+        return max(0, min(self.chunk, self.spec.shape[self.spec.dim] - rank * self.chunk))
+
+    def local_shape(self, rank: int) -> tuple[int, ...]:
+        """Shape of the shard that `rank` holds."""
+        if self.spec.dim is None:
+            return self.spec.shape
+        shape = list(self.spec.shape)
+        shape[self.spec.dim] = self.rows(rank)
+        return tuple(shape)
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The plan of one lane.
+
+    Attributes:
+        shards: number of shard ranks S.
+        pieces: one per parameter, in the order in which the parameters were given.
+        numel: length of the shard buffer, and of the reduction buffer without its tail of used-flags.
+        whole_numel: length of the whole buffer.
+        reduce_packed_start, gather_packed_start: where the packed ranges start; both end at `numel`.
+    """
+
+    shards: int
+    pieces: tuple[Piece, ...]
+    numel: int
+    whole_numel: int
+    reduce_packed_start: int
+    gather_packed_start: int
+
+    @cached_property
+    def in_order(self) -> tuple[int, ...]:
+        """Indices of the pieces in the order in which they lie in the buffers."""
+        return tuple(
+            sorted(range(len(self.pieces)), key=lambda i: (self.pieces[i].offset, self.pieces[i].whole_offset))
+        )
+
+    @property
+    def padding(self) -> int:
+        """Elements that all ranks together hold beyond those of the parameters (whole ones counted once per rank)."""
+        held = sum(p.spec.numel * (self.shards if p.spec.dim is None else 1) for p in self.pieces)
+        return self.shards * self.numel - held
+
+
+def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Layout:
+    """Plans the buffers of one lane.
+
+    Args:
+        specs: its parameters.
+        shards: number of shard ranks, at least 1.
+        thresholds: sizes from which a piece goes direct. What is reduced directly is gathered directly too.
+
+    Returns:
+        The layout; the same on every rank, as it depends on the arguments alone.
+    """
+    drafts = [_draft(spec, shards, thresholds) for spec in specs]
+    order = sorted(range(len(specs)), key=lambda i: (not drafts[i].direct_reduce, not drafts[i].direct_gather))
+    pieces: list[Piece] = list(drafts)
+    offset = whole_offset = 0
+    starts: dict[str, int] = {}
+    for i in order:
+        draft = drafts[i]
+        if not draft.direct_reduce:
+            starts.setdefault("reduce", offset)
+        if not draft.direct_gather:
+            starts.setdefault("gather", offset)
+        pieces[i] = Piece(
+            draft.spec, offset, draft.numel, whole_offset, draft.chunk, draft.direct_gather, draft.direct_reduce
+        )
+        offset = _align(offset + draft.numel)
+        whole_offset = _align(whole_offset + draft.spec.numel)
+    return Layout(
+        shards=shards,
+        pieces=tuple(pieces),
+        numel=offset,
+        whole_numel=whole_offset,
+        reduce_packed_start=starts.get("reduce", offset),
+        gather_packed_start=starts.get("gather", offset),
+    )
+
+
+def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
+    """A piece without its offsets."""
+    if spec.dim is None:
+        return Piece(spec, 0, spec.numel, 0, 0, False, False)
+    rows = spec.shape[spec.dim]
+    chunk = -(-rows // shards)
+    others = spec.numel // rows if rows else 0
+    numel = chunk * others
+    # With Shard(0) and equal shards, rank r's rows are exactly the r-th S-th of the whole parameter: no reordering.
+    even = spec.dim == 0 and rows % shards == 0 and numel > 0
+
+    def goes_direct(smallest: int, itemsize: int) -> bool:
+        size = numel * itemsize
+        return even and size >= smallest and size % DIRECT_MULTIPLE_BYTES == 0
+
+    gather = goes_direct(thresholds.gather_bytes, thresholds.gather_itemsize)
+    reduce = gather and goes_direct(thresholds.reduce_bytes, thresholds.reduce_itemsize)
+    return Piece(spec, 0, numel, 0, chunk, gather, reduce)
+
+
+def _align(numel: int) -> int:
+    return -(-numel // ALIGN) * ALIGN

@@ -1,0 +1,48 @@
+"""Flat memory that can be freed and filled again while tensors keep pointing at it."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+
+class Arena:
+    """A flat tensor whose storage comes and goes.
+
+    Freeing shrinks the storage to nothing, though autograd or a module still holds views: they come back to life when
+    the arena is allocated and filled again. An arena is born allocated: views can only be made of memory that is there.
+    """
+
+    __slots__ = ("_bytes", "_storage", "tensor")
+
+    def __init__(self, numel: int, dtype: torch.dtype, device: torch.device) -> None:
+        self.tensor = torch.empty(numel, dtype=dtype, device=device)
+        self._storage = self.tensor.untyped_storage()
+        self._bytes = self._storage.nbytes()
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes that it takes when allocated."""
+        return self._bytes
+
+    @property
+    def allocated(self) -> bool:
+        """Whether the memory is there."""
+        return self._bytes == 0 or self._storage.nbytes() != 0
+
+    def alloc(self) -> None:
+        """Makes the memory present; its content is undefined. Allocates on the current stream."""
+        if self._storage.nbytes() != self._bytes:
+            self._storage.resize_(self._bytes)
+
+    def free(self) -> None:
+        """Gives the memory back."""
+        self._storage.resize_(0)
+
+    def alias(self, start: int, stop: int) -> Tensor:
+        """A view of elements `start:stop` with a version counter of its own.
+
+        Views made by plain slicing share one counter, and refilling the arena would then trip autograd's check that
+        saved tensors were not modified; the runtime compares epochs instead.
+        """
+        return self.tensor.data[start:stop]

@@ -1,0 +1,171 @@
+"""One parameter's life: the sharded DTensor that users see, and the whole tensor that a forward computes with.
+
+The two never trade places. The sharded one stays registered in its module; while a unit is open, the whole one lies in
+front of it, in the module's `__dict__`, where attribute access finds it first. So `named_parameters()`, `state_dict()` and
+the optimizer see the sharded parameter at every moment, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hsdp.errors import StateError
+from hsdp.layout import ParamSpec, Piece
+from hsdp.mesh import MeshAxes
+
+PlacementFn = Callable[[nn.Parameter], Any]
+
+originals: Any = WeakIdKeyDictionary()
+"""Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One name under which a module knows the parameter. The module is held weakly: units must not keep it alive."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    fqn: str
+
+
+class ManagedParam:
+    """A parameter of a unit.
+
+    Attributes:
+        fqn: its first name, relative to the unit's module.
+        places: every name it is known under (several when weights are tied inside the unit).
+        spec: whole shape and sharded tensor dim.
+        dtype: storage dtype.
+        sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
+        local: that view.
+        whole: the whole parameter; its storage is filled while the unit is open. None until the lane is built.
+        node: autograd's accumulation node of `whole`, held so that it stays the same one.
+    """
+
+    __slots__ = ("dtype", "fqn", "local", "node", "piece", "places", "sharded", "spec", "tensor_spec", "whole")
+
+    def __init__(self, places: list[Place], original: nn.Parameter, dim: int | None) -> None:
+        self.places = places
+        self.fqn = places[0].fqn
+        self.spec = ParamSpec(tuple(original.shape), dim)
+        self.dtype = original.dtype
+        self.sharded: nn.Parameter = original
+        self.whole: nn.Parameter | None = None
+        self.node: Any = None
+        self.piece: Piece
+        self.local: Tensor
+        self.tensor_spec: DTensorSpec
+
+    def shard(self, local: Tensor, piece: Piece, axes: MeshAxes) -> None:
+        """Replaces the original parameter, in every place, by a DTensor around `local`."""
+        original = self.sharded
+        with torch.no_grad():
+            if piece.numel and not original.is_meta:
+                local.copy_(self._rows_of(original.detach(), piece, axes))
+        self.piece = piece
+        self.local = local
+        stride = torch.empty(self.spec.shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
+        self.tensor_spec = DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
+        dtensor = DTensor(local, self.tensor_spec, requires_grad=False)
+        self.sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+        self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
+        self.sharded.__dict__.update(vars(original))  # marks that users and libraries put on parameters
+        self._register(self.sharded)
+
+    def rehome(self, local: Tensor) -> None:
+        """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
+        with torch.no_grad():
+            if not self._local_now().is_meta:
+                local.copy_(self._local_now())
+        self.local = local
+        self.sharded._local_tensor = local  # type: ignore[attr-defined]
+
+    def moved(self) -> bool:
+        """Whether somebody replaced the parameter, or its local tensor, since hsdp last looked."""
+        sharded = self.sharded
+        if self._local_now() is not self.local:
+            return True
+        return any(place.module().__dict__["_parameters"].get(place.name) is not sharded for place in self.places)
+
+    def adopt(self, unit_name: str) -> None:
+        """Takes over what replaced the parameter (`load_state_dict(assign=True)`), or refuses it.
+
+        Raises:
+            StateError: it was replaced by something that is not an equally sharded parameter.
+        """
+        currents = [place.module().__dict__["_parameters"].get(place.name) for place in self.places]
+        found = next((p for p in currents if p is not self.sharded), self.sharded)
+        if found is not self.sharded:
+            where = f"parameter {self.fqn!r} of unit {unit_name!r}"
+            if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                raise StateError(
+                    f"{where} was replaced by a {type(found).__name__} that is not a sharded parameter (functional_call "
+                    "with plain tensors, or an assignment?); pass DTensors sharded as the parameter is, or write into "
+                    "the parameter in place"
+                )
+            spec = found._spec
+            if (spec.mesh, spec.placements, spec.shape) != (
+                self.tensor_spec.mesh,
+                self.tensor_spec.placements,
+                self.tensor_spec.shape,
+            ):
+                raise StateError(
+                    f"{where} was replaced by a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on "
+                    f"{spec.mesh}; it must keep shape {self.spec.shape}, placements {self.tensor_spec.placements} and mesh"
+                )
+            self.sharded = found
+            self._register(found)
+        self.dtype = self._local_now().dtype
+        meta = TensorMeta(self.tensor_spec.shape, self.tensor_spec.stride, self.dtype)
+        self.tensor_spec = DTensorSpec(self.tensor_spec.mesh, self.tensor_spec.placements, tensor_meta=meta)
+
+    def _local_now(self) -> Tensor:
+        return self.sharded._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+    def _register(self, sharded: nn.Parameter) -> None:
+        for place in self.places:
+            module = place.module()
+            assert module is not None, f"the module of {place.fqn!r} is gone"
+            module._parameters[place.name] = sharded
+            _refresh_flat_weights(module, place.name, sharded)
+
+    def _rows_of(self, whole: Tensor, piece: Piece, axes: MeshAxes) -> Tensor:
+        if self.spec.dim is None:
+            return whole
+        rows = piece.rows(axes.shard_rank)
+        start = min(axes.shard_rank * piece.chunk, self.spec.shape[self.spec.dim])
+        return whole.narrow(self.spec.dim, start, rows)
+
+
+def show(place: Place, whole: nn.Parameter) -> None:
+    """Puts the whole parameter in front of the sharded one."""
+    module = place.module()
+    assert module is not None, f"the module of {place.fqn!r} is gone"
+    module.__dict__[place.name] = whole
+    if isinstance(module, nn.RNNBase):
+        _refresh_flat_weights(module, place.name, whole)
+
+
+def hide(place: Place, sharded: nn.Parameter) -> None:
+    """Takes the whole parameter away again; the registered, sharded one shows."""
+    module = place.module()
+    if module is not None:
+        module.__dict__.pop(place.name, None)
+        if isinstance(module, nn.RNNBase):
+            _refresh_flat_weights(module, place.name, sharded)
+
+
+def _refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    # RNNs keep a list of references of their own, which their forward reads.
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(name)] = param

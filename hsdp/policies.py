@@ -1,0 +1,89 @@
+"""Policies: what the user chooses, as frozen dataclasses that are checked where they are made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import torch
+
+ReduceOp = Literal["avg", "sum"]
+Fusion = Literal["auto", "packed", "direct"]
+
+
+@dataclass(frozen=True)
+class MixedPrecisionPolicy:
+    """Dtypes of a unit. `None` keeps what is there.
+
+    Args:
+        param_dtype: dtype of the whole parameters, hence of compute and of the all-gather. The sharded parameters and
+            the optimizer keep the original dtype.
+        reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter.
+        output_dtype: floating-point outputs of the module's forward are cast to it.
+        cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
+    """
+
+    param_dtype: torch.dtype | None = None
+    reduce_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    cast_forward_inputs: bool = True
+
+    def __post_init__(self) -> None:
+        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+            dtype = getattr(self, name)
+            if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+                raise ValueError(
+                    f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point torch.dtype such as "
+                    "torch.bfloat16, or None to keep the original dtype"
+                )
+
+
+@dataclass(frozen=True)
+class CommPolicy:
+    """How a unit communicates. `None` stands for a default that was measured for the backend.
+
+    Args:
+        fusion: which path parameters take. A *direct* parameter is gathered from its shard straight into its place and
+            reduced straight from the gradient that autograd made; *packed* ones share one transfer and cost one copy.
+            "auto" sends large, evenly divisible `Shard(0)` parameters the direct way and packs the rest; "packed"
+            packs all; "direct" sends directly whatever can be.
+        direct_gather_bytes: smallest size of a rank's piece, in bytes, that "auto" gathers directly.
+        direct_reduce_bytes: smallest size of a rank's piece, in bytes, that "auto" reduces directly.
+        prefetch: how many units beyond the current one may be gathered ahead (0: none). A bound on memory too.
+        max_inflight_reduce_scatters: how many reductions may hold their whole gradients at a time (at least 1).
+        max_inflight_all_reduces: how many reductions may be queued behind their reduce-scatter (at least 1).
+    """
+
+    fusion: Fusion = "auto"
+    direct_gather_bytes: int | None = None
+    direct_reduce_bytes: int | None = None
+    prefetch: int = 1
+    max_inflight_reduce_scatters: int = 1
+    max_inflight_all_reduces: int = 4
+
+    def __post_init__(self) -> None:
+        if self.fusion not in ("auto", "packed", "direct"):
+            raise ValueError(f"CommPolicy(fusion={self.fusion!r}): expected 'auto', 'packed' or 'direct'")
+        smallest = {
+            "direct_gather_bytes": 0,
+            "direct_reduce_bytes": 0,
+            "prefetch": 0,
+            "max_inflight_reduce_scatters": 1,
+            "max_inflight_all_reduces": 1,
+        }
+        for name, bound in smallest.items():
+            value = getattr(self, name)
+            if value is None and name.startswith("direct_"):
+                continue
+            if not isinstance(value, int) or isinstance(value, bool) or value < bound:
+                raise ValueError(f"CommPolicy({name}={value!r}): expected an integer of at least {bound}")
+
+
+def check_reduce_op(op: str, where: str) -> ReduceOp:
+    """Returns `op` as "avg" or "sum", tolerating case and spaces; raises ValueError naming `where` otherwise."""
+    name = op.strip().lower() if isinstance(op, str) else op
+    if name == "avg":
+        return "avg"
+    if name == "sum":
+        return "sum"
+    raise ValueError(f"{where}: reduce op {op!r} is not known; choose 'avg' or 'sum'")

@@ -1,0 +1,354 @@
+"""The runtime of one root: the only place where units meet.
+
+It keeps the order in which units run, gathers ahead along it, decides whose turn it is to reduce, and tells one
+iteration from the next, so that nothing of a failed or abandoned one survives.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections import deque
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from hsdp.errors import HSDPError, StaleParametersError
+from hsdp.pipeline import Reduction, ReductionPipeline
+from hsdp.streams import Streams
+from hsdp.unit import Residency, Unit, unit_of
+
+_graph_task = torch._C._current_graph_task_id
+_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Order:
+    """The order in which units were entered in the last full pass, and where this pass is in it."""
+
+    def __init__(self) -> None:
+        self._expected: list[Unit] = []
+        self._seen: list[Unit] = []
+        self._follows = False
+
+    def begin(self, guess: Iterable[Unit] = ()) -> None:
+        """Starts a pass; `guess` serves where none was recorded."""
+        if not self._expected:
+            self._expected = list(guess)
+        self._seen = []
+        self._follows = bool(self._expected)
+
+    def visit(self, unit: Unit, window: int) -> list[Unit]:
+        """Records that `unit` is entered; returns the next `window` units, or none once the pass left the order."""
+        at = len(self._seen)
+        self._seen.append(unit)
+        if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
+            self._follows = False
+        return self._expected[at + 1 : at + 1 + window] if self._follows else []
+
+    def cancel(self) -> None:
+        """Ends a pass that failed: what is expected stays."""
+        self._seen = []
+        self._follows = False
+
+    def end(self) -> None:
+        """Ends a pass: what was seen is what the next one expects."""
+        if self._seen:
+            self._expected = self._seen
+        self.cancel()
+
+
+class Runtime:
+    """What the units below one root share.
+
+    Attributes:
+        units: every unit of the root, parents before children.
+        pipeline: the queue of its reductions.
+        depth: forward calls under way.
+    """
+
+    def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
+        self.root = root
+        self.depth = 0
+        self.units: list[Unit] = []
+        self.streams = Streams(device)
+        policy = root.comm_policy
+        self.pipeline = ReductionPipeline(
+            self.streams, policy.max_inflight_reduce_scatters, policy.max_inflight_all_reduces
+        )
+        self._forward = Order()
+        self._backward = Order()
+        self._entered: dict[Unit, None] = {}
+        self._left: dict[Unit, None] = {}
+        self._consumed = True
+        self._unfinished = False
+        self._keeps_graph = False
+        self._tasks: list[int] = []
+        self._reduces = True
+        self._turns: deque[Unit] = deque()
+        self._opened: list[Unit] = []
+        self._generation = -1
+        self._modules = [weakref.ref(module) for module in modules]
+
+    # -- belonging -----------------------------------------------------------------------------------------------
+
+    def adopt(self) -> None:
+        """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
+        if self._generation != Runtime.generation:
+            self.units = []
+            for ref in self._modules:
+                module = ref()
+                assert module is not None, "a root that runs is alive"
+                self._collect(module, None, "")
+            self._generation = Runtime.generation
+        for unit, parent, name in self._members:
+            unit.join(self, self.streams, parent, name)
+
+    generation = 0
+    """Raised by every `fully_shard` call, in any model."""
+
+    def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
+        if parent is None:
+            self._members: list[tuple[Unit, Unit | None, str]] = []
+        state = module.__dict__.get("_hsdp_state")
+        if state is not None and state.unit is not parent:
+            unit: Unit = state.unit
+            if unit not in self.units:
+                self.units.append(unit)
+                self._members.append((unit, parent, name or f"{type(module).__name__} (root)"))
+            parent = unit
+        for child_name, child in module.named_children():
+            self._collect(child, parent, f"{name}.{child_name}" if name else child_name)
+
+    # -- forward -------------------------------------------------------------------------------------------------
+
+    def in_backward(self) -> bool:
+        """Whether the caller runs inside a backward of this root (a recomputation, say)."""
+        return bool(self._tasks) and _graph_task() != -1
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins."""
+        if self._unfinished:
+            self.abort("a backward pass did not end")
+        self.adopt()
+        if self._consumed:
+            self._entered, self._left = {}, {}
+            self._consumed = False
+        # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
+        for unit in self.units:
+            if unit.residency is not Residency.SHARDED:
+                unit.reshard()
+        self._forward.begin()
+
+    def enter_forward(self, unit: Unit) -> None:
+        """`unit`'s forward begins: opens it and gathers ahead."""
+        self._entered.setdefault(unit)
+        ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
+        self._open(unit, ahead)
+
+    def leave_forward(self, unit: Unit, keep: bool) -> None:
+        """`unit`'s forward ended."""
+        self._left.pop(unit, None)
+        self._left[unit] = None
+        if not keep:
+            unit.reshard()
+
+    def end_forward(self) -> None:
+        """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
+        self._forward.end()
+        grad = torch.is_grad_enabled()
+        for unit in self.units:
+            if unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE):
+                unit.reshard()
+
+    def forget_forward(self) -> None:
+        """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
+        self._forward.cancel()
+        self._entered, self._left = {}, {}
+        self._reshard_all()
+
+    def _open(self, unit: Unit, ahead: list[Unit]) -> None:
+        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_epoch != unit.epoch:
+            unit.reshard()
+        if unit.residency is Residency.SHARDED:
+            unit.launch()
+        for other in ahead:
+            if other.residency is Residency.SHARDED:
+                other.launch()
+        unit.show()
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            try:
+                unit.reshard()
+            except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
+                unit.reshard()
+
+    # -- backward ------------------------------------------------------------------------------------------------
+
+    def enter_task(self) -> int:
+        """Notes the graph task that the caller runs in; at its end the runtime is called back."""
+        task = _graph_task()
+        if task not in self._tasks:
+            if not self._tasks:
+                self._begin_backward()
+            self._tasks.append(task)
+            _queue_callback(lambda: self._end_task(task))
+        return task
+
+    def _begin_backward(self) -> None:
+        self._consumed = self._unfinished = True
+        self._keeps_graph = False
+        self._backward.begin(reversed(self._left))
+        # Static on every rank: who was entered first in forward reduces last. Not who completes first.
+        self._turns = deque(unit for unit in reversed(self._entered) if unit.trainable())
+        for unit in self._turns:
+            unit.in_turn = True
+        self._opened = []
+        self._reduces = self._accumulates()
+
+    def _accumulates(self) -> bool:
+        """Whether this backward accumulates gradients; `autograd.grad` does not, and the engine will not say then."""
+        node = next((p.node for unit in self.units for p in unit.params if p.node is not None), None)
+        if node is None:
+            return False
+        try:
+            torch._C._will_engine_execute_node(node)
+        except RuntimeError:
+            return False
+        return True
+
+    def enter_backward(self, unit: Unit, epoch: int) -> None:
+        """The gradient of an output of `unit` is there: opens the unit for its backward.
+
+        Raises:
+            StaleParametersError: the parameters changed since the forward.
+        """
+        task = self.enter_task()
+        if epoch != unit.epoch:
+            raise StaleParametersError(
+                f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a "
+                "forward and its backward, so its gradients would be wrong; run backward before the change, or forward "
+                "again after it"
+            )
+        # With create_graph=True the whole parameters are part of the new graph: they stay.
+        self._keeps_graph = self._keeps_graph or torch.is_grad_enabled()
+        if self._reduces and task not in unit.remaining:
+            unit.begin_task(task)
+        if unit.open:
+            return
+        self.pipeline.advance()
+        self._close_before(unit)
+        ahead = self._backward.visit(unit, unit.comm_policy.prefetch)
+        self._open(unit, ahead)
+        self._opened.append(unit)
+
+    def _close_before(self, unit: Unit) -> None:
+        """Closes the units whose backward is over now that that of `unit` begins.
+
+        The engine runs what was recorded later in forward first, so when a node that precedes a unit runs, the unit's
+        own nodes have run, also those that only hand gradients through frozen weights. Its ancestors go on.
+        """
+        ancestors = set()
+        up = unit.parent
+        while up is not None:
+            ancestors.add(up)
+            up = up.parent
+        still: list[Unit] = []
+        for other in self._opened:
+            if self._keeps_graph or other in ancestors or any(other.remaining.values()):
+                still.append(other)
+            elif other.reshard_after_backward:
+                other.reshard()
+        self._opened = still
+
+    def completed(self, unit: Unit) -> None:
+        """All gradients of `unit` that this graph task will make are there."""
+        unit.ready = True
+        if unit.in_turn:
+            self._take_turns()
+        else:
+            self._reduce(unit)
+
+    def _take_turns(self) -> None:
+        while self._turns and self._turns[0].ready:
+            unit = self._turns.popleft()
+            unit.in_turn = False
+            self._reduce(unit)
+
+    def _reduce(self, unit: Unit) -> None:
+        if unit.requires_grad_sync:
+            parts = unit.take_reduction()
+            unit.owes_all_reduce = not unit.requires_all_reduce
+            if parts:
+                self.pipeline.submit(Reduction(unit, parts, unit.requires_all_reduce))
+        else:
+            unit.stash_grads()
+
+    def _end_task(self, task: int) -> None:
+        """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
+        if task not in self._tasks:
+            return  # of an iteration that was aborted
+        self._tasks.remove(task)
+        if not self._tasks:
+            self._end_backward()
+
+    def _end_backward(self) -> None:
+        if self._reduces:
+            for unit in (*self._turns, *(u for u in self.units if u not in self._turns)):
+                unit.in_turn = False
+                deferred = unit.owes_all_reduce and unit.requires_all_reduce
+                if unit.has_grads() or (unit.requires_grad_sync and (unit.owed or deferred)):
+                    self._reduce(unit)
+        self._turns.clear()
+        self._backward.end()
+        self.pipeline.drain()
+        for unit in self.units:
+            unit.remaining.clear()
+            unit.ready = False
+            unit.commit()
+            if unit.residency is Residency.GATHERING or (unit.reshard_after_backward and not self._keeps_graph):
+                unit.reshard()
+        self._opened = []
+        self._unfinished = False
+
+    # -- failure -------------------------------------------------------------------------------------------------
+
+    def abort(self, reason: str) -> None:
+        """Forgets the iteration under way: waits for its work, frees its buffers, drops its gradients."""
+        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
+        self.pipeline.abort()
+        self._reshard_all()
+        for unit in self.units:
+            unit.drop_grads()
+            unit.roll_back()
+            unit.owed = unit.in_turn = unit.owes_all_reduce = False
+            unit.partial = None
+        self._tasks.clear()
+        self._turns.clear()
+        self._opened = []
+        self._entered, self._left = {}, {}
+        self._forward.cancel()
+        self._backward.cancel()
+        self._unfinished = False
+
+
+_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
+_units_of_optimizer = weakref.WeakKeyDictionary()
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raises the epoch of every unit whose parameters the optimizer stepped."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    held = _units_of_optimizer.get(optimizer)
+    if held is None or held[:2] != (count, Runtime.generation):
+        units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
+        refs = [weakref.ref(unit) for unit in units if unit is not None]
+        held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
+    for ref in held[2]:
+        if (unit := ref()) is not None:
+            unit.epoch += 1
+
+
+register_optimizer_step_post_hook(_after_optimizer_step)

@@ -1,0 +1,189 @@
+"""The per-module state object: turns module and autograd events into transitions of the module's unit.
+
+No collective and no arithmetic happen here. Forward events come from `HSDPModule.__call__`, backward events from hooks on
+the outputs of a forward and from autograd's accumulation into whole parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import fields, is_dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.runtime import Runtime
+from hsdp.unit import Unit
+
+
+class ModuleState:
+    """What `fully_shard` attaches to a module (one object for all modules of a list).
+
+    Attributes:
+        unit: the unit of the module(s).
+        modules: the module(s), weakly.
+    """
+
+    def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
+        self.unit = unit
+        self.modules = [weakref.ref(module) for module in modules]
+        self._own_runtime: Runtime | None = None
+        self._recomputing = 0
+        self._calls = 0
+        self._run: set[int] = set()
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls the module's forward, by way of `call`, with the unit open."""
+        args, kwargs = self.before_forward(module, args, kwargs)
+        try:
+            output = call(*args, **kwargs)
+        except BaseException:
+            self.forward_failed()
+            raise
+        return self.after_forward(module, output)
+
+    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        """The module is called: opens its unit; returns its inputs, cast if the policy says so."""
+        unit = self.unit
+        runtime = unit.runtime
+        if runtime is not None and runtime.in_backward():
+            # A recomputation: it neither records the order nor closes the unit; the backward around it does.
+            self._recomputing += 1
+            runtime.enter_backward(unit, unit.epoch)
+            return self._cast_inputs(args, kwargs)
+        if runtime is None or runtime.depth == 0:
+            runtime = self._become_root()
+            runtime.begin_forward()
+        runtime.depth += 1
+        self._calls += 1
+        try:
+            runtime.enter_forward(unit)
+            return self._cast_inputs(args, kwargs)
+        except BaseException:
+            self.forward_failed()
+            raise
+
+    def after_forward(self, module: nn.Module, output: Any) -> Any:
+        """The module's forward returned: watches its outputs for the backward, and closes its unit."""
+        unit, policy = self.unit, self.unit.mp_policy
+        runtime = unit.runtime
+        assert runtime is not None, "a forward began before it ends"
+        try:
+            if policy.output_dtype is not None:
+                output = map_tensors(output, lambda t: t.to(policy.output_dtype) if t.is_floating_point() else t)
+            watched = torch.is_grad_enabled() and self._watch(output, runtime)
+        except BaseException:
+            self.forward_failed()
+            raise
+        if self._recomputing:
+            self._recomputing -= 1
+            return output
+        self._leave(module, runtime, watched)
+        return output
+
+    def forward_failed(self) -> None:
+        """The module's forward raised: its unit is closed; the outermost one makes the root forget the iteration."""
+        runtime = self.unit.runtime
+        if self._recomputing:
+            self._recomputing -= 1
+            return
+        if runtime is None or self._calls == 0:
+            return
+        self._calls -= 1
+        runtime.depth -= 1
+        if runtime.depth == 0:
+            self._run.clear()
+            runtime.forget_forward()
+
+    def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
+        unit = self.unit
+        self._calls -= 1
+        self._run.add(id(module))
+        runtime.depth -= 1
+        is_root = runtime.depth == 0
+        keep = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and unit is runtime.root)
+        if torch.is_grad_enabled() and unit.trainable():
+            unit.owed = True
+            # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
+            keep = keep or not watched
+        if len(self._run) < len(self.modules) or self._calls:
+            keep = True  # other modules of the unit are still to run
+        else:
+            self._run.clear()
+        runtime.leave_forward(unit, keep)
+        if is_root:
+            self._run.clear()
+            runtime.end_forward()
+
+    def _become_root(self) -> Runtime:
+        if self._own_runtime is None:
+            modules = [module for ref in self.modules if (module := ref()) is not None]
+            self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
+        return self._own_runtime
+
+    def _watch(self, output: Any, runtime: Runtime) -> bool:
+        """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""
+        hook = _entry_hook(self.unit, runtime, self.unit.epoch)
+        found = False
+        for tensor in tensors_in(output):
+            if tensor.requires_grad:
+                tensor.register_hook(hook)
+                found = True
+        return found
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        policy = self.unit.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return args, kwargs
+        dtype = policy.param_dtype
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+
+def _entry_hook(unit: Unit, runtime: Runtime, epoch: int) -> Callable[[Tensor], None]:
+    def entered(grad: Tensor) -> None:
+        runtime.enter_backward(unit, epoch)
+
+    return entered
+
+
+def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, (str, bytes, int, float, bool, type(None), type, nn.Module)):
+        return
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    elif hasattr(value, "__dict__"):
+        for item in vars(value).values():
+            yield from tensors_in(item, depth - 1)
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept."""
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, tuple):
+        items = [map_tensors(item, fn) for item in value]
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, list):
+        return type(value)(map_tensors(item, fn) for item in value)
+    if isinstance(value, dict):
+        try:
+            return type(value)((key, map_tensors(item, fn)) for key, item in value.items())
+        except TypeError:
+            return {key: map_tensors(item, fn) for key, item in value.items()}
+    if is_dataclass(value) and not isinstance(value, type):
+        changes = {f.name: map_tensors(getattr(value, f.name), fn) for f in fields(value) if f.init}
+        return replace(value, **changes)
+    return value

@@ -1,0 +1,71 @@
+"""Streams and events of any device behind four verbs; on the CPU they do nothing, because its work handles do the waiting.
+
+Three side streams per device, shared by all units of a model so that their work keeps its order:
+`gather` (all-gathers), `scatter` (reduce-scatters) and `replicate` (all-reduces across replicas). The stream that is
+current when a hook runs is called the compute stream.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, Literal
+
+import torch
+
+StreamName = Literal["gather", "scatter", "replicate"]
+Event = Any
+"""A device event; None on the CPU."""
+
+_NOTHING = nullcontext()
+
+
+class Streams:
+    """The side streams of one device."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self.active = device.type not in ("cpu", "meta")
+        self._streams: dict[StreamName, Any] = {}
+
+    def _module(self) -> Any:
+        # Looked up when used, not when imported: a test can put a recording device module in its place.
+        return torch.get_device_module(self.device)
+
+    def _stream(self, name: StreamName) -> Any:
+        if name not in self._streams:
+            # Communication that compute will wait for goes first: high priority.
+            self._streams[name] = self._module().Stream(device=self.device, priority=-1)
+        return self._streams[name]
+
+    def on(self, name: StreamName) -> AbstractContextManager[None]:
+        """Runs the body on stream `name`, after everything that the compute stream holds so far."""
+        return self._on(name, None) if self.active else _NOTHING
+
+    def after(self, name: StreamName, event: Event) -> AbstractContextManager[None]:
+        """Runs the body on stream `name`, after `event` only."""
+        return self._on(name, event) if self.active else _NOTHING
+
+    @contextmanager
+    def _on(self, name: StreamName, event: Event) -> Iterator[None]:
+        module = self._module()
+        stream = self._stream(name)
+        if event is None:
+            stream.wait_stream(module.current_stream(self.device))
+        else:
+            stream.wait_event(event)
+        with module.stream(stream):
+            yield
+
+    def mark(self) -> Event:
+        """An event at this point of the current stream."""
+        if not self.active:
+            return None
+        event = self._module().Event()
+        event.record(self._module().current_stream(self.device))
+        return event
+
+    def join(self, event: Event) -> None:
+        """The current stream waits for `event`; the host does not."""
+        if event is not None:
+            self._module().current_stream(self.device).wait_event(event)

@@ -1,0 +1,440 @@
+"""A unit: the parameter group that one `fully_shard` call manages, gathered, opened, closed and reduced as one.
+
+    SHARDED --launch--> GATHERING --finish--> WHOLE --reshard--> SHARDED
+
+A unit is *open* when its whole parameters lie in front of the sharded ones in their modules. Gradients arrive one by one
+in autograd's accumulation hooks and leave together as the operands of one reduction.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hsdp.collectives import Comm, Flight
+from hsdp.errors import StateError
+from hsdp.lane import Lane, LaneKind, LaneReduction, thresholds_for
+from hsdp.mesh import MeshAxes
+from hsdp.param import ManagedParam, hide, show
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
+from hsdp.streams import Streams
+
+if TYPE_CHECKING:
+    from hsdp.runtime import Runtime
+
+_gradient_edge = torch.autograd.graph.get_gradient_edge
+
+
+_managed: dict[int, weakref.ref[Unit]] = {}
+
+
+def unit_of(param: object) -> Unit | None:
+    """The unit that manages a sharded parameter."""
+    ref = _managed.get(id(param))
+    unit = ref() if ref is not None else None
+    if unit is None or not any(managed.sharded is param for managed in unit.params):
+        return None
+    return unit
+
+
+def _forget(ids: list[int]) -> None:
+    for key in ids:
+        if (ref := _managed.get(key)) is not None and ref() is None:
+            del _managed[key]
+
+
+class Residency(enum.Enum):
+    """Where a unit's whole parameters are."""
+
+    SHARDED = "sharded"
+    GATHERING = "gathering"
+    WHOLE = "whole"
+
+
+class Unit:
+    """A parameter group.
+
+    Attributes:
+        name: qualified name of its module below the root (a class name until a root is known).
+        params: its parameters, in the order of `named_parameters`.
+        residency: where the whole parameters are.
+        runtime: the root's runtime, weakly held by `_runtime`.
+        epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
+        gathered_epoch: the epoch at the last gather; a gather is valid for one epoch.
+        grads: this rank's gradients of the backward under way, whole, one slot per parameter.
+        stash: whole gradients summed over micro-batches without communication, one slot per parameter.
+        uncommitted: gradients that landed in the backward under way where there was none before.
+        partial: reduce-scattered sums whose all-reduce is deferred, one list of tensors per lane.
+        owed: a forward with gradients ran and its reduction has not been submitted.
+        owes_all_reduce: a reduction without all-reduce was submitted, and none with it since. What decides about
+            collectives is this, and not whether `partial` is there yet: that depends on this rank's timing.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[ManagedParam],
+        axes: MeshAxes,
+        mp_policy: MixedPrecisionPolicy,
+        comm_policy: CommPolicy,
+        reshard_after_forward: bool | None,
+    ) -> None:
+        self.name = name
+        self.params = params
+        self.axes = axes
+        self.mp_policy = mp_policy
+        self.comm_policy = comm_policy
+        self.reshard_after_forward = reshard_after_forward
+        self.reshard_after_backward = True
+        self.reduce_op: ReduceOp = "avg"
+        self.gradient_scale = 1.0
+        self.requires_grad_sync = True
+        self.requires_all_reduce = True
+        self.residency = Residency.SHARDED
+        self.open = False
+        self.parent: Unit | None = None
+        self.epoch = 0
+        self.gathered_epoch = -1
+        self.uncommitted: list[tuple[ManagedParam, Any]] = []
+        self.grads: list[Tensor | None] = [None] * len(params)
+        self.stash: list[Tensor | None] = [None] * len(params)
+        self.partial: list[list[Tensor]] | None = None
+        self.owed = False
+        self.owes_all_reduce = False
+        self.remaining: dict[int, int] = {}
+        self.ready = False
+        self.in_turn = False
+        self._runtime: weakref.ref[Runtime] | None = None
+        self._flight: Flight | None = None
+        self._landed: list[tuple[Tensor, list[Any]]] = []
+        streams = Streams(axes.device)
+        self.shard_comm = Comm(axes.shard_group, axes.shard_size, axes.device, streams)
+        self.replicate_comm = Comm(axes.replicate_group, axes.replicate_size, axes.device, streams)
+        self.streams = streams
+        self.lanes: list[Lane] = []
+        self._places = [(place, param) for param in params for place in param.places]
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Shards the original parameters, one at a time: none is held twice but the one at hand."""
+        self._make_lanes(self.axes.device)
+        for lane in self.lanes:
+            for index, param in enumerate(lane.params):
+                param.shard(lane.local(index), lane.layout.pieces[index], self.axes)
+        self._arrange()
+
+    def rebuild(self) -> None:
+        """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
+        self.reshard()
+        self.epoch += 1
+        for param in self.params:
+            if param.moved():
+                param.adopt(self.name)
+        devices = {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
+        if len(devices) != 1:
+            raise StateError(
+                f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
+            )
+        self._make_lanes(devices.pop())
+        for lane in self.lanes:
+            for index, param in enumerate(lane.params):
+                param.piece = lane.layout.pieces[index]
+                param.rehome(lane.local(index))
+        self._arrange()
+
+    def _make_lanes(self, device: torch.device) -> None:
+        groups: dict[LaneKind, list[int]] = {}
+        for slot, param in enumerate(self.params):
+            compute = self.mp_policy.param_dtype or param.dtype
+            kind = LaneKind(param.dtype, compute, self.mp_policy.reduce_dtype or compute)
+            groups.setdefault(kind, []).append(slot)
+        self.lanes = []
+        if self.params and self.params[0].sharded.is_meta:
+            device = torch.device("meta")
+        for kind, slots in groups.items():
+            thresholds = thresholds_for(
+                self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
+            )
+            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds)
+            lane.allocate(device)
+            self.lanes.append(lane)
+
+    def _arrange(self) -> None:
+        self._landed = []
+        this = weakref.ref(self)
+        weakref.finalize(self, _forget, [id(param.sharded) for param in self.params])
+        for lane in self.lanes:
+            lane.arrange()
+        for slot, param in enumerate(self.params):
+            param.node = None
+            _managed[id(param.sharded)] = this
+            if param.whole is not None and param.whole.requires_grad:
+                self._watch(slot)
+
+    def _watch(self, slot: int) -> None:
+        """Hooks autograd's accumulation into a whole parameter."""
+        param = self.params[slot]
+        whole, this = param.whole, weakref.ref(self)
+        assert whole is not None, "only an arranged parameter is watched"
+        with torch.inference_mode(False), torch.enable_grad():
+            param.node = _gradient_edge(whole).node
+
+        def accumulated(tensor: Tensor) -> None:
+            unit = this()
+            if unit is not None:
+                unit._take(slot, tensor)
+
+        whole.register_post_accumulate_grad_hook(accumulated)
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> Runtime | None:
+        """The runtime of the root that the unit belongs to at present."""
+        return None if self._runtime is None else self._runtime()
+
+    def join(self, runtime: Runtime, streams: Streams, parent: Unit | None, name: str) -> None:
+        """Puts the unit under a root."""
+        self._runtime = weakref.ref(runtime)
+        self.streams = self.shard_comm.streams = self.replicate_comm.streams = streams
+        self.parent = parent
+        self.name = name
+
+    def launch(self) -> None:
+        """Starts the gather of the whole parameters: SHARDED -> GATHERING.
+
+        Raises:
+            StateError: a parameter was replaced by something that is not its equal, or is still on the meta device.
+        """
+        assert self.residency is Residency.SHARDED, f"unit {self.name!r} is {self.residency.value}, expected sharded"
+        if any(param.moved() for param in self.params):
+            self.rebuild()
+        self._check_materialised()
+        for lane in self.lanes:
+            lane.prepare_gather()
+        with self.streams.on("gather"):
+            for lane in self.lanes:
+                lane.fill_gather()
+            outputs = [tensor for lane in self.lanes for tensor in lane.outputs]
+            inputs = [tensor for lane in self.lanes for tensor in lane.inputs]
+            if inputs:
+                self._flight = self.shard_comm.all_gather(self, outputs, inputs, self._unpack)
+            else:
+                self._flight = Flight("cast", self, self.streams, [], None)
+        self.residency = Residency.GATHERING
+        self.gathered_epoch = self.epoch
+
+    def _unpack(self) -> None:
+        with torch.no_grad():
+            for lane in self.lanes:
+                lane.unpack()
+
+    def finish(self) -> None:
+        """Waits for the gather: GATHERING -> WHOLE."""
+        assert self._flight is not None and self.residency is Residency.GATHERING, (
+            f"unit {self.name!r} is not gathering"
+        )
+        flight, self._flight = self._flight, None
+        try:
+            flight.wait()
+        finally:
+            for lane in self.lanes:
+                lane.release_transients()
+            self.residency = Residency.WHOLE
+
+    def show(self) -> None:
+        """Opens the unit: whole parameters in front of the sharded ones, gathered first if they are not whole."""
+        if self.residency is Residency.SHARDED:
+            self.launch()
+        if self.residency is Residency.GATHERING:
+            self.finish()
+        if self.open:
+            return
+        for slot, param in enumerate(self.params):
+            whole = param.whole
+            assert whole is not None, "checked when the gather was launched"
+            if whole.requires_grad != param.sharded.requires_grad:
+                whole.requires_grad_(param.sharded.requires_grad)
+                if whole.requires_grad and param.node is None:
+                    self._watch(slot)
+        for place, param in self._places:
+            show(place, param.whole)  # type: ignore[arg-type]
+        self.open = True
+
+    def reshard(self) -> None:
+        """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
+        if self.open:
+            for place, param in self._places:
+                hide(place, param.sharded)
+            self.open = False
+        if self.residency is Residency.GATHERING:
+            self.finish()
+        if self.residency is Residency.WHOLE:
+            for lane in self.lanes:
+                lane.release_whole()
+            self.residency = Residency.SHARDED
+
+    def _check_materialised(self) -> None:
+        if self.lanes and self.lanes[0].shard.is_meta:
+            raise StateError(
+                f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
+                "model.to_empty(device=...) and initialise them (reset_parameters, load_state_dict) before the first "
+                "forward"
+            )
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def trainable(self) -> bool:
+        """Whether any parameter takes part in reductions."""
+        return any(param.sharded.requires_grad for param in self.params)
+
+    def begin_task(self, task: int) -> None:
+        """Asks the engine which of the unit's gradients graph task `task` will make."""
+        will_execute = torch._C._will_engine_execute_node
+        count = 0
+        for param in self.params:
+            if param.node is not None and param.whole.requires_grad and will_execute(param.node):  # type: ignore[union-attr]
+                count += 1
+        self.remaining[task] = count
+
+    def _take(self, slot: int, whole: Tensor) -> None:
+        """A gradient is there: moves it from the whole parameter to its slot."""
+        grad, whole.grad = whole.grad, None
+        runtime = self.runtime
+        if grad is None or runtime is None:
+            return
+        task = runtime.enter_task()
+        if task not in self.remaining:
+            self.begin_task(task)
+        held = self.grads[slot]
+        self.grads[slot] = grad if held is None else held + grad
+        self.remaining[task] -= 1
+        if self.remaining[task] == 0:
+            runtime.completed(self)
+
+    def has_grads(self) -> bool:
+        """Whether gradients wait to be reduced."""
+        return any(grad is not None for grad in self.grads)
+
+    def drop_grads(self) -> None:
+        """Forgets gradients that were not reduced."""
+        self.grads = [None] * len(self.params)
+        self.remaining.clear()
+        self.ready = False
+
+    def commit(self) -> None:
+        """The backward ended well: its gradients stay."""
+        self.uncommitted.clear()
+
+    def roll_back(self) -> None:
+        """The backward failed: gradients that it made where there was none go again."""
+        for param, grad in self.uncommitted:
+            if param.sharded.grad is grad:
+                param.sharded.grad = None
+        self.uncommitted.clear()
+        self._landed = []
+
+    def stash_grads(self) -> None:
+        """Adds the gradients to the sums of the micro-batches that were not communicated, in fp32 or wider."""
+        for lane in self.lanes:
+            dtype = torch.promote_types(lane.kind.reduce, torch.float32)
+            for slot in lane.slots:
+                grad, held = self.grads[slot], self.stash[slot]
+                if grad is not None:
+                    self.stash[slot] = grad.to(dtype) if held is None else held.add_(grad)
+        self.drop_grads()
+
+    def take_reduction(self) -> list[LaneReduction]:
+        """Hands all gradients over, as the operands of one reduction; every trainable parameter takes part."""
+        parts = []
+        for lane in self.lanes:
+            chosen = tuple(i for i, param in enumerate(lane.params) if param.sharded.requires_grad)
+            if not chosen:
+                continue
+            plan = lane.reduce_plan(chosen)
+            grads = [self._joined(slot) for slot in plan.slots]
+            used = [grad is not None for grad in grads]
+            with torch.no_grad():
+                parts.append(plan.fill(grads, used))
+        self.stash = [None] * len(self.params)
+        self.drop_grads()
+        self.owed = False
+        return parts
+
+    def _joined(self, slot: int) -> Tensor | None:
+        grad, stash = self.grads[slot], self.stash[slot]
+        if stash is None:
+            return grad
+        return stash if grad is None else stash.add_(grad)
+
+    def factor(self) -> float:
+        """What the sum over all ranks is multiplied with, once, after the reduce-scatter."""
+        ranks = self.axes.shard_size * self.axes.replicate_size
+        return self.gradient_scale / ranks if self.reduce_op == "avg" else self.gradient_scale
+
+    def land(self, parts: Iterable[LaneReduction]) -> None:
+        """Turns reduced operands into DTensor gradients of the sharded parameters, or adds them to those there."""
+        for part in parts:
+            values = [v.to(part.plan.lane.kind.storage) for v in part.values()]
+            used = part.used
+            if not all(used):
+                # The one host synchronisation of a step, and only on a rank that left a parameter unused.
+                used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
+            params = part.plan.params
+            fresh = all(param.sharded.grad is None for param in params)
+            flat = values[0] if len(values) == 1 else None
+            if not fresh and flat is not None and self._add_flat(params, used, flat):
+                continue
+            grads: list[Any] = []
+            for param, local, was_used in zip(params, part.locals(values), used, strict=True):
+                had_none = param.sharded.grad is None
+                grads.append(_accumulate(param, local) if was_used else None)
+                if had_none:
+                    self.uncommitted.append((param, grads[-1]))
+            if fresh and flat is not None and all(used):
+                self._landed = [(f, g) for f, g in self._landed if g[0] is not None and len(g) != len(grads)]
+                self._landed.append((flat, grads))
+            _run_hooks(params, used)
+
+    def _add_flat(self, params: list[ManagedParam], used: list[bool], flat: Tensor) -> bool:
+        """One kernel for the unit, when all gradients are views of one buffer that an earlier reduction left."""
+        if not all(used):
+            return False
+        for held, grads in self._landed:
+            if len(grads) == len(params) and all(p.sharded.grad is g for p, g in zip(params, grads, strict=True)):
+                held.add_(flat)
+                _run_hooks(params, used)
+                return True
+        return False
+
+
+def _accumulate(param: ManagedParam, local: Tensor) -> Any:
+    """Makes `local` the parameter's gradient, or adds it; returns the gradient."""
+    sharded = param.sharded
+    if sharded.grad is None:
+        sharded.grad = DTensor(local, param.tensor_spec, requires_grad=False)
+    else:
+        held = sharded.grad
+        if not isinstance(held, DTensor) or held._spec.placements != param.tensor_spec.placements:
+            raise StateError(
+                f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is "
+                f"({type(held).__name__}); set it to None, or to a DTensor with placements {param.tensor_spec.placements}"
+            )
+        held._local_tensor.add_(local)
+    return sharded.grad
+
+
+def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:
+    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward, say)."""
+    for param, was_used in zip(params, used, strict=True):
+        hooks: dict[int, Callable[[nn.Parameter], None]] | None = param.sharded._post_accumulate_grad_hooks  # type: ignore[assignment]
+        if was_used and hooks:
+            for hook in list(hooks.values()):
+                hook(param.sharded)

@@ -1,0 +1,49 @@
+"""Fixtures every test may use, and what is set before torch is imported."""
+
+from __future__ import annotations
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers: ranks share few cores
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import settings
+
+from tests.rig import Pool
+from tests.rig_worker import restore_globals
+
+torch.set_num_threads(1)
+
+# Deterministic, so that a red CI run can be repeated, and without deadlines, because machines are shared.
+settings.register_profile("hsdp", derandomize=True, deadline=None, print_blob=True)
+settings.load_profile("hsdp")
+
+
+@pytest.fixture(scope="session")
+def pool2() -> Iterator[Pool]:
+    """Two ranks; the processes start when the first test runs something on them."""
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def pool4() -> Iterator[Pool]:
+    """Four ranks; the processes start when the first test runs something on them."""
+    with Pool(4) as pool:
+        yield pool
+
+
+@pytest.fixture(autouse=True)
+def _clean_process() -> Iterator[None]:
+    """No test leaves a process group or changed torch globals behind in pytest's own process."""
+    torch.manual_seed(0)
+    yield
+    left = restore_globals()
+    if dist.is_initialized():
+        dist.destroy_process_group()
+        left.append("a default process group")
+    assert not left, "the test left behind: " + ", ".join(left)

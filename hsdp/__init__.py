@@ -11,12 +11,15 @@
 The training loop stays as it was.
 """
 
-from hsdp.api import HSDPModule, fully_shard
+from hsdp.api import fully_shard
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
+from hsdp.module import HSDPModule
 from hsdp.pipeline import ReductionPipeline
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.replicas import AllReduce, ReplicaReduce
 
 __all__ = [
+    "AllReduce",
     "CollectiveError",
     "CommPolicy",
     "DivergenceError",
@@ -24,6 +27,7 @@ __all__ = [
     "HSDPModule",
     "MixedPrecisionPolicy",
     "ReductionPipeline",
+    "ReplicaReduce",
     "StaleParametersError",
     "StateError",
     "fully_shard",

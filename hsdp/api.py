@@ -1,12 +1,10 @@
-"""`fully_shard` and `HSDPModule`: arguments in, checks, delegation."""
+"""`fully_shard`: arguments in, checks, a unit and its module state out."""
 
 from __future__ import annotations
 
-import functools
 import weakref
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
-from typing import Any, TypeVar, cast
+from collections.abc import Iterable
+from typing import Any, TypeVar
 
 import torch
 from torch import nn
@@ -17,16 +15,14 @@ from torch.distributed.tensor.placement_types import Shard
 from hsdp.collectives import fingerprint
 from hsdp.errors import DivergenceError
 from hsdp.mesh import resolve_mesh
+from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, check_reduce_op
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
 from hsdp.unit import Unit, unit_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
-
-_classes: dict[type, type] = {}
-"""Original class -> its sharded class."""
 
 
 def fully_shard(
@@ -38,6 +34,7 @@ def fully_shard(
     mp_policy: MixedPrecisionPolicy | None = None,
     comm_policy: CommPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
+    replicate_params: Iterable[nn.Parameter] | None = None,
 ) -> M:
     """Shards the parameters of a module, in place, and makes its forward and backward gather and reduce them.
 
@@ -57,6 +54,8 @@ def fully_shard(
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
+        replicate_params: parameters that every rank keeps whole; their gradients are summed over all ranks of the mesh in
+            the same pipeline. For small ones that are not worth gathering.
 
     Returns:
         `module` itself.
@@ -96,129 +95,10 @@ def fully_shard(
     for m in modules:
         _move_buffers(m, axes.device)
         m.__dict__["_hsdp_state"] = state
-        m.__class__ = _sharded_class(type(m))
+        m.__class__ = sharded_class(type(m))
         m.register_load_state_dict_post_hook(_after_load)
     Runtime.generation += 1
     return module
-
-
-class HSDPModule:
-    """What a sharded module can do beyond its own class. Setters reach all sharded modules below it by default."""
-
-    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
-        """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
-        original = next((base for base in cls.__mro__[1:] if base not in (HSDPModule, object)), None)
-        if original is None:
-            raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
-        return original(*args, **kwargs)
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with its whole parameters; hooks that users put on the module see them too."""
-        state: ModuleState = self.__dict__["_hsdp_state"]
-        return state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or shard a "
-            "second instance and load this one's state_dict() into it"
-        )
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        raise TypeError(
-            f"{type(self).__name__} is sharded and cannot be pickled; save its state_dict() with "
-            "torch.distributed.checkpoint"
-        )
-
-    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
-        unit: Unit = self.__dict__["_hsdp_state"].unit
-        if any(param.moved() for param in unit.params):
-            unit.rebuild()
-        return result
-
-    def _units(self, recurse: bool = True) -> list[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        units: dict[Unit, None] = {}
-        for module in modules:
-            if (state := module.__dict__.get("_hsdp_state")) is not None:
-                units.setdefault(state.unit)
-        return list(units)
-
-    def unshard(self) -> None:
-        """Gathers the whole parameters of this module's unit now; the next forward finds them there."""
-        for unit in self._units(recurse=False):
-            unit.show()
-
-    def reshard(self) -> None:
-        """Frees the whole parameters of this module's unit."""
-        for unit in self._units(recurse=False):
-            unit.reshard()
-
-    def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward communicates gradients.
-
-        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider), at the cost of one
-        whole gradient of memory, until a backward with True sends the sums.
-        """
-        for unit in self._units(recurse):
-            unit.requires_grad_sync = _check_flag("set_requires_grad_sync", requires_grad_sync)
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
-        for unit in self._units(recurse):
-            unit.requires_all_reduce = _check_flag("set_requires_all_reduce", requires_all_reduce)
-
-    @contextmanager
-    def no_sync(self) -> Iterator[None]:
-        """Backwards inside it do not communicate gradients; the first one after it sends the sums."""
-        units = self._units()
-        before = [unit.requires_grad_sync for unit in units]
-        self.set_requires_grad_sync(False)
-        try:
-            yield
-        finally:
-            for unit, flag in zip(units, before, strict=True):
-                unit.requires_grad_sync = flag
-
-    def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
-        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
-        op = check_reduce_op(reduce_op, "set_reduce_op_type")
-        for unit in self._units(recurse):
-            unit.reduce_op = op
-
-    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
-            raise ValueError(f"set_gradient_scaling_factor({factor!r}): expected a number that is not 0")
-        for unit in self._units(recurse):
-            unit.gradient_scale = float(factor)
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after forward and gathered again for backward."""
-        for unit in self._units(recurse):
-            unit.reshard_after_forward = _check_flag("set_reshard_after_forward", reshard_after_forward)
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
-        for unit in self._units(recurse):
-            unit.reshard_after_backward = _check_flag("set_reshard_after_backward", reshard_after_backward)
-
-
-def _sharded_class(cls: type) -> type:
-    if cls not in _classes:
-        original = cast(Any, cls).forward
-
-        @functools.wraps(original)
-        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
-            # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
-            state: ModuleState = self.__dict__["_hsdp_state"]
-            if torch.compiler.is_compiling() or state.unit.open:
-                return original(self, *args, **kwargs)
-            return state.run(self, functools.partial(original, self), args, kwargs)
-
-        members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), members)
-    return _classes[cls]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -248,12 +128,6 @@ def _check_type(name: str, value: T | None, kind: type[T]) -> T:
         return kind()
     if not isinstance(value, kind):
         raise TypeError(f"fully_shard({name}=...) takes a {kind.__name__}, not {type(value).__name__}")
-    return value
-
-
-def _check_flag(method: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{method}({value!r}): expected True or False")
     return value
 
 

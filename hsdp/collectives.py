@@ -7,7 +7,9 @@ runs what has to follow it (a local sum, a scale).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -16,8 +18,9 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.errors import CollectiveError
-from hsdp.streams import Streams
+from hsdp.agreement import Agreement
+from hsdp.errors import CollectiveError, DivergenceError
+from hsdp.streams import Event, Streams
 
 
 class Named(Protocol):
@@ -26,36 +29,44 @@ class Named(Protocol):
     name: str
 
 
+_TICK = timedelta(seconds=1)
+"""How often a rank that waits looks whether another one asks."""
+
+flying: dict[Flight, float] = {}
+"""Flights that were not waited for yet, and when they started (time.monotonic): what a time-out tells of."""
+
+
 class Flight:
     """A collective under way: its works, the buffers they touch, and what follows them."""
 
-    __slots__ = ("_event", "_failed", "_finish", "_keep", "_streams", "_works", "kind", "owner")
+    __slots__ = ("_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name")
 
     def __init__(
         self,
+        comm: Comm,
         kind: str,
         owner: Named,
-        streams: Streams,
-        works: Sequence[Any],
+        works: list[Any],
         keep: Any,
         finish: Callable[[], object] | None = None,
     ) -> None:
         self.kind = kind
-        self.owner = owner
-        self._streams = streams
-        self._works: list[Any] | None = [work for work in works if work is not None]
+        self.name = owner.name
+        self._comm = comm
+        self._count = comm.agreement.count if comm.agreement is not None else 0
+        self._works: list[Any] | None = works
         self._keep = keep
         self._finish = finish
-        self._failed = False
-        self._event = None
-        if streams.active:
-            # Created with its side stream current: order everything on that stream, the host goes on.
+        self._event: Event = None
+        flying[self] = time.monotonic()
+        if comm.streams.active:
+            # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
-            self._event = streams.mark()
+            self._event = comm.streams.mark()
 
     def done(self) -> bool:
         """Whether waiting would not block the host (CPU) or the stream (device)."""
-        if self._streams.active:
+        if self._comm.streams.active:
             return self._event is None or bool(self._event.query())
         return self._works is None or all(work.is_completed() for work in self._works)
 
@@ -64,44 +75,91 @@ class Flight:
 
         Raises:
             CollectiveError: the collective failed or timed out.
+            DivergenceError: another rank is about to start another collective in its place.
         """
-        if self._streams.active:
-            self._streams.join(self._event)
+        if self._comm.streams.active:
+            self._comm.streams.join(self._event)
         elif self._works is not None:
             self._settle()
+        flying.pop(self, None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = None
 
     @property
-    def event(self) -> Any:
+    def event(self) -> Event:
         """The device event behind the flight's last work; None on the CPU."""
         return self._event
 
     def _settle(self) -> None:
         works, self._works = self._works, None
         assert works is not None, "a flight settles once"
-        try:
-            for work in works:
-                work.wait()
-        except RuntimeError as error:
-            self._failed = True
-            raise CollectiveError(
-                f"{self.kind} of unit {self.owner.name!r} failed on rank {dist.get_rank()}: {error} "
-                "(another rank may have stopped, raised or taken another branch; see its log)"
-            ) from error
+        for work in works:
+            if work is not None:
+                self._wait_for(work)
         if self._finish is not None:
             self._finish()
             self._finish = None
 
+    def _wait_for(self, work: Any) -> None:
+        try:
+            if self._comm.backend != "gloo":
+                work.wait()
+                return
+            while True:
+                try:
+                    work.wait(_TICK)
+                    return
+                except RuntimeError:
+                    if work.is_completed():
+                        raise
+                    if self._comm.agreement is not None:
+                        self._comm.agreement.look(self._count, self.kind, self.name)
+        except DivergenceError:
+            flying.pop(self, None)
+            raise
+        except RuntimeError as error:
+            waiting = _describe_flying()
+            flying.pop(self, None)
+            raise CollectiveError(
+                f"the {self.kind} of unit {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank may have "
+                f"stopped, raised or taken another branch: see its log. This rank was waiting for: {waiting}"
+            ) from error
+
+
+def _describe_flying() -> str:
+    now = time.monotonic()
+    return "; ".join(
+        f"{flight.kind} of unit {flight.name!r} ({_nbytes(flight._keep)} bytes, {now - start:.1f} s old)"
+        for flight, start in flying.items()
+    )
+
+
+def _nbytes(value: Any) -> int:
+    if isinstance(value, Tensor):
+        return value.nbytes
+    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
 
 class Comm:
-    """One process group as hsdp uses it. With one rank (or no group) every verb is local."""
+    """One process group as hsdp uses it. With one rank (or no group) every verb is local.
 
-    def __init__(self, group: ProcessGroup | None, size: int, device: torch.device, streams: Streams) -> None:
+    Attributes:
+        size: number of its ranks.
+        backend: "gloo", "nccl", "fake", ..., or "none".
+        streams: the side streams that its flights use.
+        agreement: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
+    """
+
+    def __init__(
+        self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams
+    ) -> None:
         self.group = group
         self.size = size
         self.streams = streams
         self.backend = _backend_name(group, device) if group is not None else "none"
+        self.agreement: Agreement | None = None
+        if group is not None and size > 1 and self.backend != "fake":
+            self.agreement = Agreement.of(group, rank, size, _timeout_of(group, device))
         self._all_gather_options = _options(c10d.AllgatherOptions, streams)
         self._reduce_scatter_options = _options(c10d.ReduceScatterOptions, streams)
         self._all_reduce_options = _options(c10d.AllreduceOptions, streams)
@@ -119,64 +177,95 @@ class Comm:
         """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
         return 1024 * 1024 if self.backend == "gloo" else 32 * 1024
 
+    def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> Flight:
+        """A flight without a collective: `finish`, with the waiting of the others."""
+        return Flight(self, kind, owner, [], None, finish)
+
     def all_gather(
-        self, owner: Named, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
+        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
     ) -> Flight:
-        """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`."""
-        assert self.group is not None, "a gather needs a group"
+        """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`.
+
+        `op` stands for the call in the ranks' agreement, here and below.
+        """
+        group = self._ready(op, "all-gather", owner)
         if len(inputs) == 1:
-            work = self.group._allgather_base(outputs[0], inputs[0], self._all_gather_options)
+            work = group._allgather_base(outputs[0], inputs[0], self._all_gather_options)
         else:
-            work = self.group.allgather_into_tensor_coalesced(outputs, inputs, self._all_gather_options)
-        return Flight("all-gather", owner, self.streams, [work], (outputs, inputs), finish)
+            work = group.allgather_into_tensor_coalesced(outputs, inputs, self._all_gather_options)
+        return Flight(self, "all-gather", owner, [work], (outputs, inputs), finish)
 
     def reduce_scatter(
         self,
         owner: Named,
+        op: int,
         outputs: list[Tensor],
         inputs: list[Tensor],
+        whole: list[Tensor],
         finish: Callable[[], object] | None,
     ) -> Flight:
-        """Sums each 1-D input of S * n elements over ranks and leaves this rank's n in its output; then `finish`."""
-        assert self.group is not None, "a reduce-scatter needs a group"
-        if self.backend == "gloo":
-            return self._reduce_scatter_by_all_to_all(owner, outputs, inputs, finish)
-        if len(inputs) == 1:
-            work = self.group._reduce_scatter_base(outputs[0], inputs[0], self._reduce_scatter_options)
-        else:
-            work = self.group.reduce_scatter_tensor_coalesced(outputs, inputs, self._reduce_scatter_options)
-        return Flight("reduce-scatter", owner, self.streams, [work], (outputs, inputs), finish)
+        """Sums over ranks; then `finish`.
 
-    def _reduce_scatter_by_all_to_all(
+        Args:
+            outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
+            whole: tensors that every rank keeps whole: summed in place.
+        """
+        group = self._ready(op, "reduce-scatter", owner)
+        works: list[Any] = []
+        if self.backend == "gloo":
+            finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
+        else:
+            for outs, ins in _by_dtype(outputs, inputs):
+                if len(ins) == 1:
+                    works.append(group._reduce_scatter_base(outs[0], ins[0], self._reduce_scatter_options))
+                else:
+                    works.append(group.reduce_scatter_tensor_coalesced(outs, ins, self._reduce_scatter_options))
+        self._sum_in_place(group, works, whole)
+        return Flight(self, "reduce-scatter", owner, works, (outputs, inputs, whole), finish)
+
+    def all_reduce(
+        self, owner: Named, op: int, tensors: list[Tensor], finish: Callable[[], object] | None = None
+    ) -> Flight:
+        """Sums tensors over ranks, in place, in one call per dtype."""
+        group = self._ready(op, "all-reduce", owner)
+        works: list[Any] = []
+        self._sum_in_place(group, works, tensors)
+        return Flight(self, "all-reduce", owner, works, tensors, finish)
+
+    def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
+        assert self.group is not None, f"an {kind} needs a group"
+        if self.agreement is not None:
+            self.agreement.check(op, kind, owner.name)
+        return self.group
+
+    def _all_to_all_then_sum(
         self,
-        owner: Named,
+        group: ProcessGroup,
+        works: list[Any],
         outputs: list[Tensor],
         inputs: list[Tensor],
         finish: Callable[[], object] | None,
-    ) -> Flight:
+    ) -> Callable[[], object]:
         # gloo's own reduce-scatter clones its input and all-reduces it: twice the bytes. An all-to-all and a local sum
         # move what is needed, and sum in a fixed order over ranks.
         received = [torch.empty_like(tensor) for tensor in inputs]
-        group, options = self.group, self._all_to_all_options
-        assert group is not None, "checked by the caller"
-        works = [group.alltoall_base(r, i, [], [], options) for r, i in zip(received, inputs, strict=True)]
+        options, size = self._all_to_all_options, self.size
+        works += [group.alltoall_base(r, i, [], [], options) for r, i in zip(received, inputs, strict=True)]
 
         def sum_locally() -> None:
             for output, parts in zip(outputs, received, strict=True):
-                torch.sum(parts.view(self.size, -1), 0, out=output)
+                torch.sum(parts.view(size, -1), 0, out=output)
             if finish is not None:
                 finish()
 
-        return Flight("reduce-scatter", owner, self.streams, works, (outputs, inputs), sum_locally)
+        return sum_locally
 
-    def all_reduce(self, owner: Named, tensors: list[Tensor], finish: Callable[[], object] | None = None) -> Flight:
-        """Sums 1-D tensors over ranks, in place, in one call."""
-        assert self.group is not None, "an all-reduce needs a group"
-        if len(tensors) == 1:
-            work = self.group.allreduce(tensors, self._all_reduce_options)
-        else:
-            work = self.group.allreduce_coalesced(tensors, self._all_reduce_coalesced_options)
-        return Flight("all-reduce", owner, self.streams, [work], tensors, finish)
+    def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
+        for same, _ in _by_dtype(tensors, tensors):
+            if len(same) == 1:
+                works.append(group.allreduce(same, self._all_reduce_options))
+            else:
+                works.append(group.allreduce_coalesced(same, self._all_reduce_coalesced_options))
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's `value`, in rank order. Blocking and slow: for set-up, not for steps."""
@@ -190,6 +279,18 @@ class Comm:
         """Overwrites `tensor` with that of the group's rank 0. Blocking: for set-up."""
         if self.group is not None and self.size > 1 and self.backend != "fake":
             dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
+    if len({tensor.dtype for tensor in first}) <= 1:
+        return [(first, second)] if first else []
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in zip(first, second, strict=True):
+        pair = groups.setdefault(a.dtype, ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    return list(groups.values())
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
@@ -215,6 +316,13 @@ def _backend_name(group: ProcessGroup, device: torch.device) -> str:
             "init_process_group with one, e.g. backend='cpu:gloo,cuda:nccl'"
         ) from error
     return str(name).lower()
+
+
+def _timeout_of(group: ProcessGroup, device: torch.device) -> float:
+    """The group's timeout in seconds."""
+    options = getattr(group._get_backend(device), "options", None)
+    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
+    return float(timeout.total_seconds())
 
 
 def _options(kind: Any, streams: Streams) -> Any:

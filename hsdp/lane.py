@@ -14,7 +14,6 @@ all-reduced where autograd made them.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -36,6 +35,13 @@ class LaneKind:
     storage: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
+    replicated: bool = False
+    """Whether every rank keeps its parameters whole (`replicate_params`): then a lane acts as if alone in its group."""
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """Dtype of sums over micro-batches: fp32, or the reduce dtype if that is wider."""
+        return torch.promote_types(self.reduce, torch.float32)
 
 
 class Lane:
@@ -62,7 +68,9 @@ class Lane:
         self.slots = slots
         self.axes = axes
         self.thresholds = thresholds
-        self.layout = plan([p.spec for p in params], axes.shard_size, thresholds)
+        self.shards = 1 if kind.replicated else axes.shard_size
+        self.rank = 0 if kind.replicated else axes.shard_rank
+        self.layout = plan([p.spec for p in params], self.shards, thresholds)
         self.shard: Tensor
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
@@ -82,7 +90,7 @@ class Lane:
     def local(self, index: int) -> Tensor:
         """The view of the shard buffer that is parameter `index`'s local tensor, with its own version counter."""
         piece = self.layout.pieces[index]
-        shape = piece.local_shape(self.axes.shard_rank)
+        shape = piece.local_shape(self.rank)
         size = _numel(shape)
         with torch.inference_mode(False):
             return self.shard.data[piece.offset : piece.offset + size].view(shape)
@@ -92,7 +100,7 @@ class Lane:
         if self.shard.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():
-            if self.axes.shard_size == 1:
+            if self.shards == 1:
                 self._arrange_alone()
             else:
                 self._arrange_gather()
@@ -138,9 +146,9 @@ class Lane:
                 if not piece.direct_gather and piece.spec.numel:
                     stop = piece.whole_offset + piece.spec.numel
                     whole = self._arena.alias(piece.whole_offset, stop).view(piece.spec.shape)
-                    sources = row_views(piece, rows, start)
+                    sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])
                     if piece.spec.dim is None:  # it came from every rank; the first one's serves
-                        self._unpack_to.append(whole)
+                        self._unpack_to.append(whole.view(-1))
                         self._unpack_from.append(sources[0][0])
                     else:
                         self._unpack_to += whole_views(piece, whole, shards)
@@ -156,7 +164,7 @@ class Lane:
         """The one cast, where compute and storage dtypes differ; the gather's inputs are ready after it."""
         if self._cast is not None:
             self._cast.tensor.copy_(self.shard)
-        elif self._arena is not None and self.axes.shard_size == 1:
+        elif self._arena is not None and self.shards == 1:
             self._arena.tensor.copy_(self.shard)
 
     def unpack(self) -> None:
@@ -189,61 +197,82 @@ class ReducePlan:
 
     The reduction buffer has the layout of the shard buffer, then a tail of one *used-flag* per parameter: how many
     ranks used it. Each rank sends its flags with every row of the packed transfer.
+
+    Attributes:
+        op: identifies the set for the ranks' agreement.
     """
 
     def __init__(self, lane: Lane, trainable: tuple[int, ...]) -> None:
         self.lane = lane
+        self.op = hash(trainable)
         self.params = [lane.params[i] for i in trainable]
         self.slots = [lane.slots[i] for i in trainable]
         everything = len(trainable) == len(lane.params)
         specs = [p.spec for p in self.params]
-        self.layout: Layout = lane.layout if everything else plan(specs, lane.axes.shard_size, lane.thresholds)
+        self.layout: Layout = lane.layout if everything else plan(specs, lane.shards, lane.thresholds)
+        layout = self.layout
         self.flags = len(trainable)
-        self.packed = self.layout.numel - self.layout.reduce_packed_start + self.flags
-        rank = lane.axes.shard_rank
-        self.local_shapes = [piece.local_shape(rank) for piece in self.layout.pieces]
-        self.local_numels = [_numel(shape) for shape in self.local_shapes]
+        self.local_shapes = [piece.local_shape(lane.rank) for piece in layout.pieces]
+        # Buffers are cut by one call each, into pieces and the gaps behind them.
+        spans = [(piece.offset, _numel(shape)) for piece, shape in zip(layout.pieces, self.local_shapes, strict=True)]
+        self._cuts, self._cut_index = _cuts(dict(enumerate(spans)), 0, layout.numel)
+        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
+        start = layout.reduce_packed_start
+        self.packed = layout.numel - start + self.flags
+        columns = {i: (p.offset, p.numel) for i, p in enumerate(layout.pieces) if not p.direct_reduce}
+        self._columns, self._column_index = _cuts(columns, start, start + self.packed)
 
-    def fill(self, grads: Sequence[Tensor | None], used: list[bool]) -> LaneReduction:
+    def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction."""
-        if self.lane.axes.shard_size == 1:
+        if self.lane.shards == 1:
             return self._fill_alone(grads, used)
         layout, dtype, device = self.layout, self.lane.kind.reduce, self.lane.shard.device
-        shards = layout.shards
+        shards, start = layout.shards, layout.reduce_packed_start
         buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
         rows = torch.empty((shards, self.packed), dtype=dtype, device=device)
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
+        for i in self._direct:
+            piece = layout.pieces[i]
+            inputs.append(_flat(grads[i], piece, dtype, device))
+            outputs.append(buffer[piece.offset : piece.offset + piece.numel])
+        columns = rows.split_with_sizes(self._columns, 1)
         to: list[Tensor] = []
         sources: list[Tensor] = []
-        for i in layout.in_order:
+        for i, at in self._column_index:
             piece, grad = layout.pieces[i], grads[i]
-            if piece.direct_reduce:
-                inputs.append(_flat(grad, piece, dtype, device))
-                outputs.append(buffer[piece.offset : piece.offset + piece.numel])
-                continue
-            views = row_views(piece, rows, layout.reduce_packed_start)
             if grad is None:
-                torch._foreach_zero_(views)
-            elif piece.spec.numel:
-                to += views
+                columns[at].zero_()
+            elif piece.even:
+                to.append(columns[at])
+                sources.append(grad.reshape(shards, piece.numel))
+            else:
+                to += row_views(piece, columns[at])
                 sources += whole_views(piece, grad, shards)
         flags = rows[:, self.packed - self.flags :]
         flags.fill_(1.0)
-        for i, was_used in enumerate(used):
-            if not was_used:
-                flags[:, i] = 0.0
+        if not all(used):
+            for i, was_used in enumerate(used):
+                if not was_used:
+                    flags[:, i] = 0.0
         if to:
             torch._foreach_copy_(to, sources)
         inputs.append(rows.view(-1))
-        outputs.append(buffer[layout.reduce_packed_start :])
+        outputs.append(buffer[start:])
         return LaneReduction(self, inputs, outputs, [buffer], used)
 
-    def _fill_alone(self, grads: Sequence[Tensor | None], used: list[bool]) -> LaneReduction:
+    def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         dtype, device = self.lane.kind.reduce, self.lane.shard.device
         operands = [_flat(g, piece, dtype, device) for g, piece in zip(grads, self.layout.pieces, strict=True)]
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
         return LaneReduction(self, [], [], operands, used)
+
+    def locals(self, values: list[Tensor]) -> list[Tensor]:
+        """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
+        if self.lane.shards == 1:
+            return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
+        parts = values[0].split_with_sizes(self._cuts)
+        return [parts[at].view(self.local_shapes[i]) for i, at in self._cut_index]
 
 
 class LaneReduction:
@@ -279,17 +308,6 @@ class LaneReduction:
             return self.operands[0][self.plan.layout.numel :]
         return self.operands[-1]
 
-    def locals(self, values: list[Tensor]) -> list[Tensor]:
-        """Splits reduced `values` into one local gradient per parameter."""
-        plan = self.plan
-        if plan.lane.axes.shard_size == 1:
-            return [v.view(shape) for v, shape in zip(values, plan.local_shapes, strict=True)]
-        flat = values[0]
-        return [
-            flat[piece.offset : piece.offset + numel].view(shape)
-            for piece, numel, shape in zip(plan.layout.pieces, plan.local_numels, plan.local_shapes, strict=True)
-        ]
-
 
 def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: LaneKind) -> Thresholds:
     """The sizes from which a lane's parameters go direct, given a backend's measured defaults `gather` and `reduce`."""
@@ -303,35 +321,35 @@ def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: LaneKind)
     return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize)
 
 
-def row_views(piece: Piece, rows: Tensor, start: int) -> list[Tensor]:
-    """Views of the packed `rows` (S, m) that hold one parameter's pieces, shaped as `whole_views` gives its parts.
+def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
+    """Views of the packed rows that hold one parameter's pieces, shaped as `whole_views` shapes its parts.
 
     Args:
         piece: its place in the layout.
-        rows: one row per rank; column 0 is the layout's offset `start`.
+        columns: the rows' columns of this piece, (S, piece.numel), or narrower where ranks hold less.
     """
-    shards, shape, dim = rows.shape[0], piece.spec.shape, piece.spec.dim
-    at = piece.offset - start
+    shards, shape, dim = columns.shape[0], piece.spec.shape, piece.spec.dim
     if dim is None:
-        return [rows[:, at : at + piece.numel].view((shards, *shape))]
+        return [columns]
     if shape[dim] % shards == 0:
-        columns = rows[:, at : at + piece.numel]
-        return [columns.unflatten(1, (*shape[:dim], piece.chunk, *shape[dim + 1 :]))]
+        before = _numel(shape[:dim])
+        return [columns.view(shards, before, piece.numel // before if before else 0)]
     views = []
     for rank in range(shards):
         local = piece.local_shape(rank)
         if local[dim]:
-            views.append(rows[rank, at : at + _numel(local)].view(local))
+            views.append(columns[rank, : _numel(local)].view(local))
     return views
 
 
 def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
-    """The parts of a whole parameter, one stack of ranks' equal parts or one tensor per rank that holds rows."""
+    """The parts of a whole parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
-        return [whole.expand((shards, *shape))]
+        return [whole.reshape(1, -1).expand(shards, -1)]
     if shape[dim] % shards == 0:
-        return [whole.unflatten(dim, (shards, piece.chunk)).movedim(dim, 0)]
+        before = _numel(shape[:dim])
+        return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
     return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]
 
 
@@ -340,6 +358,27 @@ def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.d
     if grad is None:
         return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
     return grad.to(dtype).contiguous().view(-1)
+
+
+def _cuts(spans: dict[int, tuple[int, int]], start: int, stop: int) -> tuple[list[int], list[tuple[int, int]]]:
+    """How `split_with_sizes` cuts a buffer that holds offsets `start:stop` into spans and the gaps between them.
+
+    Args:
+        spans: index -> (offset, size).
+
+    Returns:
+        The sizes, and for each span its index and which of the cuts it is, in the order of the indices.
+    """
+    sizes: list[int] = []
+    which: list[tuple[int, int]] = []
+    for i, (offset, size) in sorted(spans.items(), key=lambda item: item[1]):
+        if offset > start:
+            sizes.append(offset - start)
+        which.append((i, len(sizes)))
+        sizes.append(size)
+        start = offset + size
+    sizes.append(stop - start)
+    return sizes, sorted(which)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

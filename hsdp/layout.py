@@ -65,6 +65,7 @@ class Piece:
         numel: elements per rank, padding included; the same on every rank.
         whole_offset: start in the whole buffer.
         chunk: rows (along the sharded dim) of a full rank; later ranks may hold fewer, or none.
+        even: rank r's piece is exactly the r-th of S equal parts of the whole parameter in memory order.
         direct_gather, direct_reduce: whether it is transferred on its own, without a copy.
     """
 
@@ -73,6 +74,7 @@ class Piece:
     numel: int
     whole_offset: int
     chunk: int
+    even: bool
     direct_gather: bool
     direct_reduce: bool
 
@@ -146,7 +148,14 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
         if not draft.direct_gather:
             starts.setdefault("gather", offset)
         pieces[i] = Piece(
-            draft.spec, offset, draft.numel, whole_offset, draft.chunk, draft.direct_gather, draft.direct_reduce
+            draft.spec,
+            offset,
+            draft.numel,
+            whole_offset,
+            draft.chunk,
+            draft.even,
+            draft.direct_gather,
+            draft.direct_reduce,
         )
         offset = _align(offset + draft.numel)
         whole_offset = _align(whole_offset + draft.spec.numel)
@@ -163,7 +172,7 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
 def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
     """A piece without its offsets."""
     if spec.dim is None:
-        return Piece(spec, 0, spec.numel, 0, 0, False, False)
+        return Piece(spec, 0, spec.numel, 0, 0, False, False, False)
     rows = spec.shape[spec.dim]
     chunk = -(-rows // shards)
     others = spec.numel // rows if rows else 0
@@ -177,7 +186,7 @@ def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
 
     gather = goes_direct(thresholds.gather_bytes, thresholds.gather_itemsize)
     reduce = gather and goes_direct(thresholds.reduce_bytes, thresholds.reduce_itemsize)
-    return Piece(spec, 0, numel, 0, chunk, gather, reduce)
+    return Piece(spec, 0, numel, 0, chunk, even, gather, reduce)
 
 
 def _align(numel: int) -> int:

@@ -47,17 +47,31 @@ class ManagedParam:
         dtype: storage dtype.
         sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
         local: that view.
+        replicated: every rank keeps it whole (`replicate_params`).
         whole: the whole parameter; its storage is filled while the unit is open. None until the lane is built.
         node: autograd's accumulation node of `whole`, held so that it stays the same one.
     """
 
-    __slots__ = ("dtype", "fqn", "local", "node", "piece", "places", "sharded", "spec", "tensor_spec", "whole")
+    __slots__ = (
+        "dtype",
+        "fqn",
+        "local",
+        "node",
+        "piece",
+        "places",
+        "replicated",
+        "sharded",
+        "spec",
+        "tensor_spec",
+        "whole",
+    )
 
-    def __init__(self, places: list[Place], original: nn.Parameter, dim: int | None) -> None:
+    def __init__(self, places: list[Place], original: nn.Parameter, dim: int | None, replicated: bool = False) -> None:
         self.places = places
         self.fqn = places[0].fqn
         self.spec = ParamSpec(tuple(original.shape), dim)
         self.dtype = original.dtype
+        self.replicated = replicated
         self.sharded: nn.Parameter = original
         self.whole: nn.Parameter | None = None
         self.node: Any = None

@@ -1,6 +1,6 @@
 """`ReductionPipeline`: the queue in which every unit's gradients are reduced, one layer's stage beside another's.
 
-    FILLED --reduce-scatter--> SCATTERING --all-reduce--> REDUCING --> LANDED
+    FILLED --reduce-scatter--> SCATTERING --> (BUCKETED) --all-reduce--> REDUCING --> LANDED
 
          unit 3   [ RS ][ AR      ]
          unit 2         [ RS ][ AR      ]          AR(k) runs while RS(k+1) and the backward of further layers run
@@ -19,6 +19,7 @@ import enum
 import weakref
 from collections import deque
 from contextlib import suppress
+from functools import partial
 from typing import ClassVar
 
 import torch
@@ -26,7 +27,8 @@ import torch
 from hsdp.collectives import Flight
 from hsdp.errors import HSDPError
 from hsdp.lane import LaneReduction
-from hsdp.streams import Streams
+from hsdp.policies import CommPolicy
+from hsdp.streams import Event, Streams
 from hsdp.unit import Unit
 
 
@@ -35,6 +37,7 @@ class Stage(enum.Enum):
 
     FILLED = "filled"
     SCATTERING = "scattering"
+    BUCKETED = "bucketed"
     REDUCING = "reducing"
     LANDED = "landed"
 
@@ -47,20 +50,41 @@ class Reduction:
         parts: its operands, one per lane.
         all_reduce: whether replicas are summed now; if not, the sums become the unit's partial sums.
         stage: where it is.
-        scatter: the flight of its reduce-scatter, once started.
-        flight: the flight that its landing waits for.
     """
 
-    __slots__ = ("all_reduce", "flight", "name", "parts", "scatter", "stage", "unit")
+    __slots__ = ("all_reduce", "op", "parts", "stage", "unit")
 
     def __init__(self, unit: Unit, parts: list[LaneReduction], all_reduce: bool) -> None:
         self.unit = unit
-        self.name = unit.name
         self.parts = parts
         self.all_reduce = all_reduce
         self.stage = Stage.FILLED
+        self.op = hash((unit.op + 1, *(part.plan.op for part in parts)))
+
+    def scatter_bytes(self) -> int:
+        """Bytes of whole gradients that it holds."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.inputs)
+
+    def reduce_bytes(self) -> int:
+        """Bytes of its reduction buffers."""
+        return sum(tensor.nbytes for part in self.parts for tensor in part.operands)
+
+
+class Bucket:
+    """Reductions that share a flight. Often one; small neighbours travel together if the policy says so."""
+
+    __slots__ = ("flight", "name", "reductions", "scatter")
+
+    def __init__(self, reductions: list[Reduction]) -> None:
+        self.reductions = reductions
+        self.name = reductions[0].unit.name if len(reductions) == 1 else " + ".join(r.unit.name for r in reductions)
         self.scatter: Flight
         self.flight: Flight
+
+    @property
+    def op(self) -> int:
+        """Identifies the bucket for the ranks' agreement."""
+        return self.reductions[0].op if len(self.reductions) == 1 else hash(tuple(r.op for r in self.reductions))
 
 
 class ReductionPipeline:
@@ -68,35 +92,34 @@ class ReductionPipeline:
 
     Args:
         streams: the root's side streams.
-        max_scatters: how many reductions may hold whole gradients.
-        max_all_reduces: how many reductions may be behind their reduce-scatter.
+        policy: the root's bounds and bucket sizes.
     """
 
     live: ClassVar[weakref.WeakSet[ReductionPipeline]] = weakref.WeakSet()
 
-    def __init__(self, streams: Streams, max_scatters: int, max_all_reduces: int) -> None:
+    def __init__(self, streams: Streams, policy: CommPolicy) -> None:
         self.streams = streams
-        self.max_scatters = max_scatters
-        self.max_all_reduces = max_all_reduces
-        self._holding: deque[Reduction] = deque()
-        self._reducing: deque[Reduction] = deque()
+        self.policy = policy
+        self._filling: list[Reduction] = []
+        self._holding: deque[Bucket] = deque()
+        self._scattered: list[Reduction] = []
+        self._behind: Event = None
+        self._reducing: deque[Bucket] = deque()
         ReductionPipeline.live.add(self)
 
     def __len__(self) -> int:
-        """Reductions that hold whole gradients or have not landed."""
-        return len({id(r) for r in (*self._holding, *self._reducing)})
+        """Reductions that have not landed."""
+        buckets = {id(bucket): len(bucket.reductions) for bucket in (*self._holding, *self._reducing)}
+        return len(self._filling) + len(self._scattered) + sum(buckets.values())
 
     def submit(self, reduction: Reduction) -> None:
-        """Takes a filled reduction and starts its reduce-scatter, once the bound allows it."""
-        assert reduction.stage is Stage.FILLED, f"reduction of {reduction.name!r} was submitted twice"
-        while len(self._holding) >= self.max_scatters:
-            self._release(self._holding.popleft())
-        with self.streams.on("scatter"):
-            reduction.scatter = reduction.flight = self._scatter(reduction)
-        reduction.stage = Stage.SCATTERING
-        self._holding.append(reduction)
-        if self.streams.active:
-            self._replicate(reduction)
+        """Takes a filled reduction; starts its reduce-scatter once its bucket is full and the bound allows it."""
+        assert reduction.stage is Stage.FILLED, f"reduction of {reduction.unit.name!r} was submitted twice"
+        if self._filling and not _fit(self._filling[0], reduction):
+            self._start_scatter()
+        self._filling.append(reduction)
+        if sum(r.scatter_bytes() for r in self._filling) >= self.policy.reduce_scatter_bucket_bytes:
+            self._start_scatter()
         self.advance()
 
     def advance(self) -> None:
@@ -106,82 +129,151 @@ class ReductionPipeline:
 
     def drain(self) -> None:
         """Waits for every stage of every reduction; all gradients have landed after it."""
+        if self._filling:
+            self._start_scatter()
         while self._holding:
             self._release(self._holding.popleft())
+        if self._scattered:
+            self._start_all_reduce()
         while self._reducing:
             self._land(self._reducing.popleft())
 
     def abort(self) -> None:
         """Forgets every reduction. Work in flight is waited for; its errors are swallowed, as one was raised already."""
-        for reduction in (*self._holding, *self._reducing):
-            with suppress(HSDPError):
-                reduction.scatter.wait()
-                reduction.flight.wait()
+        for bucket in (*self._holding, *self._reducing):
+            for flight in {bucket.scatter, bucket.flight}:
+                with suppress(HSDPError):
+                    flight.wait()
+        self._filling, self._scattered = [], []
         self._holding.clear()
         self._reducing.clear()
 
-    def _scatter(self, reduction: Reduction) -> Flight:
-        unit = reduction.unit
-        inputs = [tensor for part in reduction.parts for tensor in part.inputs]
-        outputs = [tensor for part in reduction.parts for tensor in part.outputs]
-        factor = unit.factor()
+    # -- FILLED -> SCATTERING ------------------------------------------------------------------------------------
 
-        def scale() -> None:
-            if factor != 1.0:
-                with torch.no_grad():
-                    torch._foreach_mul_([v for part in reduction.parts for v in part.values()], factor)
+    def _start_scatter(self) -> None:
+        while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
+            self._release(self._holding.popleft())
+        bucket, self._filling = Bucket(self._filling), []
+        with self.streams.on("scatter"):
+            bucket.scatter = bucket.flight = _scatter(bucket)
+        for reduction in bucket.reductions:
+            reduction.stage = Stage.SCATTERING
+        self._holding.append(bucket)
+        if self.streams.active:
+            self._queue_all_reduce(bucket)
 
-        if inputs:
-            return unit.shard_comm.reduce_scatter(reduction, outputs, inputs, scale)
-        return Flight("scale", reduction, self.streams, [], None, scale)
-
-    def _release(self, reduction: Reduction) -> None:
+    def _release(self, bucket: Bucket) -> None:
         """The shards are summed: lets the whole gradients go. On the CPU the next stage can start only now."""
-        reduction.scatter.wait()
-        for part in reduction.parts:
-            part.inputs = part.outputs = []
+        bucket.scatter.wait()
+        for reduction in bucket.reductions:
+            for part in reduction.parts:
+                part.inputs = part.outputs = []
         if not self.streams.active:
-            self._replicate(reduction)
+            self._queue_all_reduce(bucket)
 
-    def _replicate(self, reduction: Reduction) -> None:
-        """Sums over replicas behind the reduce-scatter, or keeps the partial sums for a later micro-batch."""
-        unit = reduction.unit
-        with self.streams.after("replicate", reduction.scatter.event), torch.no_grad():
+    # -- SCATTERING -> BUCKETED -> REDUCING ----------------------------------------------------------------------
+
+    def _queue_all_reduce(self, bucket: Bucket) -> None:
+        """Behind the reduce-scatter: keeps partial sums for a later micro-batch, or joins the all-reduce bucket."""
+        self._behind = bucket.scatter.event
+        for reduction in bucket.reductions:
             if not reduction.all_reduce:
-                _defer(reduction)
-                return
-            _join_partial(reduction)
+                with self.streams.after("replicate", self._behind):
+                    reduction.unit.gradients.defer(reduction.parts)
+                reduction.unit.gradients.witness_partial()
+                reduction.stage = Stage.LANDED
+                continue
+            if reduction.unit.replicate_comm.size == 1:
+                self._start_all_reduce_of([reduction])
+                continue
+            if self._scattered and not _fit(self._scattered[0], reduction):
+                self._start_all_reduce()
+            self._scattered.append(reduction)
+            reduction.stage = Stage.BUCKETED
+            if sum(r.reduce_bytes() for r in self._scattered) >= self.policy.all_reduce_bucket_bytes:
+                self._start_all_reduce()
+
+    def _start_all_reduce(self) -> None:
+        reductions, self._scattered = self._scattered, []
+        self._start_all_reduce_of(reductions)
+
+    def _start_all_reduce_of(self, reductions: list[Reduction]) -> None:
+        while len(self._reducing) >= self.policy.max_inflight_all_reduces:
+            self._land(self._reducing.popleft())
+        bucket = Bucket(reductions)
+        unit = reductions[0].unit
+        with self.streams.after("replicate", self._behind):
+            for reduction in reductions:
+                reduction.unit.gradients.join_partial(reduction.parts)
+                reduction.stage = Stage.REDUCING
+            hooks = partial(_call_hooks, reductions) if any(r.unit.all_reduce_hook for r in reductions) else None
             if unit.replicate_comm.size > 1:
-                while len(self._reducing) >= self.max_all_reduces:
-                    self._land(self._reducing.popleft())
-                tensors = [tensor for part in reduction.parts for tensor in part.operands]
-                reduction.flight = unit.replicate_comm.all_reduce(reduction, tensors)
-        reduction.stage = Stage.REDUCING
-        self._reducing.append(reduction)
+                tensors = [t for r in reductions for part in r.parts for t in part.operands]
+                bucket.flight = unit.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, hooks)
+            else:
+                bucket.flight = unit.shard_comm.local("landing", bucket, hooks)
+        bucket.scatter = bucket.flight
+        self._reducing.append(bucket)
 
-    def _land(self, reduction: Reduction) -> None:
-        reduction.flight.wait()
-        with torch.no_grad():
-            reduction.unit.land(reduction.parts)
-        reduction.stage = Stage.LANDED
+    # -- REDUCING -> LANDED --------------------------------------------------------------------------------------
 
-
-def _defer(reduction: Reduction) -> None:
-    # Partial sums are fp32, or the reduce dtype if that is wider.
-    unit = reduction.unit
-    sums = [[t.to(torch.promote_types(t.dtype, torch.float32)) for t in part.operands] for part in reduction.parts]
-    if unit.partial is None:
-        unit.partial = sums
-    else:
-        for held, new in zip(unit.partial, sums, strict=True):
-            torch._foreach_add_(held, new)
-    reduction.stage = Stage.LANDED
+    def _land(self, bucket: Bucket) -> None:
+        bucket.flight.wait()
+        for reduction in bucket.reductions:
+            reduction.unit.gradients.land(reduction.parts)
+            reduction.stage = Stage.LANDED
 
 
-def _join_partial(reduction: Reduction) -> None:
-    partial, reduction.unit.partial = reduction.unit.partial, None
-    if partial is None:
-        return
-    for held, part in zip(partial, reduction.parts, strict=True):
-        torch._foreach_add_(held, part.operands)
-        torch._foreach_copy_(part.operands, held)
+def _fit(first: Reduction, other: Reduction) -> bool:
+    """Whether two reductions may share a flight."""
+    a, b = first.unit, other.unit
+    return (
+        a.shard_comm.group is b.shard_comm.group
+        and a.replicate_comm.group is b.replicate_comm.group
+        and a.replica_reduce is b.replica_reduce
+        and first.all_reduce == other.all_reduce
+    )
+
+
+def _scatter(bucket: Bucket) -> Flight:
+    """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once."""
+    comm = bucket.reductions[0].unit.shard_comm
+    parts = [(part, _split_factor(r, part)) for r in bucket.reductions for part in r.parts]
+    inputs = [tensor for part, _ in parts for tensor in part.inputs]
+    outputs = [tensor for part, _ in parts for tensor in part.outputs]
+    whole = [t for part, _ in parts if part.plan.lane.kind.replicated for t in part.operands] if comm.size > 1 else []
+    for part, (before, _) in parts:
+        if before != 1.0:
+            torch._foreach_mul_(part.inputs or part.values(), before)
+
+    def scale() -> None:
+        for part, (_, after) in parts:
+            if after != 1.0:
+                torch._foreach_mul_(part.values(), after)
+
+    if inputs or whole:
+        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, whole, scale)
+    return comm.local("scale", bucket, scale)
+
+
+def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, float]:
+    """The unit's factor, as one to apply before the sum over shards and one after it.
+
+    fp16 overflows at 65504: half of the division (in powers of two) comes before the sum, so that neither the terms
+    vanish nor their sum overflows.
+    """
+    factor = reduction.unit.factor()
+    if part.plan.lane.kind.reduce is not torch.float16:
+        return 1.0, factor
+    ranks = reduction.unit.axes.shard_size * reduction.unit.axes.replicate_size
+    before = 0.5 ** (ranks.bit_length() // 2)
+    return before, factor / before
+
+
+def _call_hooks(reductions: list[Reduction]) -> None:
+    for reduction in reductions:
+        hook = reduction.unit.all_reduce_hook
+        if hook is not None:
+            for part in reduction.parts:
+                for tensor in part.values():
+                    hook(tensor)

@@ -52,6 +52,11 @@ class CommPolicy:
         prefetch: how many units beyond the current one may be gathered ahead (0: none). A bound on memory too.
         max_inflight_reduce_scatters: how many reductions may hold their whole gradients at a time (at least 1).
         max_inflight_all_reduces: how many reductions may be queued behind their reduce-scatter (at least 1).
+        reduce_scatter_bucket_bytes: reductions of neighbouring units share one reduce-scatter until their whole gradients
+            reach this many bytes (0: each goes on its own). Fewer, larger transfers for small units, more memory.
+        all_reduce_bucket_bytes: the same for all-reduces, counted in bytes of shards. Buckets are coalesced calls: no copy.
+        accumulate: what `accumulate()` does in all micro-batches but the last: "reduce_scatter" sums shards and defers
+            the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of fp32.
     """
 
     fusion: Fusion = "auto"
@@ -60,16 +65,23 @@ class CommPolicy:
     prefetch: int = 1
     max_inflight_reduce_scatters: int = 1
     max_inflight_all_reduces: int = 4
+    reduce_scatter_bucket_bytes: int = 0
+    all_reduce_bucket_bytes: int = 0
+    accumulate: Literal["reduce_scatter", "local"] = "reduce_scatter"
 
     def __post_init__(self) -> None:
         if self.fusion not in ("auto", "packed", "direct"):
             raise ValueError(f"CommPolicy(fusion={self.fusion!r}): expected 'auto', 'packed' or 'direct'")
+        if self.accumulate not in ("reduce_scatter", "local"):
+            raise ValueError(f"CommPolicy(accumulate={self.accumulate!r}): expected 'reduce_scatter' or 'local'")
         smallest = {
             "direct_gather_bytes": 0,
             "direct_reduce_bytes": 0,
             "prefetch": 0,
             "max_inflight_reduce_scatters": 1,
             "max_inflight_all_reduces": 1,
+            "reduce_scatter_bucket_bytes": 0,
+            "all_reduce_bucket_bytes": 0,
         }
         for name, bound in smallest.items():
             value = getattr(self, name)

@@ -13,9 +13,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hsdp.errors import HSDPError, StaleParametersError
+from hsdp.collectives import Comm
+from hsdp.errors import HSDPError, StaleParametersError, StateError
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.unit import Residency, Unit, unit_of
@@ -66,6 +67,7 @@ class Runtime:
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
         depth: forward calls under way.
+        drains: whether the end of a backward waits for every reduction (`set_is_last_backward`).
     """
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
@@ -73,10 +75,8 @@ class Runtime:
         self.depth = 0
         self.units: list[Unit] = []
         self.streams = Streams(device)
-        policy = root.comm_policy
-        self.pipeline = ReductionPipeline(
-            self.streams, policy.max_inflight_reduce_scatters, policy.max_inflight_all_reduces
-        )
+        self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
+        self.drains = True
         self._forward = Order()
         self._backward = Order()
         self._entered: dict[Unit, None] = {}
@@ -89,6 +89,8 @@ class Runtime:
         self._turns: deque[Unit] = deque()
         self._opened: list[Unit] = []
         self._generation = -1
+        self._comms: list[Comm] = []
+        self._members: list[tuple[Unit, Unit | None, str]] = []
         self._modules = [weakref.ref(module) for module in modules]
 
     # -- belonging -----------------------------------------------------------------------------------------------
@@ -101,6 +103,7 @@ class Runtime:
                 module = ref()
                 assert module is not None, "a root that runs is alive"
                 self._collect(module, None, "")
+            self._comms = list({unit.shard_comm.group: unit.shard_comm for unit in self.units}.values())
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
             unit.join(self, self.streams, parent, name)
@@ -110,7 +113,7 @@ class Runtime:
 
     def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
         if parent is None:
-            self._members: list[tuple[Unit, Unit | None, str]] = []
+            self._members = []
         state = module.__dict__.get("_hsdp_state")
         if state is not None and state.unit is not parent:
             unit: Unit = state.unit
@@ -140,12 +143,15 @@ class Runtime:
             if unit.residency is not Residency.SHARDED:
                 unit.reshard()
         self._forward.begin()
+        for comm in self._comms:
+            if comm.agreement is not None:
+                comm.agreement.begin()
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
         self._entered.setdefault(unit)
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
-        self._open(unit, ahead)
+        self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
 
     def leave_forward(self, unit: Unit, keep: bool) -> None:
         """`unit`'s forward ended."""
@@ -241,7 +247,7 @@ class Runtime:
         self.pipeline.advance()
         self._close_before(unit)
         ahead = self._backward.visit(unit, unit.comm_policy.prefetch)
-        self._open(unit, ahead)
+        self._open(unit, ahead if unit.backward_prefetch is None else unit.backward_prefetch)
         self._opened.append(unit)
 
     def _close_before(self, unit: Unit) -> None:
@@ -279,12 +285,17 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         if unit.requires_grad_sync:
-            parts = unit.take_reduction()
+            with torch.no_grad():
+                parts = unit.gradients.take()
+            unit.owed = unit.ready = False
             unit.owes_all_reduce = not unit.requires_all_reduce
             if parts:
-                self.pipeline.submit(Reduction(unit, parts, unit.requires_all_reduce))
+                with torch.no_grad():
+                    self.pipeline.submit(Reduction(unit, parts, unit.requires_all_reduce))
         else:
-            unit.stash_grads()
+            unit.ready = False
+            with torch.no_grad():
+                unit.gradients.stash()
 
     def _end_task(self, task: int) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
@@ -299,19 +310,38 @@ class Runtime:
             for unit in (*self._turns, *(u for u in self.units if u not in self._turns)):
                 unit.in_turn = False
                 deferred = unit.owes_all_reduce and unit.requires_all_reduce
-                if unit.has_grads() or (unit.requires_grad_sync and (unit.owed or deferred)):
+                if unit.gradients.waiting() or (unit.requires_grad_sync and (unit.owed or deferred)):
                     self._reduce(unit)
         self._turns.clear()
         self._backward.end()
-        self.pipeline.drain()
+        if self.drains:
+            self.drain()
         for unit in self.units:
             unit.remaining.clear()
             unit.ready = False
-            unit.commit()
+            unit.gradients.commit()
             if unit.residency is Residency.GATHERING or (unit.reshard_after_backward and not self._keeps_graph):
                 unit.reshard()
         self._opened = []
         self._unfinished = False
+
+    def drain(self) -> None:
+        """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
+        with torch.no_grad():
+            self.pipeline.drain()
+
+    def flush(self) -> None:
+        """Communicates every pending sum now, outside of a backward. Every rank calls it."""
+        for unit in self.units:
+            if unit.owed or unit.owes_all_reduce:
+                with torch.no_grad():
+                    parts = unit.gradients.take()
+                    unit.owed = unit.owes_all_reduce = False
+                    if parts:
+                        self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
+        self.drain()
+        for unit in self.units:
+            unit.gradients.commit()
 
     # -- failure -------------------------------------------------------------------------------------------------
 
@@ -321,10 +351,10 @@ class Runtime:
         self.pipeline.abort()
         self._reshard_all()
         for unit in self.units:
-            unit.drop_grads()
-            unit.roll_back()
-            unit.owed = unit.in_turn = unit.owes_all_reduce = False
-            unit.partial = None
+            unit.gradients.clear()
+            unit.gradients.roll_back()
+            unit.remaining.clear()
+            unit.owed = unit.ready = unit.in_turn = unit.owes_all_reduce = False
         self._tasks.clear()
         self._turns.clear()
         self._opened = []
@@ -338,17 +368,45 @@ _units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int,
 _units_of_optimizer = weakref.WeakKeyDictionary()
 
 
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raises the epoch of every unit whose parameters the optimizer stepped."""
+def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
+    """The units whose parameters the optimizer steps; looked up once."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     held = _units_of_optimizer.get(optimizer)
     if held is None or held[:2] != (count, Runtime.generation):
         units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
         refs = [weakref.ref(unit) for unit in units if unit is not None]
         held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
-    for ref in held[2]:
+    return held[2]
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raises the epoch of every unit whose parameters the optimizer stepped."""
+    for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
             unit.epoch += 1
 
 
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
+    for ref in _units_of(optimizer):
+        unit = ref()
+        if unit is not None:
+            if unit.runtime is not None and len(unit.runtime.pipeline) and not unit.runtime.in_backward():
+                unit.runtime.drain()
+            check_communicated(unit, "the optimizer's step")
+
+
+def check_communicated(unit: Unit, before: str) -> None:
+    """Raises StateError if the unit has pending sums."""
+    if unit.owed or unit.owes_all_reduce:
+        pending = unit.gradients.pending()
+        if pending:
+            raise StateError(
+                f"{before}: unit {unit.name!r} has gradients that were not summed over all ranks ({', '.join(pending)}); "
+                "run the last micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call "
+                "model.flush(), or drop them with zero_grad()"
+            )
+
+
+register_optimizer_step_pre_hook(_before_optimizer_step)
 register_optimizer_step_post_hook(_after_optimizer_step)

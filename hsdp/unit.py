@@ -10,19 +10,21 @@ from __future__ import annotations
 
 import enum
 import weakref
-from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+import zlib
+from collections.abc import Callable
+from typing import TYPE_CHECKING
 
 import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch import Tensor
 
 from hsdp.collectives import Comm, Flight
 from hsdp.errors import StateError
-from hsdp.lane import Lane, LaneKind, LaneReduction, thresholds_for
+from hsdp.gradients import Gradients
+from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
 from hsdp.param import ManagedParam, hide, show
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
+from hsdp.replicas import AllReduce, ReplicaReduce
 from hsdp.streams import Streams
 
 if TYPE_CHECKING:
@@ -67,13 +69,12 @@ class Unit:
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_epoch: the epoch at the last gather; a gather is valid for one epoch.
-        grads: this rank's gradients of the backward under way, whole, one slot per parameter.
-        stash: whole gradients summed over micro-batches without communication, one slot per parameter.
-        uncommitted: gradients that landed in the backward under way where there was none before.
-        partial: reduce-scattered sums whose all-reduce is deferred, one list of tensors per lane.
+        gradients: this rank's gradients, on their way to `.grad`.
+        remaining: for each graph task under way, how many of the unit's gradients it has still to make.
+        ready: its gradients are complete and wait for the unit's turn to be reduced.
         owed: a forward with gradients ran and its reduction has not been submitted.
         owes_all_reduce: a reduction without all-reduce was submitted, and none with it since. What decides about
-            collectives is this, and not whether `partial` is there yet: that depends on this rank's timing.
+            collectives is this, and not whether the partial sums are there yet: that depends on this rank's timing.
     """
 
     def __init__(
@@ -94,6 +95,11 @@ class Unit:
         self.reshard_after_backward = True
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0
+        self.divide_factor: float | None = None
+        self.replica_reduce: ReplicaReduce = AllReduce()
+        self.all_reduce_hook: Callable[[Tensor], None] | None = None
+        self.forward_prefetch: list[Unit] | None = None
+        self.backward_prefetch: list[Unit] | None = None
         self.requires_grad_sync = True
         self.requires_all_reduce = True
         self.residency = Residency.SHARDED
@@ -101,10 +107,7 @@ class Unit:
         self.parent: Unit | None = None
         self.epoch = 0
         self.gathered_epoch = -1
-        self.uncommitted: list[tuple[ManagedParam, Any]] = []
-        self.grads: list[Tensor | None] = [None] * len(params)
-        self.stash: list[Tensor | None] = [None] * len(params)
-        self.partial: list[list[Tensor]] | None = None
+        self.gradients = Gradients(params)
         self.owed = False
         self.owes_all_reduce = False
         self.remaining: dict[int, int] = {}
@@ -112,11 +115,11 @@ class Unit:
         self.in_turn = False
         self._runtime: weakref.ref[Runtime] | None = None
         self._flight: Flight | None = None
-        self._landed: list[tuple[Tensor, list[Any]]] = []
         streams = Streams(axes.device)
-        self.shard_comm = Comm(axes.shard_group, axes.shard_size, axes.device, streams)
-        self.replicate_comm = Comm(axes.replicate_group, axes.replicate_size, axes.device, streams)
+        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, streams)
+        self.replicate_comm = Comm(axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, streams)
         self.streams = streams
+        self.op = 0
         self.lanes: list[Lane] = []
         self._places = [(place, param) for param in params for place in param.places]
 
@@ -153,7 +156,7 @@ class Unit:
         groups: dict[LaneKind, list[int]] = {}
         for slot, param in enumerate(self.params):
             compute = self.mp_policy.param_dtype or param.dtype
-            kind = LaneKind(param.dtype, compute, self.mp_policy.reduce_dtype or compute)
+            kind = LaneKind(param.dtype, compute, self.mp_policy.reduce_dtype or compute, param.replicated)
             groups.setdefault(kind, []).append(slot)
         self.lanes = []
         if self.params and self.params[0].sharded.is_meta:
@@ -167,7 +170,7 @@ class Unit:
             self.lanes.append(lane)
 
     def _arrange(self) -> None:
-        self._landed = []
+        self.gradients.arrange(self.lanes)
         this = weakref.ref(self)
         weakref.finalize(self, _forget, [id(param.sharded) for param in self.params])
         for lane in self.lanes:
@@ -205,7 +208,9 @@ class Unit:
         self._runtime = weakref.ref(runtime)
         self.streams = self.shard_comm.streams = self.replicate_comm.streams = streams
         self.parent = parent
-        self.name = name
+        if name != self.name or not self.op:
+            self.name = name
+            self.op = zlib.crc32(name.encode()) << 2
 
     def launch(self) -> None:
         """Starts the gather of the whole parameters: SHARDED -> GATHERING.
@@ -225,9 +230,9 @@ class Unit:
             outputs = [tensor for lane in self.lanes for tensor in lane.outputs]
             inputs = [tensor for lane in self.lanes for tensor in lane.inputs]
             if inputs:
-                self._flight = self.shard_comm.all_gather(self, outputs, inputs, self._unpack)
+                self._flight = self.shard_comm.all_gather(self, self.op, outputs, inputs, self._unpack)
             else:
-                self._flight = Flight("cast", self, self.streams, [], None)
+                self._flight = self.shard_comm.local("cast", self)
         self.residency = Residency.GATHERING
         self.gathered_epoch = self.epoch
 
@@ -311,130 +316,20 @@ class Unit:
         if grad is None or runtime is None:
             return
         task = runtime.enter_task()
-        if task not in self.remaining:
+        remaining = self.remaining
+        if task not in remaining:
             self.begin_task(task)
-        held = self.grads[slot]
-        self.grads[slot] = grad if held is None else held + grad
-        self.remaining[task] -= 1
-        if self.remaining[task] == 0:
+        self.gradients.put(slot, grad)
+        remaining[task] -= 1
+        if remaining[task] == 0:
             runtime.completed(self)
 
-    def has_grads(self) -> bool:
-        """Whether gradients wait to be reduced."""
-        return any(grad is not None for grad in self.grads)
-
-    def drop_grads(self) -> None:
-        """Forgets gradients that were not reduced."""
-        self.grads = [None] * len(self.params)
-        self.remaining.clear()
-        self.ready = False
-
-    def commit(self) -> None:
-        """The backward ended well: its gradients stay."""
-        self.uncommitted.clear()
-
-    def roll_back(self) -> None:
-        """The backward failed: gradients that it made where there was none go again."""
-        for param, grad in self.uncommitted:
-            if param.sharded.grad is grad:
-                param.sharded.grad = None
-        self.uncommitted.clear()
-        self._landed = []
-
-    def stash_grads(self) -> None:
-        """Adds the gradients to the sums of the micro-batches that were not communicated, in fp32 or wider."""
-        for lane in self.lanes:
-            dtype = torch.promote_types(lane.kind.reduce, torch.float32)
-            for slot in lane.slots:
-                grad, held = self.grads[slot], self.stash[slot]
-                if grad is not None:
-                    self.stash[slot] = grad.to(dtype) if held is None else held.add_(grad)
-        self.drop_grads()
-
-    def take_reduction(self) -> list[LaneReduction]:
-        """Hands all gradients over, as the operands of one reduction; every trainable parameter takes part."""
-        parts = []
-        for lane in self.lanes:
-            chosen = tuple(i for i, param in enumerate(lane.params) if param.sharded.requires_grad)
-            if not chosen:
-                continue
-            plan = lane.reduce_plan(chosen)
-            grads = [self._joined(slot) for slot in plan.slots]
-            used = [grad is not None for grad in grads]
-            with torch.no_grad():
-                parts.append(plan.fill(grads, used))
-        self.stash = [None] * len(self.params)
-        self.drop_grads()
-        self.owed = False
-        return parts
-
-    def _joined(self, slot: int) -> Tensor | None:
-        grad, stash = self.grads[slot], self.stash[slot]
-        if stash is None:
-            return grad
-        return stash if grad is None else stash.add_(grad)
-
     def factor(self) -> float:
-        """What the sum over all ranks is multiplied with, once, after the reduce-scatter."""
+        """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter.
+
+        `set_gradient_divide_factor` replaces the division of "avg"; the scaling factor comes on top of either.
+        """
+        if self.divide_factor is not None:
+            return self.gradient_scale / self.divide_factor
         ranks = self.axes.shard_size * self.axes.replicate_size
         return self.gradient_scale / ranks if self.reduce_op == "avg" else self.gradient_scale
-
-    def land(self, parts: Iterable[LaneReduction]) -> None:
-        """Turns reduced operands into DTensor gradients of the sharded parameters, or adds them to those there."""
-        for part in parts:
-            values = [v.to(part.plan.lane.kind.storage) for v in part.values()]
-            used = part.used
-            if not all(used):
-                # The one host synchronisation of a step, and only on a rank that left a parameter unused.
-                used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
-            params = part.plan.params
-            fresh = all(param.sharded.grad is None for param in params)
-            flat = values[0] if len(values) == 1 else None
-            if not fresh and flat is not None and self._add_flat(params, used, flat):
-                continue
-            grads: list[Any] = []
-            for param, local, was_used in zip(params, part.locals(values), used, strict=True):
-                had_none = param.sharded.grad is None
-                grads.append(_accumulate(param, local) if was_used else None)
-                if had_none:
-                    self.uncommitted.append((param, grads[-1]))
-            if fresh and flat is not None and all(used):
-                self._landed = [(f, g) for f, g in self._landed if g[0] is not None and len(g) != len(grads)]
-                self._landed.append((flat, grads))
-            _run_hooks(params, used)
-
-    def _add_flat(self, params: list[ManagedParam], used: list[bool], flat: Tensor) -> bool:
-        """One kernel for the unit, when all gradients are views of one buffer that an earlier reduction left."""
-        if not all(used):
-            return False
-        for held, grads in self._landed:
-            if len(grads) == len(params) and all(p.sharded.grad is g for p, g in zip(params, grads, strict=True)):
-                held.add_(flat)
-                _run_hooks(params, used)
-                return True
-        return False
-
-
-def _accumulate(param: ManagedParam, local: Tensor) -> Any:
-    """Makes `local` the parameter's gradient, or adds it; returns the gradient."""
-    sharded = param.sharded
-    if sharded.grad is None:
-        sharded.grad = DTensor(local, param.tensor_spec, requires_grad=False)
-    else:
-        held = sharded.grad
-        if not isinstance(held, DTensor) or held._spec.placements != param.tensor_spec.placements:
-            raise StateError(
-                f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is "
-                f"({type(held).__name__}); set it to None, or to a DTensor with placements {param.tensor_spec.placements}"
-            )
-        held._local_tensor.add_(local)
-    return sharded.grad
-
-
-def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:
-    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward, say)."""
-    for param, was_used in zip(params, used, strict=True):
-        hooks: dict[int, Callable[[nn.Parameter], None]] | None = param.sharded._post_accumulate_grad_hooks  # type: ignore[assignment]
-        if was_used and hooks:
-            for hook in list(hooks.values()):
-                hook(param.sharded)

@@ -8,6 +8,7 @@ import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import warnings
@@ -216,7 +217,9 @@ def test_workers_die_with_pytest(tmp_path: Path) -> None:
     fifo = tmp_path / "fifo"
     os.mkfifo(fifo)
     body = f"from tests.test_rig import _hang_in_pool; _hang_in_pool({str(fifo)!r})"
-    owner = subprocess.Popen([sys.executable, "-c", body], cwd=Path(__file__).parents[1])
+    scratch = tempfile.TemporaryDirectory()  # what a killed owner leaves; not below tmp_path, sockets need short names
+    environment = {**os.environ, "TMPDIR": scratch.name}
+    owner = subprocess.Popen([sys.executable, "-c", body], cwd=Path(__file__).parents[1], env=environment)
     with open(os.open(fifo, os.O_RDONLY), "rb", buffering=0) as reader:
         told = b""
         while len(told) < 2:
@@ -226,6 +229,7 @@ def test_workers_die_with_pytest(tmp_path: Path) -> None:
         # The pipe ends when the last process that holds its other end does.
         assert select.select([reader], [], [], 20)[0], "the workers outlive the process that started them"
         assert reader.read(1) == b""
+    scratch.cleanup()
 
 
 def _twin_by_all_reduce(env: RankEnv, name: str, accumulate: int, reduce: str, twin: Twin) -> None:

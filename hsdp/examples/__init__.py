@@ -1,1 +1,1 @@
-"""Examples: `train_lm`, the main job, and small one-page ones."""
+"""Programs that train with hsdp, from one page up to the main job, `train_lm`."""

@@ -4,8 +4,8 @@
         run.json                     step, data order and model sizes: what must fit before tensors are read
         .metadata, *.distcp          parameters and optimizer state, loadable on another mesh
 
-A checkpoint is written under another name and renamed when all ranks are done, so a run that dies half-way leaves
-nothing that looks like a checkpoint.
+A checkpoint is written under another name and renamed when all ranks are done, so a run that dies half-way
+leaves nothing that looks like a checkpoint.
 """
 
 from __future__ import annotations
@@ -17,9 +17,10 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict_loader import load as load_tensors
+from torch.distributed.checkpoint.state_dict_saver import save as save_tensors
 from torch.optim import Optimizer
 
 from hsdp.examples.launch import JobError, on_rank_zero
@@ -32,8 +33,8 @@ _RUN_FILE = "run.json"
 class RunState:
     """What a run is besides its tensors.
 
-    No generator state is among it: the data of a step follows from ``seed``, ``step`` and the global batch, the model
-    has no dropout, and the sample at the end has its own generator.
+    No generator state is among it: the data of a step follows from ``seed``, ``step`` and the global batch,
+    the model has no dropout, and the sample at the end has its own generator.
     """
 
     step: int
@@ -61,7 +62,7 @@ def save(folder: Path, run: RunState, model: nn.Module, optimizer: Optimizer) ->
 
     on_rank_zero(prepare)
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    dcp.save({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
+    save_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=partial)
     on_rank_zero(publish)
     return final
 
@@ -95,9 +96,9 @@ def read_run(checkpoint: Path) -> RunState:
 def load(checkpoint: Path, model: nn.Module, optimizer: Optimizer) -> None:
     """Fill ``model`` and ``optimizer`` in place; each rank reads the pieces that its own shards overlap."""
     model_state, optimizer_state = get_state_dict(model, optimizer)
-    state = {"model": model_state, "optimizer": optimizer_state}
-    dcp.load(state, checkpoint_id=checkpoint)
-    set_state_dict(model, optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"])
+    # Read into the dictionaries, whose tensors are the shards themselves; what is no tensor is replaced in them.
+    load_tensors({"model": model_state, "optimizer": optimizer_state}, checkpoint_id=checkpoint)
+    set_state_dict(model, optimizer, model_state_dict=model_state, optim_state_dict=optimizer_state)
 
 
 def _read(checkpoint: Path) -> dict[str, Any]:

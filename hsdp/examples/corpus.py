@@ -22,6 +22,7 @@ _SKIPPED_FOLDERS = frozenset(
     {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
 )
 _LARGEST_FILE = 256 * 1024  # bigger ones are generated, and one of them could be half of the held-out text
+_CHUNK_BYTES = 2**20
 _HELD_OUT_OF_256 = 26  # about a tenth of the files
 
 
@@ -99,8 +100,8 @@ def _is_utf8(source: bytes) -> bool:
 def batch_windows(stream: Tensor, *, seed: int, step: int, batch: int, seq_len: int) -> Tensor:
     """The whole global batch of one step: ``int64 [batch, seq_len + 1]``, inputs and targets overlapping.
 
-    Row ``i`` depends on ``(seed, step, i)`` and on nothing else. A rank takes the rows that are its own, so the
-    data of a step does not change with the mesh, and a resumed run needs no state but its step.
+    Row ``i`` depends on ``(seed, step, i)`` and on nothing else. A rank takes the rows that are its own, so
+    the data of a step does not change with the mesh, and a resumed run needs no state but its step.
     """
     generator = torch.Generator().manual_seed(_mix(seed, step))
     starts = torch.randint(len(stream) - seq_len, (batch,), generator=generator)
@@ -123,8 +124,8 @@ def consecutive_windows(stream: Tensor, seq_len: int) -> Tensor:
 def ngram_cross_entropy(corpus: Corpus, order: int) -> float:
     """Nats per held-out byte of an interpolated n-gram model fitted to the training files.
 
-    ``order`` is n: 2 for bigrams. Smoothing is Witten and Bell's (1991): a context seen ``N`` times with ``T``
-    different successors gives ``p(b) = (count(b) + T * p_shorter(b)) / (N + T)``, down to the uniform
+    ``order`` is n: 2 for bigrams. Smoothing is Witten and Bell's (1991): a context seen ``N`` times with
+    ``T`` different successors gives ``p(b) = (count(b) + T * p_shorter(b)) / (N + T)``, down to the uniform
     distribution over bytes. It has nothing to tune and is finite on any text.
     """
     num_targets = len(corpus.held_out) - (order - 1)
@@ -132,7 +133,7 @@ def ngram_cross_entropy(corpus: Corpus, order: int) -> float:
         raise ValueError(f"a text of {len(corpus.held_out)} bytes is too short for n-grams of order {order}")
     probability = torch.full((num_targets,), 1.0 / NUM_BYTES, dtype=torch.float64)
     for n in range(1, order + 1):
-        grams, counts = torch.unique(_grams(corpus.train, n), return_counts=True)
+        grams, counts = _counted_grams(corpus.train, n)
         contexts, context_of_gram = torch.unique(grams // NUM_BYTES, return_inverse=True)
         context_counts = torch.zeros_like(contexts).index_add_(0, context_of_gram, counts)
         num_successors = torch.bincount(context_of_gram)
@@ -144,6 +145,20 @@ def ngram_cross_entropy(corpus: Corpus, order: int) -> float:
         # An unseen context is 0 / 0 and knows no more than its suffix does.
         probability = torch.where(context_seen > 0, interpolated, probability)
     return -probability.log().mean().item()
+
+
+def _counted_grams(stream: Tensor, n: int) -> tuple[Tensor, Tensor]:
+    """The different windows of ``n`` bytes, sorted, and how often each occurs: two ``int64 [num_grams]``."""
+    grams = torch.empty(0, dtype=torch.int64)
+    counts = torch.empty(0, dtype=torch.int64)
+    # In chunks, each with the n - 1 bytes that its last window reaches into: sorting all of the text at once
+    # would take more memory than training does.
+    for start in range(0, len(stream) - n + 1, _CHUNK_BYTES):
+        chunk = stream[start : start + _CHUNK_BYTES + n - 1]
+        new_grams, new_counts = torch.unique(_grams(chunk, n), return_counts=True)
+        grams, place = torch.unique(torch.cat((grams, new_grams)), return_inverse=True)
+        counts = torch.zeros_like(grams).index_add_(0, place, torch.cat((counts, new_counts)))
+    return grams, counts
 
 
 def _grams(stream: Tensor, n: int) -> Tensor:

@@ -1,7 +1,7 @@
 """One process of the job: its rank and device, the process group, what ranks agree on, and how a run ends.
 
-A user's mistake and an interrupt end every rank with an exit code and one line from rank 0; anything else is a
-bug and keeps its traceback.
+A user's mistake and an interrupt end every rank with an exit code and one line from rank 0; anything else is
+a bug and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -63,7 +64,8 @@ def process_group(device: torch.device) -> Iterator[None]:
         dist.init_process_group(backend, device_id=bound_device)
     else:
         # Not under torchrun: nobody to meet, so no address and no port either.
-        dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, device_id=bound_device)
+        store = dist.HashStore()  # type: ignore[attr-defined]  # it is public, but imported in an `if`
+        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound_device)
     try:
         yield
     finally:
@@ -94,12 +96,12 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 class StopSignal:
     """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps.
 
-    A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The second
-    signal does raise ``KeyboardInterrupt``, for those who cannot wait.
+    A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The
+    second signal does raise ``KeyboardInterrupt``, for those who cannot wait.
     """
 
     def __init__(self) -> None:
-        self.requested = False
+        self._received = threading.Event()
 
     def __enter__(self) -> StopSignal:
         self._previous = {number: signal.signal(number, self._on_signal) for number in _STOP_SIGNALS}
@@ -112,9 +114,19 @@ class StopSignal:
     def _on_signal(self, number: int, frame: FrameType | None) -> None:
         if self.requested:
             raise KeyboardInterrupt
-        self.requested = True
+        self._received.set()
+
+    @property
+    def requested(self) -> bool:
+        """Whether a signal has come."""
+        return self._received.is_set()
+
+    def wait(self, seconds: float) -> None:
+        """Wait for a signal, but not for longer than ``seconds``."""
+        self._received.wait(seconds)
 
 
+_MESSAGE_SECONDS = 30.0
 _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -125,6 +137,9 @@ def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
             return job(stop)
         except JobError as mistake:
             _say(f"{name}: error: {mistake}")
+            if rank() > 0:
+                # When one rank exits, torchrun ends the others, so the one with the message goes first.
+                stop.wait(_MESSAGE_SECONDS)
             return EXIT_BAD_INPUT
         except KeyboardInterrupt:
             _say(f"{name}: interrupted")

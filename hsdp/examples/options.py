@@ -86,7 +86,7 @@ def parse_options(argv: list[str] | None, world_size: int) -> Options:
 
 
 def _mesh_shape(replicate: int | None, shard: int | None, world_size: int) -> tuple[int, int]:
-    """Fill in the axis that was not given; with neither given, two replicas where both axes can be 2 or more."""
+    """Fill in the axis that was not given; with neither, two replicas where both axes can be 2 or more."""
     if replicate is None and shard is None:
         replicate = 2 if world_size >= 4 and world_size % 2 == 0 else 1
     if replicate is None:
@@ -96,7 +96,7 @@ def _mesh_shape(replicate: int | None, shard: int | None, world_size: int) -> tu
     if replicate * shard != world_size:
         raise JobError(
             f"--replicate {replicate} x --shard {shard} makes {replicate * shard} ranks, "
-            f"but there are {world_size} processes"
+            f"but the number of processes is {world_size}"
         )
     return replicate, shard
 
@@ -148,12 +148,12 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=300, help="optimizer steps in all")
+    training.add_argument("--steps", type=_positive, default=240, help="optimizer steps in all")
     training.add_argument("--batch", type=_positive, default=32, help="sequences per step over all ranks")
     training.add_argument("--accumulate", type=_positive, default=1, help="micro-batches per step")
     training.add_argument("--seq-len", type=_positive, default=128, help="bytes per sequence")
-    training.add_argument("--lr", type=_positive_float, default=4e-3, help="peak of the cosine schedule")
-    training.add_argument("--warmup", type=_not_negative, default=20, help="steps of linear warm-up")
+    training.add_argument("--lr", type=_positive_float, default=5e-3, help="peak of the cosine schedule")
+    training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
     training.add_argument("--weight-decay", type=_fraction, default=0.1)
     training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")
     training.add_argument("--corpus-bytes", type=_positive, default=12_000_000, help="text to use at most")

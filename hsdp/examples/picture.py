@@ -8,12 +8,8 @@ from dataclasses import dataclass
 from html import escape
 
 _WIDTH, _HEIGHT = 800, 480
-_LEFT, _RIGHT, _TOP, _BOTTOM = (
-    64,
-    112,
-    56,
-    56,
-)  # room for the axes, and on the right for the names of the lines
+# Room for the axes, and on the right for the names of the lines.
+_LEFT, _RIGHT, _TOP, _BOTTOM = 64, 124, 68, 56
 _CURVE_COLORS = ("#8fb3d9", "#1f5fa8", "#b8862b", "#6b4fa0")
 _LEVEL_COLOR = "#b4442f"
 _INK, _FAINT_INK, _GRID = "#24292f", "#6a737d", "#e4e7eb"
@@ -51,9 +47,11 @@ def loss_picture(title: str, *, curves: Sequence[Curve], levels: Sequence[Level]
         raise ValueError("a loss that is not finite cannot be drawn")
     x_axis = _Axis.covering([0, *steps], _LEFT, _WIDTH - _RIGHT, whole_numbers=True)
     y_axis = _Axis.covering(losses, _HEIGHT - _BOTTOM, _TOP)
-    names = [_Name(level.name, y_axis.place(level.loss), _LEVEL_COLOR) for level in levels]
+    names = [
+        _Name(f"{level.name} {level.loss:.2f}", y_axis.place(level.loss), _LEVEL_COLOR) for level in levels
+    ]
     names += [
-        _Name(curve.name, y_axis.place(curve.losses[-1]), _curve_color(index))
+        _Name(f"{curve.name} {curve.losses[-1]:.2f}", y_axis.place(curve.losses[-1]), _curve_color(index))
         for index, curve in enumerate(curves)
         if curve.losses
     ]
@@ -134,7 +132,7 @@ def _draw_axes(x_axis: _Axis, y_axis: _Axis) -> list[str]:
     parts.append(_line(x_axis.start, y_axis.start, x_axis.end, y_axis.start, _FAINT_INK))
     middle = (x_axis.start + x_axis.end) / 2
     parts.append(_text(middle, _HEIGHT - 12, "optimizer step", anchor="middle", color=_INK))
-    parts.append(_text(_LEFT, _TOP - 8, "nats per byte", color=_INK))
+    parts.append(_text(_LEFT, _TOP - 10, "nats per byte", color=_INK))
     return parts
 
 
@@ -155,7 +153,7 @@ def _draw_curve(curve: Curve, x_axis: _Axis, y_axis: _Axis, color: str) -> str:
 
 
 def _draw_names(names: Sequence[_Name]) -> list[str]:
-    """Each name beside the end of its line; where lines end close together, pushed apart downwards and back up."""
+    """Each name beside the end of its line; where lines end close together, they are pushed apart."""
     ordered = sorted(names, key=lambda name: name.y)
     heights: list[float] = []
     for name in ordered:

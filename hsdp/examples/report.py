@@ -1,4 +1,4 @@
-"""What a run tells: progress lines, metrics as JSON lines, and the loss picture. Only rank 0 says anything."""
+"""What a run tells: progress lines, metrics as JSON lines and the loss picture, all from rank 0."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
 
 
 class Report:
-    """Collects progress on rank 0 and writes it below ``out``; on other ranks (``out`` is None) it is silent."""
+    """Collects progress on rank 0 and writes it below ``out``; silent on other ranks, where ``out`` is None."""
 
     def __init__(self, out: Path | None, baselines: Baselines, *, resumed_at: int = 0) -> None:
         self._out = out

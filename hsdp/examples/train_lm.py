@@ -1,11 +1,11 @@
 """The main job: a small Llama learns CPython's standard library, byte by byte, on a hybrid-sharded mesh.
 
     torchrun --nproc-per-node 4 -m hsdp.examples.train_lm
-    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 600 --resume
+    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 480 --resume
 
-What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on the
-seed, the step and the global batch, never on the mesh, so a run resumed on another mesh goes on as if it had not
-stopped.
+What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on
+the seed, the step and the global batch, never on the mesh, so a run resumed on another mesh goes on as if it had
+not stopped.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ def _main(argv: list[str] | None, stop: StopSignal) -> int:
 
 
 def run(options: Options, device: torch.device, stop: StopSignal) -> int:
-    """Train, evaluate on all held-out text, and show a sample. Every rank calls this; returns the exit code."""
+    """Train, evaluate on all held-out text, show a sample. Every rank calls this; returns the exit code."""
     started = time.perf_counter()
     corpus = _load_corpus(options)
     model, optimizer = build(options, device)
@@ -156,7 +156,10 @@ def train(
 
 
 def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's ``int64 [accumulate, rows, seq_len + 1]``; its mean loss, the gradient norm."""
+    """One optimizer step on this rank's ``int64 [accumulate, rows, seq_len + 1]``.
+
+    Returns this rank's mean loss and the norm of the whole gradient before clipping, which may be a DTensor.
+    """
     assert isinstance(model, HSDPModule)
     num_micro_batches = len(micro_batches)
     loss_sum = torch.zeros((), device=micro_batches.device)
@@ -172,7 +175,7 @@ def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tup
 
 
 def next_byte_loss(model: Llama, windows: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of each byte of ``int64 [rows, seq_len + 1]`` but the first, given those before it."""
+    """Cross-entropy in nats of each byte but the first of ``int64 [rows, seq_len + 1]``."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
 
@@ -184,7 +187,7 @@ def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
     loss_sum, num_bytes = 0.0, 0
     for chunk in windows.split(num_ranks * EVAL_WINDOWS_PER_RANK):
         mine = chunk[rank::num_ranks]
-        # A forward is a collective: a rank for which no window is left joins in with another's, and does not count.
+        # A forward is a collective: a rank for which no window is left joins in with another's, uncounted.
         loss = next_byte_loss(model, (mine if len(mine) else chunk[:1]).to(device), reduction="sum")
         if len(mine):
             loss_sum += loss.item()
@@ -272,8 +275,8 @@ def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
 def _introduce(report: Report, options: Options, device: torch.device, corpus: Corpus, model: Llama) -> None:
     num_parameters = sum(parameter.numel() for parameter in model.parameters())
     report.say(
-        f"{num_parameters:,} parameters, {options.dtype}, on {options.world_size} x {device.type}: "
-        f"{options.replicate} replicas x {options.shard} shards"
+        f"{num_parameters:,} parameters, {options.dtype}, on {options.world_size} x {device.type}, "
+        f"mesh (replicate={options.replicate}, shard={options.shard})"
     )
     report.say(
         f"text: {len(corpus.train):,} bytes in {corpus.num_train_files} files; "

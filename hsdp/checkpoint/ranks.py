@@ -1,0 +1,194 @@
+"""The ranks that save or load together: what they tell each other, and how an error on one becomes an error on all.
+
+These are small Python objects about files, not flights of tensors: they travel over a CPU group, a few per checkpoint.
+Whatever a rank does on its own (reading, writing, checking) happens inside one of the methods below, so that no rank
+goes on while another has failed, and all raise the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, TypeVar, cast
+
+import torch
+import torch.distributed as dist
+from torch.distributed import ProcessGroup
+
+from hsdp.errors import HSDPError
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+_CPU = torch.device("cpu")
+
+
+class CheckpointError(HSDPError):
+    """A checkpoint could not be written or read; the message names the file, the tensor or the ranks, and the cause."""
+
+
+@dataclass(frozen=True)
+class _Failure:
+    """What went wrong on one rank."""
+
+    text: str
+
+
+class Ranks:
+    """The ranks of a process group, or this process alone where there is none.
+
+    Attributes:
+        group: the group whose ranks they are; None if there is none.
+        rank, size: this rank's number in the group, and how many there are.
+    """
+
+    def __init__(self, process_group: ProcessGroup | None = None, *, background: bool = False) -> None:
+        """Finds (or, once per group, makes: a collective) a CPU group to talk over.
+
+        Args:
+            process_group: the ranks that take part; None: the default group, or this process alone without one.
+            background: use a group that the main thread does not use, for a thread that runs beside it.
+        """
+        self.group: ProcessGroup | None = None
+        self._talk: ProcessGroup | None = None
+        self.rank, self.size = 0, 1
+        if dist.is_available() and dist.is_initialized():
+            self.group = process_group if process_group is not None else dist.group.WORLD
+            self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
+            if self.rank < 0:
+                raise ValueError("process_group=...: this process is not one of its ranks; call on its ranks only")
+            if self.size > 1:
+                assert self.group is not None, "a group of several ranks exists"
+                self._talk = _cpu_group(self.group, background)
+        elif process_group is not None:
+            raise ValueError("process_group=...: torch.distributed is not initialised in this process")
+
+    @property
+    def talk(self) -> ProcessGroup | None:
+        """The CPU group that messages travel over; None for a process alone."""
+        return self._talk
+
+    def each(self, what: str, action: Callable[[], T]) -> list[T]:
+        """Does `action` on every rank; every rank gets all results, in rank order.
+
+        Raises:
+            CheckpointError: on every rank, if `action` raised on any; `what` says what was being done.
+        """
+        told = _attempt(action)
+        answers: list[Any] = [told.value]
+        if self._talk is not None:
+            answers = [None] * self.size
+            self._send(what, lambda: dist.all_gather_object(answers, told.value, group=self._talk))
+        _raise_failures(what, answers, told.error)
+        return answers
+
+    def one(self, what: str, action: Callable[[], T], rank: int = 0) -> T:
+        """Does `action` on one rank; every rank gets its result, or its error as `CheckpointError`."""
+        told = _attempt(action) if self.rank == rank else _Told(None, None)
+        answer = [told.value]
+        if self._talk is not None:
+            self._send(what, lambda: dist.broadcast_object_list(answer, group=self._talk, group_src=rank))
+        if isinstance(answer[0], _Failure):
+            raise CheckpointError(f"{what}: {answer[0].text}") from told.error
+        return cast(T, answer[0])
+
+    def meet(self, what: str, action: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
+        """Does `action` on every rank, then `combine` on rank 0 with all results; each rank gets its own item of that.
+
+        Raises:
+            CheckpointError: on every rank, if either raised anywhere.
+        """
+        told = _attempt(action)
+        collected: list[Any] | None = [told.value]
+        if self._talk is not None:
+            collected = [None] * self.size if self.rank == 0 else None
+            self._send(what, lambda: dist.gather_object(told.value, collected, group=self._talk, group_dst=0))
+        replies: list[Any] | None = None
+        if collected is not None:
+            failure = _describe(collected)
+            combined = _attempt(lambda: combine(collected)) if failure is None else _Told(_Failure(failure), told.error)
+            told = _Told(told.value, told.error or combined.error)
+            replies = [combined.value] * self.size if isinstance(combined.value, _Failure) else combined.value
+        reply = [None] if replies is None else replies[:1]
+        if self._talk is not None:
+            self._send(what, lambda: dist.scatter_object_list(reply, replies, group=self._talk, group_src=0))
+        if isinstance(reply[0], _Failure):
+            raise CheckpointError(f"{what}: {reply[0].text}") from told.error
+        return cast(R, reply[0])
+
+    def _send(self, what: str, collective: Callable[[], object]) -> None:
+        try:
+            collective()
+        except RuntimeError as error:
+            raise CheckpointError(
+                f"{what}: rank {self.rank} of {self.size} lost contact with the others, one of which may have died or "
+                f"raised (see its log): {error}"
+            ) from error
+
+
+@dataclass(frozen=True)
+class _Told:
+    value: Any
+    error: Exception | None
+
+
+def _attempt(action: Callable[[], Any]) -> _Told:
+    try:
+        return _Told(action(), None)
+    except Exception as error:
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
+        return _Told(_Failure(text), error)
+
+
+def _describe(answers: list[Any]) -> str | None:
+    """What failed and where, each text once; None if nothing did."""
+    texts: dict[str, list[int]] = {}
+    for rank, answer in enumerate(answers):
+        if isinstance(answer, _Failure):
+            texts.setdefault(answer.text, []).append(rank)
+    if not texts:
+        return None
+    if len(texts) == 1 and len(next(iter(texts.values()))) == len(answers):
+        return next(iter(texts))
+    return "; ".join(
+        f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()
+    )
+
+
+def _raise_failures(what: str, answers: list[Any], cause: Exception | None) -> None:
+    failure = _describe(answers)
+    if failure is not None:
+        raise CheckpointError(f"{what}: {failure}") from cause
+
+
+_made: list[tuple[Any, bool, ProcessGroup]] = []
+"""Groups made here: a weak reference to the group they stand for, whether for the background, the group."""
+
+
+def _cpu_group(group: ProcessGroup, background: bool) -> ProcessGroup:
+    """A group of the same ranks that carries CPU objects: `group` itself where that will do."""
+    if not background and _CPU in group._device_types:
+        return group
+    import weakref
+
+    _made[:] = [entry for entry in _made if entry[0]() is not None]
+    for ref, behind, made in _made:
+        if ref() is group and behind == background:
+            return made
+    made = dist.new_group(
+        ranks=dist.get_process_group_ranks(group),
+        timeout=_timeout_of(group),
+        backend="gloo",
+        use_local_synchronization=True,
+    )
+    _made.append((weakref.ref(group), background, made))
+    return made
+
+
+def _timeout_of(group: ProcessGroup) -> Any:
+    """The timeout that the user gave the group, so that a lost rank ends a checkpoint as soon as it ends a step."""
+    for device in group._device_types:
+        options = getattr(group._get_backend(device), "options", None)
+        if options is not None:
+            return options._timeout
+    return None

@@ -1,0 +1,297 @@
+"""A unit's gradients on this rank: from autograd's hooks to the operands of a reduction, and from those to `.grad`.
+
+    slots      whole gradients of the backward under way
+    stash      whole sums of micro-batches that were not communicated              } pending: visible, cleared with the
+    partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
+    .grad      sharded DTensors, or None: what users and the optimizer see
+
+Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some and no `.grad`, a zero gradient
+stands in for it: a witness by which we see that somebody called `zero_grad`, for optimizers have no hook for that.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hsdp.errors import StateError
+from hsdp.lane import Lane, LaneReduction, ReducePlan
+from hsdp.param import ManagedParam
+
+_new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
+    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
+)
+"""DTensor's constructor without its Python `__init__`, which does nothing and costs more than the rest."""
+
+
+class Gradients:
+    """The gradients of one unit.
+
+    Attributes:
+        slots: whole gradients of the backward under way, one per parameter; None where none came.
+        partial: per lane, sharded sums that wait for their all-reduce; None when nothing was deferred.
+    """
+
+    def __init__(self, params: list[ManagedParam]) -> None:
+        self._params = params
+        self._lanes: list[Lane] = []
+        self._chosen: tuple[tuple[bool, ...], list[ReducePlan]] | None = None
+        self.slots: list[Tensor | None] = [None] * len(params)
+        self._stash: dict[int, Tensor] = {}
+        self.partial: list[list[Tensor]] | None = None
+        self._witnesses: dict[int, tuple[Any, int, bool]] = {}
+        self._uncommitted: list[tuple[ManagedParam, Any]] = []
+
+    def arrange(self, lanes: list[Lane]) -> None:
+        """New buffers: plans and sums made for the old ones are forgotten."""
+        self._lanes = lanes
+        self._chosen = None
+        self.clear()
+
+    # -- towards a reduction -------------------------------------------------------------------------------------
+
+    def put(self, slot: int, grad: Tensor) -> None:
+        """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
+        held = self.slots[slot]
+        self.slots[slot] = grad if held is None else held + grad
+
+    def waiting(self) -> bool:
+        """Whether gradients of the backward under way wait to be reduced."""
+        return any(grad is not None for grad in self.slots)
+
+    def drop(self) -> None:
+        """Forgets the gradients of the backward under way."""
+        self.slots = [None] * len(self._params)
+
+    def clear(self) -> None:
+        """Forgets everything that has not landed."""
+        self.drop()
+        self._stash.clear()
+        self.partial = None
+        for slot, (grad, _, ours) in self._witnesses.items():
+            if ours and self._params[slot].sharded.grad is grad:
+                self._params[slot].sharded.grad = None
+        self._witnesses.clear()
+
+    def plans(self) -> list[ReducePlan]:
+        """One plan per lane that has trainable parameters."""
+        mask = tuple(param.sharded.requires_grad for param in self._params)
+        if self._chosen is None or self._chosen[0] != mask:
+            plans = []
+            for lane in self._lanes:
+                trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
+                if trainable:
+                    plans.append(lane.reduce_plan(trainable))
+            self._chosen = (mask, plans)
+        return self._chosen[1]
+
+    def take(self) -> list[LaneReduction]:
+        """Hands all gradients over as the operands of one reduction; every trainable parameter takes part."""
+        if self._witnesses:
+            self._heed_zero_grad()
+        parts = []
+        for plan in self.plans():
+            grads = [self._joined(slot) for slot in plan.slots] if self._stash else [self.slots[s] for s in plan.slots]
+            parts.append(plan.fill(grads, [grad is not None for grad in grads]))
+        self._stash.clear()
+        self.drop()
+        return parts
+
+    def stash(self) -> None:
+        """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
+        self._heed_zero_grad()
+        for lane in self._lanes:
+            for slot in lane.slots:
+                grad, held = self.slots[slot], self._stash.get(slot)
+                if grad is not None:
+                    self._stash[slot] = grad.to(lane.kind.accumulate) if held is None else held.add_(grad)
+                    self._witness(slot)
+        self.drop()
+
+    def defer(self, parts: list[LaneReduction]) -> None:
+        """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later."""
+        self._heed_zero_grad()
+        if self.partial is None:
+            self.partial = [[t.to(part.plan.lane.kind.accumulate) for t in part.operands] for part in parts]
+        else:
+            for held, part in zip(self.partial, parts, strict=True):
+                torch._foreach_add_(held, part.operands)
+
+    def join_partial(self, parts: list[LaneReduction]) -> None:
+        """Adds what was deferred to the operands that are about to be all-reduced."""
+        if self.partial is None:
+            return
+        self._heed_zero_grad()
+        if (partial := self.partial) is not None:
+            for held, part in zip(partial, parts, strict=True):
+                torch._foreach_add_(held, part.operands)
+                torch._foreach_copy_(part.operands, held)
+        self.partial = None
+
+    def _joined(self, slot: int) -> Tensor | None:
+        grad, stash = self.slots[slot], self._stash.get(slot)
+        if stash is None:
+            return grad
+        return stash if grad is None else stash.add_(grad)
+
+    # -- pending sums and zero_grad ------------------------------------------------------------------------------
+
+    def pending(self) -> dict[str, str]:
+        """Which parameters have sums that have not been communicated, and how far those came."""
+        self._heed_zero_grad()
+        found = {self._params[slot].fqn: "on this rank" for slot in self._stash}
+        if self.partial is not None:
+            for plan in self.plans():
+                for param in plan.params:
+                    found[param.fqn] = (
+                        "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
+                    )
+        return found
+
+    def witness_partial(self) -> None:
+        """Puts witnesses up for what `defer` keeps."""
+        for plan in self.plans():
+            for slot in plan.slots:
+                self._witness(slot)
+
+    def _witness(self, slot: int) -> None:
+        if slot in self._witnesses:
+            return
+        param = self._params[slot]
+        grad: Any = param.sharded.grad
+        ours = grad is None
+        if ours:
+            # Negative zeros: nothing to a sum, and what `zero_` alone turns into positive ones.
+            local = torch.full_like(param.local, -0.0)
+            grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+            param.sharded.grad = grad
+        self._witnesses[slot] = (grad, _version(grad), ours)
+
+    def _heed_zero_grad(self) -> None:
+        """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
+        gone = []
+        for slot, (grad, version, ours) in self._witnesses.items():
+            now: Any = self._params[slot].sharded.grad
+            if now is not grad:
+                gone.append(slot)
+            elif _version(grad) != version:
+                if _zeroed(grad._local_tensor):
+                    gone.append(slot)
+                else:  # changed otherwise: clipped, say
+                    self._witnesses[slot] = (grad, _version(grad), ours)
+        for slot in gone:
+            del self._witnesses[slot]
+            self._stash.pop(slot, None)
+        if gone and self.partial is not None:
+            self._drop_partial(set(gone))
+
+    def _drop_partial(self, gone: set[int]) -> None:
+        assert self.partial is not None, "checked by the caller"
+        for plan, held in zip(self.plans(), self.partial, strict=True):
+            part = LaneReduction(plan, [], [], held, [])
+            flags = part.flags()
+            for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
+                if slot in gone:
+                    local.zero_()
+                    flags[at] = 0
+        if len(gone) >= sum(len(plan.slots) for plan in self.plans()):
+            self.partial = None
+
+    # -- landing -------------------------------------------------------------------------------------------------
+
+    def land(self, parts: Iterable[LaneReduction]) -> None:
+        """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
+        self._retire_witnesses()
+        for part in parts:
+            plan = part.plan
+            storage = plan.lane.kind.storage
+            used = part.used
+            if not all(used):
+                # The one host synchronisation of a step, and only on a rank that left a parameter unused.
+                used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
+            values = part.values()
+            if values[0].dtype != storage:
+                values = [value.to(storage) for value in values]
+            if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0])):
+                self._assign(plan, values, used)
+            _run_hooks(plan.params, used)
+
+    def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
+        for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
+            if not was_used:
+                continue
+            if param.sharded.grad is None:
+                grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+                param.sharded.grad = grad
+                self._uncommitted.append((param, grad))
+            else:
+                _local_grad(param).add_(local)
+
+    def _add_flat(self, plan: ReducePlan, flat: Tensor) -> bool:
+        """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
+        base: Tensor | None = None
+        for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
+            if param.sharded.grad is None:
+                return False
+            local = _local_grad(param)
+            base = local._base if base is None else base
+            if base is None or local._base is not base or local.storage_offset() != piece.offset:
+                return False
+        if base is None or base.ndim != 1 or base.numel() < flat.numel():
+            return False
+        base[: flat.numel()].add_(flat)
+        return True
+
+    def _retire_witnesses(self) -> None:
+        if not self._witnesses:
+            return
+        still = {}
+        for slot, (grad, version, ours) in self._witnesses.items():
+            param = self._params[slot]
+            if slot in self._stash or self.partial is not None:
+                still[slot] = (grad, version, ours)
+            elif ours and param.sharded.grad is grad:
+                param.sharded.grad = None
+        self._witnesses = still
+
+    def commit(self) -> None:
+        """The backward ended well: its gradients stay."""
+        self._uncommitted.clear()
+
+    def roll_back(self) -> None:
+        """The backward failed: gradients that it made where there was none go again."""
+        for param, grad in self._uncommitted:
+            if param.sharded.grad is grad:
+                param.sharded.grad = None
+        self._uncommitted.clear()
+
+
+def _version(grad: Any) -> int:
+    return int(grad._local_tensor._version)
+
+
+def _zeroed(local: Tensor) -> bool:
+    return not bool((torch.signbit(local) | (local != 0)).any())
+
+
+def _local_grad(param: ManagedParam) -> Tensor:
+    grad: Any = param.sharded.grad
+    if not isinstance(grad, DTensor) or grad._spec.placements != param.tensor_spec.placements:
+        raise StateError(
+            f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
+            f"set it to None, or to a DTensor with placements {param.tensor_spec.placements}"
+        )
+    return grad._local_tensor
+
+
+def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:
+    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward, say)."""
+    for param, was_used in zip(params, used, strict=True):
+        hooks: Any = param.sharded._post_accumulate_grad_hooks
+        if hooks and was_used:
+            for hook in list(hooks.values()):
+                hook(param.sharded)

@@ -1,0 +1,252 @@
+"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.policies import check_reduce_op
+from hsdp.replicas import ReplicaReduce
+from hsdp.runtime import Runtime
+from hsdp.state import ModuleState
+from hsdp.unit import Unit
+
+_classes: dict[type, type] = {}
+"""Original class -> its sharded class."""
+
+
+class HSDPModule:
+    """What a sharded module can do beyond its own class. Setters reach all sharded modules below it by default."""
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
+        original = next((base for base in cls.__mro__[1:] if base not in (HSDPModule, object)), None)
+        if original is None:
+            raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
+        return original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with its whole parameters; hooks that users put on the module see them too."""
+        state: ModuleState = self.__dict__["_hsdp_state"]
+        return state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or shard a "
+            "second instance and load this one's state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be pickled; save its state_dict() with "
+            "torch.distributed.checkpoint"
+        )
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        unit: Unit = self.__dict__["_hsdp_state"].unit
+        if any(param.moved() for param in unit.params):
+            unit.rebuild()
+        return result
+
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
+        units: dict[Unit, None] = {}
+        for module in modules:
+            if (state := module.__dict__.get("_hsdp_state")) is not None:
+                units.setdefault(state.unit)
+        return list(units)
+
+    def unshard(self) -> None:
+        """Gathers the whole parameters of this module's unit now; the next forward finds them there."""
+        for unit in self._units(recurse=False):
+            unit.show()
+
+    def reshard(self) -> None:
+        """Frees the whole parameters of this module's unit."""
+        for unit in self._units(recurse=False):
+            unit.reshard()
+
+    def _runtimes(self) -> list[Runtime]:
+        found = {unit.runtime: None for unit in self._units() if unit.runtime is not None}
+        return list(found)
+
+    # -- gradient accumulation -----------------------------------------------------------------------------------
+
+    def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward communicates gradients.
+
+        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider), at the cost of one
+        whole gradient of memory, until a backward with True sends the sums.
+        """
+        flag = _check_flag("set_requires_grad_sync", requires_grad_sync)
+        for unit in self._units(recurse):
+            unit.requires_grad_sync = flag
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
+        flag = _check_flag("set_requires_all_reduce", requires_all_reduce)
+        for unit in self._units(recurse):
+            unit.requires_all_reduce = flag
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of backward waits for every reduction.
+
+        With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
+        wait for them.
+        """
+        flag = _check_flag("set_is_last_backward", is_last_backward)
+        for runtime in self._runtimes():
+            runtime.drains = flag
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside it do not communicate gradients; the first one after it sends the sums."""
+        units = self._units()
+        before = [unit.requires_grad_sync for unit in units]
+        self.set_requires_grad_sync(False)
+        try:
+            yield
+        finally:
+            for unit, flag in zip(units, before, strict=True):
+                unit.requires_grad_sync = flag
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """Wraps the forward and backward of one micro-batch.
+
+        In all but the last one (`last=False`) it communicates as little as the root's `CommPolicy.accumulate` allows:
+        gradients are reduce-scattered and their all-reduce deferred, or summed on this rank. In the last one everything
+        is communicated.
+
+            for i, batch in enumerate(micro_batches):
+                with model.accumulate(last=i == len(micro_batches) - 1):
+                    loss_of(model(batch)).backward()
+        """
+        units = self._units()
+        before = [(unit.requires_grad_sync, unit.requires_all_reduce) for unit in units]
+        for unit in units:
+            unit.requires_all_reduce = last
+            unit.requires_grad_sync = last or unit.comm_policy.accumulate == "reduce_scatter"
+        try:
+            yield
+        finally:
+            for unit, (sync, all_reduce) in zip(units, before, strict=True):
+                unit.requires_grad_sync, unit.requires_all_reduce = sync, all_reduce
+
+    def flush(self) -> None:
+        """Communicates all pending gradient sums now and waits for them; every rank calls it."""
+        for runtime in self._runtimes():
+            runtime.flush()
+
+    def pending_gradients(self) -> dict[str, str]:
+        """Parameters whose gradient sums have not been communicated, and how far they came."""
+        found: dict[str, str] = {}
+        for unit in self._units():
+            prefix = "" if unit.name.endswith("(root)") else f"{unit.name}."
+            found |= {prefix + name: where for name, where in unit.gradients.pending().items()}
+        return found
+
+    # -- reduction -----------------------------------------------------------------------------------------------
+
+    def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
+        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
+        op = check_reduce_op(reduce_op, "set_reduce_op_type")
+        for unit in self._units(recurse):
+            unit.reduce_op = op
+
+    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
+        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
+            raise ValueError(f"set_gradient_scaling_factor({factor!r}): expected a number that is not 0")
+        for unit in self._units(recurse):
+            unit.gradient_scale = float(factor)
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
+
+        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
+        """
+        if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0):
+            raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number that is not 0, or None")
+        for unit in self._units(recurse):
+            unit.divide_factor = None if factor is None else float(factor)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
+        """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.
+
+        The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
+        is called after the reduce-scatter. On a device the all-reduce stream is current.
+        """
+        for unit in self._units(recurse=False):
+            unit.all_reduce_hook = hook
+
+    def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
+        """Replaces the all-reduce stage: see `ReplicaReduce`."""
+        if not callable(getattr(replica_reduce, "start", None)):
+            raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
+        for unit in self._units(recurse):
+            unit.replica_reduce = replica_reduce
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed after forward and gathered again for backward."""
+        flag = _check_flag("set_reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.reshard_after_forward = flag
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
+        flag = _check_flag("set_reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.reshard_after_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: list[HSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[HSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
+
+
+def _units_to_prefetch(method: str, modules: list[HSDPModule] | None) -> list[Unit] | None:
+    if modules is None:
+        return None
+    for module in modules:
+        if not isinstance(module, HSDPModule):
+            raise TypeError(
+                f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
+            )
+    return [unit for module in modules for unit in module._units(recurse=False)]
+
+
+def sharded_class(cls: type) -> type:
+    if cls not in _classes:
+        original = cast(Any, cls).forward
+
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
+            state: ModuleState = self.__dict__["_hsdp_state"]
+            if torch.compiler.is_compiling() or state.unit.open:
+                return original(self, *args, **kwargs)
+            return state.run(self, functools.partial(original, self), args, kwargs)
+
+        members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), members)
+    return _classes[cls]
+
+
+def _check_flag(method: str, value: Any) -> bool:
+    if not isinstance(value, bool):
+        raise TypeError(f"{method}({value!r}): expected True or False")
+    return value

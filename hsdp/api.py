@@ -83,8 +83,7 @@ def fully_shard(
     for places, param in found:
         _check_param(param, places[0].fqn, name)
     params = [
-        ManagedParam(places, param, _choose_dim(param, places[0].fqn, name, shard_placement_fn))
-        for places, param in found
+        ManagedParam(places, param, _choose_dim(param, places[0].fqn, name, shard_placement_fn)) for places, param in found
     ]
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
     _agree(unit, params)

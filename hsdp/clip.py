@@ -1,6 +1,6 @@
 """`clip_grad_norm_`: one norm over gradients on any mixture of meshes, with as few reductions as the meshes allow.
 
-    gradients --foreach norms--> a number for each way of sharding --one all-reduce per group--> norm --foreach--> scaled
+    gradients --foreach norms--> a number per way of sharding --one all-reduce per group--> norm --foreach--> scaled
 
 Everything happens on local tensors: a DTensor operator costs the host tens of microseconds, and gradients are hundreds.
 """
@@ -10,20 +10,21 @@ from __future__ import annotations
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
-from torch.utils._foreach_utils import _group_tensors_by_device_and_dtype
 
 from hsdp.errors import StateError
 from hsdp.unit import Unit, unit_of
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""
+
+Bundles = dict[tuple[torch.dtype, torch.device], list[Tensor]]
+"""Local tensors of one dtype and device each, as foreach kernels want them."""
 
 
 @torch.no_grad()
@@ -36,7 +37,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm, as one vector over all ranks, is at most `max_norm`.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does with the whole gradients on one device, and what it does with
+    Does what `torch.nn.utils.clip_grad_norm_` does with the whole gradients on one device, and what that does with
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
     share a mesh there is one all-reduce of one number. The host does not wait for the device, unless
     `error_if_nonfinite` is on or gradients are offloaded.
@@ -69,14 +70,15 @@ def clip_grad_norm_(
     norm = _norm(shardings, _device_of(grads[0]), order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
-            f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find out "
-            "which loss was not finite, or pass error_if_nonfinite=False to scale by it all the same"
+            f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
+            "out which loss was not finite, or pass error_if_nonfinite=False to scale by it all the same"
         )
     # As torch does it, by 1 where there is nothing to clip: to ask would make the host wait.
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
     for bundles in shardings.values():
-        for bundle in bundles:
-            torch._foreach_mul_(bundle, factor.to(bundle[0].device))
+        for (_, device), tensors in bundles.items():
+            if tensors:
+                torch._foreach_mul_(tensors, factor.to(device))
     return norm
 
 
@@ -95,25 +97,26 @@ def _check_numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
 
 def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, though it has several names or was given twice."""
-    given: Iterable[Any] = (parameters,) if isinstance(parameters, Tensor) else parameters  # type: ignore[assignment]
     if isinstance(parameters, nn.Module):
-        given = _parameters_below(parameters)
+        parameters = _parameters_below(parameters)
+    elif isinstance(parameters, Tensor):
+        parameters = (parameters,)
+    elif not isinstance(parameters, Iterable):
+        raise TypeError(f"clip_grad_norm_: expected a module or parameters, not a {type(parameters).__name__}")
     params: dict[int, Tensor] = {}
-    try:
-        for param in given:
-            if not isinstance(param, Tensor):
-                raise TypeError(f"found a {type(param).__name__}")
-            params[id(param)] = param
-    except TypeError as error:
-        raise TypeError(
-            f"clip_grad_norm_: {error}; pass the model, a parameter, or parameters such as model.parameters()"
-        ) from error
+    for param in parameters:
+        if not isinstance(param, Tensor):
+            raise TypeError(
+                f"clip_grad_norm_: expected parameters, found a {type(param).__name__} among them; pass the model, or "
+                "its parameters()"
+            )
+        params[id(param)] = param
     return list(params.values())
 
 
 def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
-    """What `module.parameters()` gives, at a fraction of its cost: no names, and no generator for each level."""
-    modules = {id(module): module}
+    """What `module.parameters()` gives, at a fraction of its cost: no names, no generator for each level."""
+    seen = {id(module)}
     stack = [module]
     while stack:
         at = stack.pop()
@@ -121,8 +124,8 @@ def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
             if param is not None:
                 yield param
         for child in at._modules.values():
-            if child is not None and id(child) not in modules:
-                modules[id(child)] = child
+            if child is not None and id(child) not in seen:
+                seen.add(id(child))
                 stack.append(child)
 
 
@@ -135,9 +138,9 @@ def _check_reduced(params: list[Tensor]) -> None:
         known.update(id(managed.sharded) for managed in unit.params)
         if _holds_sums(unit):
             raise StateError(
-                f"clip_grad_norm_: unit {unit.name!r} holds gradients of earlier micro-batches that were not reduced yet "
-                "(no_sync, set_requires_grad_sync(False) or set_requires_all_reduce(False)); clip after the backward of "
-                "the last micro-batch, with communication on"
+                f"clip_grad_norm_: unit {unit.name!r} holds gradients of earlier micro-batches that were not reduced "
+                "yet (no_sync, set_requires_grad_sync(False) or set_requires_all_reduce(False)); clip after the "
+                "backward of the last micro-batch, with communication on"
             )
 
 
@@ -150,24 +153,30 @@ def _device_of(grad: Tensor) -> torch.device:
     return torch.device(grad.device_mesh.device_type) if isinstance(grad, DTensor) else grad.device
 
 
-def _by_sharding(grads: list[Tensor]) -> dict[Groups, list[list[Tensor]]]:
-    """Local tensors by the groups over which they are sharded, in bundles of one device and dtype for foreach kernels.
+def _by_sharding(grads: list[Tensor]) -> dict[Groups, Bundles]:
+    """The local tensors by the groups over which they are sharded.
 
-    Empty ones are in no bundle, but their groups are there: other ranks of them may hold something.
+    Empty ones are left out, as they have no norm of order inf; but their bundle is there, on every rank of the groups.
     """
-    found: dict[Groups, dict[tuple[torch.dtype, torch.device], list[Tensor]]] = {}
+    found: dict[Groups, Bundles] = {(): {}}
     mesh = placements = None
-    bundles = found.setdefault((), {})
+    sharded = found[()]
     for grad in grads:
         if isinstance(grad, DTensor):
             spec = grad._spec
             # Neighbours are mostly sharded alike, and to compare is cheaper than to look up.
             if spec.mesh is not mesh or spec.placements != placements:
                 mesh, placements = spec.mesh, spec.placements
-                bundles = found.setdefault(_groups_of(grad), {})
+                sharded = found.setdefault(_groups_of(grad), {})
             local = grad._local_tensor
+            local, bundles = local if type(local) is Tensor else grad.to_local(), sharded
         else:
-            
+            local, bundles = grad, found[()]
+        kind = (local.dtype, local.device)
+        if kind not in bundles:
+            bundles[kind] = []
+        if local.numel():
+            bundles[kind].append(local)
     return found
 
 
@@ -185,34 +194,30 @@ def _groups_of(grad: DTensor) -> Groups:
     return tuple(groups)
 
 
-def _by_kind(tensors: list[Tensor]) -> Iterator[tuple[tuple[torch.device, torch.dtype], list[Tensor]]]:
-    """Tensors by device and dtype, as foreach kernels want them, without empty ones: these have no norm of order inf."""
-    held: Any = [tensor for tensor in tensors if tensor.numel()]
-    if held:
-        for kind, ((same,), _) in _group_tensors_by_device_and_dtype([held]).items():
-            yield kind, same  # type: ignore[misc]
-
-
-def _norm(shardings: dict[Groups, list[Tensor]], device: torch.device, order: float) -> Tensor:
+def _norm(shardings: dict[Groups, Bundles], device: torch.device, order: float) -> Tensor:
     """The norm over all ranks, a scalar on `device`."""
     dtype = torch.float32
     parts: dict[Groups, Tensor] = {}
-    for groups, locals_ in shardings.items():
-        # A group takes part with nothing, too: other ranks of it may hold something.
-        parts[groups] = _encode(torch.zeros((), dtype=torch.float64, device=device), order)
-        for (_, kind), tensors in _by_kind(locals_):
-            norms = torch._foreach_norm(tensors, order, dtype=torch.promote_types(kind, torch.float32))
-            # Powers are summed in float64: the square of a float32 overflows from 2e19 on.
-            norm = torch.linalg.vector_norm(torch.stack(norms), order, dtype=torch.float64)
-            parts[groups] = _join(parts[groups], _encode(norm.to(device), order), order)
-        # Of empty ones too, so that all ranks come to the same dtype.
-        for kind in {local.dtype for local in locals_}:
+    for groups, bundles in shardings.items():
+        for (kind, _), tensors in bundles.items():
             dtype = torch.promote_types(dtype, kind)
+            norm = _norm_here(tensors, order, device)
+            parts[groups] = _join(parts[groups], norm, order) if groups in parts else norm
     return _decode(_reduce(parts, order), order).to(dtype)
 
 
+def _norm_here(tensors: list[Tensor], order: float, device: torch.device) -> Tensor:
+    """The norm of one bundle, in the form in which it is reduced."""
+    if not tensors:
+        return torch.zeros(2 if order == math.inf else 1, dtype=torch.float64, device=device)
+    half = tensors[0].dtype.itemsize < 4
+    norms = torch._foreach_norm(tensors, order, dtype=torch.float32 if half else None)
+    # In float64, as powers will be summed: the square of a float32 overflows from 2e19 on.
+    return _encode(torch.linalg.vector_norm(torch.stack(norms), order, dtype=torch.float64).to(device), order)
+
+
 def _encode(norm: Tensor, order: float) -> Tensor:
-    """What is reduced in place of a norm, 1-D: its power; or itself and whether it is nan, which a maximum may drop."""
+    """What is reduced for a norm, 1-D: its power; or itself and if it is nan, which a backend's maximum may drop."""
     if order == math.inf:
         return torch.stack((norm.nan_to_num(nan=0.0, posinf=math.inf), norm.isnan().to(norm.dtype)))
     return norm.pow(order).view(1)

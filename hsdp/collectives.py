@@ -150,9 +150,7 @@ class Comm:
         agreement: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
     """
 
-    def __init__(
-        self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams
-    ) -> None:
+    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams) -> None:
         self.group = group
         self.size = size
         self.streams = streams

@@ -39,17 +39,18 @@ class Gradients:
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
         self._lanes: list[Lane] = []
-        self._chosen: tuple[tuple[bool, ...], list[ReducePlan]] | None = None
+        self._mask: tuple[bool, ...] | None = None
+        self._plans: list[ReducePlan] = []
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
         self.partial: list[list[Tensor]] | None = None
         self._witnesses: dict[int, tuple[Any, int, bool]] = {}
-        self._uncommitted: list[tuple[ManagedParam, Any]] = []
+        self._uncommitted: list[tuple[list[ManagedParam], list[Any]]] = []
 
     def arrange(self, lanes: list[Lane]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._lanes = lanes
-        self._chosen = None
+        self._mask = None
         self.clear()
 
     # -- towards a reduction -------------------------------------------------------------------------------------
@@ -77,24 +78,26 @@ class Gradients:
                 self._params[slot].sharded.grad = None
         self._witnesses.clear()
 
-    def plans(self) -> list[ReducePlan]:
-        """One plan per lane that has trainable parameters."""
-        mask = tuple(param.sharded.requires_grad for param in self._params)
-        if self._chosen is None or self._chosen[0] != mask:
-            plans = []
+    def choose(self, mask: tuple[bool, ...]) -> None:
+        """Sets which parameters take part in reductions."""
+        if self._mask != mask:
+            self._mask = mask
+            self._plans = []
             for lane in self._lanes:
                 trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
                 if trainable:
-                    plans.append(lane.reduce_plan(trainable))
-            self._chosen = (mask, plans)
-        return self._chosen[1]
+                    self._plans.append(lane.reduce_plan(trainable))
+
+    def plans(self) -> list[ReducePlan]:
+        """One plan per lane that has trainable parameters."""
+        return self._plans
 
     def take(self) -> list[LaneReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part."""
         if self._witnesses:
             self._heed_zero_grad()
         parts = []
-        for plan in self.plans():
+        for plan in self._plans:
             grads = [self._joined(slot) for slot in plan.slots] if self._stash else [self.slots[s] for s in plan.slots]
             parts.append(plan.fill(grads, [grad is not None for grad in grads]))
         self._stash.clear()
@@ -145,7 +148,7 @@ class Gradients:
         self._heed_zero_grad()
         found = {self._params[slot].fqn: "on this rank" for slot in self._stash}
         if self.partial is not None:
-            for plan in self.plans():
+            for plan in self._plans:
                 for param in plan.params:
                     found[param.fqn] = (
                         "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
@@ -154,7 +157,7 @@ class Gradients:
 
     def witness_partial(self) -> None:
         """Puts witnesses up for what `defer` keeps."""
-        for plan in self.plans():
+        for plan in self._plans:
             for slot in plan.slots:
                 self._witness(slot)
 
@@ -191,14 +194,14 @@ class Gradients:
 
     def _drop_partial(self, gone: set[int]) -> None:
         assert self.partial is not None, "checked by the caller"
-        for plan, held in zip(self.plans(), self.partial, strict=True):
+        for plan, held in zip(self._plans, self.partial, strict=True):
             part = LaneReduction(plan, [], [], held, [])
             flags = part.flags()
             for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
                 if slot in gone:
                     local.zero_()
                     flags[at] = 0
-        if len(gone) >= sum(len(plan.slots) for plan in self.plans()):
+        if len(gone) >= sum(len(plan.slots) for plan in self._plans):
             self.partial = None
 
     # -- landing -------------------------------------------------------------------------------------------------
@@ -221,15 +224,17 @@ class Gradients:
             _run_hooks(plan.params, used)
 
     def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
+        fresh: list[Any] = []
         for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
-            if not was_used:
-                continue
-            if param.sharded.grad is None:
-                grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
-                param.sharded.grad = grad
-                self._uncommitted.append((param, grad))
-            else:
-                _local_grad(param).add_(local)
+            grad = None
+            if was_used:
+                sharded = param.sharded
+                if sharded.grad is None:
+                    sharded.grad = grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+                else:
+                    _local_grad(param).add_(local)
+            fresh.append(grad)
+        self._uncommitted.append((plan.params, fresh))
 
     def _add_flat(self, plan: ReducePlan, flat: Tensor) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
@@ -264,9 +269,10 @@ class Gradients:
 
     def roll_back(self) -> None:
         """The backward failed: gradients that it made where there was none go again."""
-        for param, grad in self._uncommitted:
-            if param.sharded.grad is grad:
-                param.sharded.grad = None
+        for params, grads in self._uncommitted:
+            for param, grad in zip(params, grads, strict=True):
+                if grad is not None and param.sharded.grad is grad:
+                    param.sharded.grad = None
         self._uncommitted.clear()
 
 

@@ -213,66 +213,94 @@ class ReducePlan:
         layout = self.layout
         self.flags = len(trainable)
         self.local_shapes = [piece.local_shape(lane.rank) for piece in layout.pieces]
-        # Buffers are cut by one call each, into pieces and the gaps behind them.
-        spans = [(piece.offset, _numel(shape)) for piece, shape in zip(layout.pieces, self.local_shapes, strict=True)]
-        self._cuts, self._cut_index = _cuts(dict(enumerate(spans)), 0, layout.numel)
+        strides = [_strides(shape) for shape in self.local_shapes]
+        self._cuts = [
+            (shape, stride, p.offset) for shape, stride, p in zip(self.local_shapes, strides, layout.pieces, strict=True)
+        ]
         self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
-        start = layout.reduce_packed_start
-        self.packed = layout.numel - start + self.flags
-        columns = {i: (p.offset, p.numel) for i, p in enumerate(layout.pieces) if not p.direct_reduce}
-        self._columns, self._column_index = _cuts(columns, start, start + self.packed)
+        self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
+        self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
+        self.packed = layout.numel - layout.reduce_packed_start + self.flags
+        self._free_rows: list[Rows] = []
 
     def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction."""
         if self.lane.shards == 1:
             return self._fill_alone(grads, used)
         layout, dtype, device = self.layout, self.lane.kind.reduce, self.lane.shard.device
-        shards, start = layout.shards, layout.reduce_packed_start
+        pieces = layout.pieces
         buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
-        rows = torch.empty((shards, self.packed), dtype=dtype, device=device)
+        rows = self._free_rows.pop() if self._free_rows else Rows(self, dtype, device)
+        rows.arena.alloc()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for i in self._direct:
-            piece = layout.pieces[i]
-            inputs.append(_flat(grads[i], piece, dtype, device))
-            outputs.append(buffer[piece.offset : piece.offset + piece.numel])
-        columns = rows.split_with_sizes(self._columns, 1)
-        to: list[Tensor] = []
-        sources: list[Tensor] = []
-        for i, at in self._column_index:
-            piece, grad = layout.pieces[i], grads[i]
+            inputs.append(_flat(grads[i], pieces[i], dtype, device))
+            outputs.append(buffer[pieces[i].offset : pieces[i].offset + pieces[i].numel])
+        shards = layout.shards
+        if all(used):
+            rows.flags.fill_(1.0)
+            to = rows.even
+            sources = [grads[i].reshape(shards, -1) for i in self._even]  # type: ignore[union-attr]
+        else:
+            to, sources = [], []
+            for at, was_used in enumerate(used):
+                rows.flags[:, at] = float(was_used)
+            for i, column in zip(self._even, rows.even, strict=True):
+                grad = grads[i]
+                if grad is None:
+                    column.zero_()
+                else:
+                    to.append(column)
+                    sources.append(grad.reshape(shards, -1))
+        for i, columns in zip(self._odd, rows.odd, strict=True):
+            grad = grads[i]
             if grad is None:
-                columns[at].zero_()
-            elif piece.even:
-                to.append(columns[at])
-                sources.append(grad.reshape(shards, piece.numel))
+                torch._foreach_zero_(columns)
             else:
-                to += row_views(piece, columns[at])
-                sources += whole_views(piece, grad, shards)
-        flags = rows[:, self.packed - self.flags :]
-        flags.fill_(1.0)
-        if not all(used):
-            for i, was_used in enumerate(used):
-                if not was_used:
-                    flags[:, i] = 0.0
+                to = to + columns
+                sources += whole_views(pieces[i], grad, shards)
         if to:
             torch._foreach_copy_(to, sources)
-        inputs.append(rows.view(-1))
-        outputs.append(buffer[start:])
-        return LaneReduction(self, inputs, outputs, [buffer], used)
+        inputs.append(rows.flat)
+        outputs.append(buffer[layout.reduce_packed_start :])
+        return LaneReduction(self, inputs, outputs, [buffer], used, rows)
+
+    def take_back(self, rows: Rows) -> None:
+        """The rows were sent: their memory goes, their views stay for the next reduction."""
+        rows.arena.free()
+        self._free_rows.append(rows)
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         dtype, device = self.lane.kind.reduce, self.lane.shard.device
         operands = [_flat(g, piece, dtype, device) for g, piece in zip(grads, self.layout.pieces, strict=True)]
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
-        return LaneReduction(self, [], [], operands, used)
+        return LaneReduction(self, [], [], operands, used, None)
 
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
         if self.lane.shards == 1:
             return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
-        parts = values[0].split_with_sizes(self._cuts)
-        return [parts[at].view(self.local_shapes[i]) for i, at in self._cut_index]
+        flat = values[0]
+        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._cuts]
+
+
+class Rows:
+    """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
+
+    __slots__ = ("arena", "even", "flags", "flat", "odd")
+
+    def __init__(self, plan: ReducePlan, dtype: torch.dtype, device: torch.device) -> None:
+        layout = plan.layout
+        start = layout.reduce_packed_start
+        with torch.inference_mode(False):
+            self.arena = Arena(layout.shards * plan.packed, dtype, device)
+            self.flat = self.arena.tensor
+            rows = self.flat.view(layout.shards, plan.packed)
+            columns = [rows[:, p.offset - start : p.offset - start + p.numel] for p in layout.pieces]
+            self.flags = rows[:, plan.packed - plan.flags :]
+            self.even = [columns[i] for i in plan._even]
+            self.odd = [row_views(layout.pieces[i], columns[i]) for i in plan._odd]
 
 
 class LaneReduction:
@@ -285,16 +313,30 @@ class LaneReduction:
         used: which parameters this rank used.
     """
 
-    __slots__ = ("inputs", "operands", "outputs", "plan", "used")
+    __slots__ = ("inputs", "operands", "outputs", "plan", "rows", "used")
 
     def __init__(
-        self, plan: ReducePlan, inputs: list[Tensor], outputs: list[Tensor], operands: list[Tensor], used: list[bool]
+        self,
+        plan: ReducePlan,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        operands: list[Tensor],
+        used: list[bool],
+        rows: Rows | None = None,
     ) -> None:
         self.plan = plan
         self.inputs = inputs
         self.outputs = outputs
         self.operands = operands
         self.used = used
+        self.rows = rows
+
+    def release_inputs(self) -> None:
+        """The reduce-scatter is over: lets the whole gradients go."""
+        self.inputs = self.outputs = []
+        if self.rows is not None:
+            self.plan.take_back(self.rows)
+            self.rows = None
 
     def values(self) -> list[Tensor]:
         """The operands without the used-flags."""
@@ -360,25 +402,11 @@ def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.d
     return grad.to(dtype).contiguous().view(-1)
 
 
-def _cuts(spans: dict[int, tuple[int, int]], start: int, stop: int) -> tuple[list[int], list[tuple[int, int]]]:
-    """How `split_with_sizes` cuts a buffer that holds offsets `start:stop` into spans and the gaps between them.
-
-    Args:
-        spans: index -> (offset, size).
-
-    Returns:
-        The sizes, and for each span its index and which of the cuts it is, in the order of the indices.
-    """
-    sizes: list[int] = []
-    which: list[tuple[int, int]] = []
-    for i, (offset, size) in sorted(spans.items(), key=lambda item: item[1]):
-        if offset > start:
-            sizes.append(offset - start)
-        which.append((i, len(sizes)))
-        sizes.append(size)
-        start = offset + size
-    sizes.append(stop - start)
-    return sizes, sorted(which)
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(1, shape[dim])
+    return tuple(strides)
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -114,9 +114,7 @@ class Layout:
     @cached_property
     def in_order(self) -> tuple[int, ...]:
         """Indices of the pieces in the order in which they lie in the buffers."""
-        return tuple(
-            sorted(range(len(self.pieces)), key=lambda i: (self.pieces[i].offset, self.pieces[i].whole_offset))
-        )
+        return tuple(sorted(range(len(self.pieces)), key=lambda i: (self.pieces[i].offset, self.pieces[i].whole_offset)))
 
     @property
     def padding(self) -> int:

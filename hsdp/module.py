@@ -50,7 +50,7 @@ class HSDPModule:
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit: Unit = self.__dict__["_hsdp_state"].unit
-        if any(param.moved() for param in unit.params):
+        if unit.disturbed():
             unit.rebuild()
         return result
 
@@ -230,6 +230,7 @@ def _units_to_prefetch(method: str, modules: list[HSDPModule] | None) -> list[Un
 
 
 def sharded_class(cls: type) -> type:
+    """The class that modules of class `cls` get: `HSDP<Cls>`, below both `HSDPModule` and `cls`."""
     if cls not in _classes:
         original = cast(Any, cls).forward
 

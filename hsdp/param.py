@@ -151,7 +151,7 @@ class ManagedParam:
             module = place.module()
             assert module is not None, f"the module of {place.fqn!r} is gone"
             module._parameters[place.name] = sharded
-            _refresh_flat_weights(module, place.name, sharded)
+            refresh_flat_weights(module, place.name, sharded)
 
     def _rows_of(self, whole: Tensor, piece: Piece, axes: MeshAxes) -> Tensor:
         if self.spec.dim is None:
@@ -161,25 +161,7 @@ class ManagedParam:
         return whole.narrow(self.spec.dim, start, rows)
 
 
-def show(place: Place, whole: nn.Parameter) -> None:
-    """Puts the whole parameter in front of the sharded one."""
-    module = place.module()
-    assert module is not None, f"the module of {place.fqn!r} is gone"
-    module.__dict__[place.name] = whole
-    if isinstance(module, nn.RNNBase):
-        _refresh_flat_weights(module, place.name, whole)
-
-
-def hide(place: Place, sharded: nn.Parameter) -> None:
-    """Takes the whole parameter away again; the registered, sharded one shows."""
-    module = place.module()
-    if module is not None:
-        module.__dict__.pop(place.name, None)
-        if isinstance(module, nn.RNNBase):
-            _refresh_flat_weights(module, place.name, sharded)
-
-
-def _refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    # RNNs keep a list of references of their own, which their forward reads.
+def refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """RNNs keep a list of references of their own, which their forward reads: puts `param` there."""
     if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(name)] = param

@@ -144,6 +144,10 @@ class ReductionPipeline:
             for flight in {bucket.scatter, bucket.flight}:
                 with suppress(HSDPError):
                     flight.wait()
+        for bucket in self._holding:
+            for reduction in bucket.reductions:
+                for part in reduction.parts:
+                    part.release_inputs()
         self._filling, self._scattered = [], []
         self._holding.clear()
         self._reducing.clear()
@@ -167,7 +171,7 @@ class ReductionPipeline:
         bucket.scatter.wait()
         for reduction in bucket.reductions:
             for part in reduction.parts:
-                part.inputs = part.outputs = []
+                part.release_inputs()
         if not self.streams.active:
             self._queue_all_reduce(bucket)
 

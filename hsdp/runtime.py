@@ -150,6 +150,7 @@ class Runtime:
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
         self._entered.setdefault(unit)
+        unit.choose_trainable()
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
 
@@ -208,7 +209,7 @@ class Runtime:
         self._keeps_graph = False
         self._backward.begin(reversed(self._left))
         # Static on every rank: who was entered first in forward reduces last. Not who completes first.
-        self._turns = deque(unit for unit in reversed(self._entered) if unit.trainable())
+        self._turns = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         for unit in self._turns:
             unit.in_turn = True
         self._opened = []

@@ -104,7 +104,7 @@ class ModuleState:
         runtime.depth -= 1
         is_root = runtime.depth == 0
         keep = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and unit is runtime.root)
-        if torch.is_grad_enabled() and unit.trainable():
+        if torch.is_grad_enabled() and any(unit.trainable):
             unit.owed = True
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
             keep = keep or not watched

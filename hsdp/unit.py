@@ -12,17 +12,17 @@ import enum
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hsdp.collectives import Comm, Flight
 from hsdp.errors import StateError
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
-from hsdp.param import ManagedParam, hide, show
+from hsdp.param import ManagedParam, refresh_flat_weights
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
 from hsdp.replicas import AllReduce, ReplicaReduce
 from hsdp.streams import Streams
@@ -70,6 +70,7 @@ class Unit:
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_epoch: the epoch at the last gather; a gather is valid for one epoch.
         gradients: this rank's gradients, on their way to `.grad`.
+        trainable: which parameters want gradients, as of the last forward.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         owed: a forward with gradients ran and its reduction has not been submitted.
@@ -121,7 +122,10 @@ class Unit:
         self.streams = streams
         self.op = 0
         self.lanes: list[Lane] = []
-        self._places = [(place, param) for param in params for place in param.places]
+        self.trainable: tuple[bool, ...] = ()
+        self._sharded: list[nn.Parameter] = []
+        self._shadows: list[tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = []
+        self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -172,7 +176,8 @@ class Unit:
     def _arrange(self) -> None:
         self.gradients.arrange(self.lanes)
         this = weakref.ref(self)
-        weakref.finalize(self, _forget, [id(param.sharded) for param in self.params])
+        self._sharded = [param.sharded for param in self.params]
+        weakref.finalize(self, _forget, [id(param) for param in self._sharded])
         for lane in self.lanes:
             lane.arrange()
         for slot, param in enumerate(self.params):
@@ -180,6 +185,23 @@ class Unit:
             _managed[id(param.sharded)] = this
             if param.whole is not None and param.whole.requires_grad:
                 self._watch(slot)
+        self._note_places()
+        self.trainable = ()
+        self.choose_trainable()
+
+    def _note_places(self) -> None:
+        """What opening, closing and checking the unit go through, resolved once."""
+        shadows: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
+        self._registered = []
+        for param in self.params:
+            for place in param.places:
+                module = place.module()
+                assert module is not None, f"the module of {place.fqn!r} is gone"
+                entry = shadows.setdefault(id(module), (place.module, {}, isinstance(module, nn.RNNBase)))
+                entry[1][place.name] = param.whole
+                # The dict of parameters does not hold the module: no cycle.
+                self._registered.append((module._parameters, place.name, param.sharded, param.local))
+        self._shadows = list(shadows.values())
 
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into a whole parameter."""
@@ -219,7 +241,7 @@ class Unit:
             StateError: a parameter was replaced by something that is not its equal, or is still on the meta device.
         """
         assert self.residency is Residency.SHARDED, f"unit {self.name!r} is {self.residency.value}, expected sharded"
-        if any(param.moved() for param in self.params):
+        if self.disturbed():
             self.rebuild()
         self._check_materialised()
         for lane in self.lanes:
@@ -243,9 +265,7 @@ class Unit:
 
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> WHOLE."""
-        assert self._flight is not None and self.residency is Residency.GATHERING, (
-            f"unit {self.name!r} is not gathering"
-        )
+        assert self._flight is not None and self.residency is Residency.GATHERING, f"unit {self.name!r} is not gathering"
         flight, self._flight = self._flight, None
         try:
             flight.wait()
@@ -262,29 +282,56 @@ class Unit:
             self.finish()
         if self.open:
             return
-        for slot, param in enumerate(self.params):
-            whole = param.whole
-            assert whole is not None, "checked when the gather was launched"
-            if whole.requires_grad != param.sharded.requires_grad:
-                whole.requires_grad_(param.sharded.requires_grad)
-                if whole.requires_grad and param.node is None:
-                    self._watch(slot)
-        for place, param in self._places:
-            show(place, param.whole)  # type: ignore[arg-type]
+        for module, shadows, rnn in self._shadows:
+            there = module()
+            assert there is not None, f"unit {self.name!r}: one of its modules is gone"
+            there.__dict__.update(shadows)
+            if rnn:
+                for name, whole in shadows.items():
+                    refresh_flat_weights(there, name, whole)
         self.open = True
+
+    def choose_trainable(self) -> None:
+        """Notes which parameters want gradients; users may change that between any two forwards."""
+        mask = tuple([param.requires_grad for param in self._sharded])
+        if mask == self.trainable:
+            return
+        self.trainable = mask
+        for slot, (param, wanted) in enumerate(zip(self.params, mask, strict=True)):
+            whole = param.whole
+            if whole is not None and whole.requires_grad != wanted:
+                whole.requires_grad_(wanted)
+                if wanted and param.node is None:
+                    self._watch(slot)
+        self.gradients.choose(mask)
 
     def reshard(self) -> None:
         """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
         if self.open:
-            for place, param in self._places:
-                hide(place, param.sharded)
-            self.open = False
+            self._hide()
         if self.residency is Residency.GATHERING:
             self.finish()
         if self.residency is Residency.WHOLE:
             for lane in self.lanes:
                 lane.release_whole()
             self.residency = Residency.SHARDED
+
+    def _hide(self) -> None:
+        for module, shadows, rnn in self._shadows:
+            there = module()
+            if there is not None:
+                for name in shadows:
+                    there.__dict__.pop(name, None)
+                    if rnn:
+                        refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+        self.open = False
+
+    def disturbed(self) -> bool:
+        """Whether somebody replaced or moved a parameter since hsdp last looked."""
+        for registered, name, sharded, local in self._registered:
+            if registered[name] is not sharded or sharded._local_tensor is not local:
+                return True
+        return False
 
     def _check_materialised(self) -> None:
         if self.lanes and self.lanes[0].shard.is_meta:
@@ -296,16 +343,12 @@ class Unit:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def trainable(self) -> bool:
-        """Whether any parameter takes part in reductions."""
-        return any(param.sharded.requires_grad for param in self.params)
-
     def begin_task(self, task: int) -> None:
         """Asks the engine which of the unit's gradients graph task `task` will make."""
         will_execute = torch._C._will_engine_execute_node
         count = 0
-        for param in self.params:
-            if param.node is not None and param.whole.requires_grad and will_execute(param.node):  # type: ignore[union-attr]
+        for param, wanted in zip(self.params, self.trainable, strict=True):
+            if wanted and will_execute(param.node):
                 count += 1
         self.remaining[task] = count
 

@@ -30,6 +30,7 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
+from torch.distributed.tensor import DTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
@@ -97,6 +98,7 @@ class _Worker:
         """Throw away every process group and mesh; make a new default group unless the pool has none."""
         if dist.is_initialized():
             dist.destroy_process_group()
+            _forget_meshes()
         self.env = RankEnv(self.env.rank, self.env.world_size)
         if not self.grouped:
             return
@@ -126,6 +128,13 @@ class _Worker:
                 dist.monitored_barrier(group, timeout=timedelta(seconds=_IN_STEP_TIMEOUT))
         if left:
             raise AssertionError("the run left changed: " + ", ".join(left))
+
+
+def _forget_meshes() -> None:
+    # DTensor caches output specs with their mesh, whose groups it finds by name; new groups get the same names anew.
+    DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
+    if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
+        torch._C._clear_DTensor_sharding_propagator_cache()
 
 
 def restore_globals() -> list[str]:

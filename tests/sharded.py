@@ -63,7 +63,7 @@ def check_rest(model: nn.Module) -> None:
         assert not shown, f"whole parameters still show in {name!r}: {shown}"
     for unit in model._units():  # type: ignore[operator,union-attr]
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
-        assert not unit.has_grads(), f"{unit.name} holds gradients"
+        assert not unit.gradients.waiting(), f"{unit.name} holds gradients"
         for lane in unit.lanes:
             arenas = {"whole": lane._arena, "staging": lane._staging, "cast": lane._cast}
             held = [kind for kind, arena in arenas.items() if arena is not None and arena.nbytes and arena.allocated]

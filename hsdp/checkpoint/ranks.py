@@ -7,6 +7,7 @@ goes on while another has failed, and all raise the same text.
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, TypeVar, cast
@@ -161,34 +162,34 @@ def _raise_failures(what: str, answers: list[Any], cause: Exception | None) -> N
         raise CheckpointError(f"{what}: {failure}") from cause
 
 
-_made: list[tuple[Any, bool, ProcessGroup]] = []
-"""Groups made here: a weak reference to the group they stand for, whether for the background, the group."""
+_made: list[tuple[weakref.ref[ProcessGroup], bool, weakref.ref[ProcessGroup]]] = []
+"""Groups made here: the group they stand for, whether for the background, the group. torch itself keeps them alive."""
 
 
 def _cpu_group(group: ProcessGroup, background: bool) -> ProcessGroup:
     """A group of the same ranks that carries CPU objects: `group` itself where that will do."""
     if not background and _CPU in group._device_types:
         return group
-    import weakref
-
-    _made[:] = [entry for entry in _made if entry[0]() is not None]
-    for ref, behind, made in _made:
-        if ref() is group and behind == background:
-            return made
-    made = dist.new_group(
+    _made[:] = [entry for entry in _made if entry[0]() is not None and entry[2]() is not None]
+    for stands_for, behind, made in _made:
+        if stands_for() is group and behind == background and (found := made()) is not None:
+            return found
+    new = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
         timeout=_timeout_of(group),
         backend="gloo",
         use_local_synchronization=True,
     )
-    _made.append((weakref.ref(group), background, made))
-    return made
+    assert isinstance(new, ProcessGroup), "this rank is one of the ranks"
+    _made.append((weakref.ref(group), background, weakref.ref(new)))
+    return new
 
 
 def _timeout_of(group: ProcessGroup) -> Any:
     """The timeout that the user gave the group, so that a lost rank ends a checkpoint as soon as it ends a step."""
     for device in group._device_types:
-        options = getattr(group._get_backend(device), "options", None)
-        if options is not None:
-            return options._timeout
+        try:
+            return group._get_backend(device).options._timeout
+        except (AttributeError, RuntimeError):  # no backend for that device, or one without options
+            continue
     return None

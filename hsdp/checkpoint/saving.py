@@ -1,0 +1,372 @@
+"""Saving: who writes what, the staged copy, the writing, and the handle that follows it.
+
+    all ranks        what do I hold?  --> rank 0: who writes it (replica 0)  --> all ranks: my part of the plan
+    async only       copy my part to host memory; the caller goes on from here, the rest runs in a thread
+    writing ranks    one file each, checksummed on its way to disk
+    rank 0           sizes and checksums of all --> .metadata, extra.pt, manifest.json --> rename --> retention
+
+The tensors go through torch.distributed.checkpoint's own planner and file writer, so what they leave is an ordinary DCP
+checkpoint.
+"""
+
+from __future__ import annotations
+
+import io
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
+from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
+from torch.distributed.checkpoint.storage import WriteResult
+from torch.optim import Optimizer
+
+from hsdp.checkpoint import store
+from hsdp.checkpoint.contents import model_entries, optimizer_state
+from hsdp.checkpoint.ranks import CheckpointError, Ranks
+
+logger = logging.getLogger("hsdp.checkpoint")
+
+SAVE_ID = "hsdp"
+"""Marks a DCP metadata file as one of hsdp's, which is not to be without its manifest."""
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that this rank has written or read so far, and those it will in all."""
+
+
+def save(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    extra: Any = None,
+    *,
+    step: int,
+    keep: int | None = None,
+    async_: bool = False,
+    process_group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> SaveHandle:
+    """Saves a checkpoint as `directory/step-NNNNNN`. Every rank calls it, between steps.
+
+    It appears under its name when all of it is on disk. A run that dies before leaves the earlier checkpoints as they
+    were, and nothing that looks like one. Each element is written once, by the first replica that holds it; buffers and
+    other plain tensors are those of rank 0.
+
+    Args:
+        directory: where the checkpoints of this run are: a file system that all ranks share, and no other run writes to.
+        model: any module; the parameters of a sharded one are saved as the shards they are.
+        optimizer: its state is saved as it is: nothing is initialised, no step is taken.
+        extra: whatever else the run needs: data loader, generators (see `rng_state`), scheduler. Each rank's own is
+            saved. Tensors, numbers, strings, bytes, and tuples, lists and dicts of them.
+        step: number of steps done. Saving a step again replaces it.
+        keep: how many checkpoints remain in `directory`, this one included; the one saved first goes first. None: all.
+        async_: return as soon as a copy in host memory is made (of what this rank writes) and write from a thread.
+            Call `wait()` on the last handle before the process group is destroyed.
+        process_group: the ranks that hold the model; None: all.
+        progress: called on each rank as it writes.
+
+    Returns:
+        A handle: finished, or under way if `async_`.
+
+    Raises:
+        ValueError, TypeError: an argument makes no sense.
+        CheckpointError: on all ranks, if any rank could not do its part; or an earlier asynchronous save had failed.
+    """
+    if not isinstance(step, int) or isinstance(step, bool) or step < 0:
+        raise ValueError(f"checkpoint.save(step={step!r}): expected the number of steps done, an int of at least 0")
+    if keep is not None and (not isinstance(keep, int) or keep < 1):
+        raise ValueError(f"checkpoint.save(keep={keep!r}): expected the number of checkpoints to keep, at least 1, or None")
+    settle()
+    started = time.perf_counter()
+    ranks = Ranks(process_group, background=async_)
+    what = f"saving step {step} to {directory}"
+    partial = ranks.one(what, lambda: store.begin(Path(directory), step))
+    with _discarding(partial, ranks):
+        writer, planner = _Writer(partial), _Planner(progress)
+        plan, blob = _plan(what, ranks, writer, planner, model, optimizer, extra)
+        if async_:
+            ranks.each(what, planner.stage)
+    handle = SaveHandle(Path(directory) / f"step-{step:06d}", step)
+
+    def finish() -> Path:
+        with _discarding(partial, ranks):
+            path = _write(what, ranks, writer, planner, plan, blob, partial, step, keep)
+        if ranks.rank == 0:
+            logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
+        return path
+
+    handle.run(finish, in_background=async_)
+    if not async_:
+        handle.wait()
+    return handle
+
+
+class SaveHandle:
+    """A save under way, or done.
+
+    Attributes:
+        path: where the checkpoint is, once it is complete.
+        step: the step it is of.
+    """
+
+    _in_flight: SaveHandle | None = None
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self._finished = threading.Event()
+        self._error: Exception | None = None
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: it could not be saved; the directory has nothing of it.
+            TimeoutError: it is not done yet.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"saving {self.path} is not done after {timeout:g} s")
+        if SaveHandle._in_flight is self:
+            SaveHandle._in_flight = None
+        if self._error is not None:
+            raise self._error
+        return self.path
+
+    def run(self, finish: Callable[[], Path], *, in_background: bool) -> None:
+        """Does the rest of a save, here or in a thread."""
+
+        def body() -> None:
+            try:
+                self.path = finish()
+            except Exception as error:
+                self._error = error
+            finally:
+                self._finished.set()
+
+        if in_background:
+            SaveHandle._in_flight = self
+            # Not a daemon: a process that ends normally first completes its checkpoint.
+            threading.Thread(target=body, name=f"hsdp-save-{self.step}").start()
+        else:
+            body()
+
+
+def settle() -> None:
+    """Waits for the asynchronous save under way, if there is one; raises what it raised."""
+    handle = SaveHandle._in_flight
+    if handle is not None:
+        handle.wait()
+
+
+@contextmanager
+def _discarding(partial: Path, ranks: Ranks) -> Iterator[None]:
+    """Removes the unfinished checkpoint if the body raises."""
+    try:
+        yield
+    except BaseException:
+        if ranks.rank == 0:
+            store.discard(partial)
+        raise
+
+
+# -- planning and writing ------------------------------------------------------------------------------------------
+
+
+def _plan(
+    what: str,
+    ranks: Ranks,
+    writer: _Writer,
+    planner: _Planner,
+    model: nn.Module,
+    optimizer: Optimizer | None,
+    extra: Any,
+) -> tuple[SavePlan, bytes]:
+    """Decides who writes what; returns this rank's part, and its `extra` as bytes."""
+
+    def mine() -> tuple[SavePlan, bytes]:
+        if not writer.path.is_dir():
+            raise CheckpointError(f"{writer.path}, which rank 0 made, is not there: all ranks must share the directory")
+        state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
+        if optimizer is not None:
+            state["optimizer"] = optimizer_state(model, optimizer)
+        planner.set_up_planner(state, writer.storage_meta(), is_coordinator=ranks.rank == 0)
+        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank)
+        return planner.create_local_plan(), _to_bytes(extra, "extra")
+
+    blobs: list[bytes] = []
+
+    def everyones(held: list[tuple[SavePlan, bytes]]) -> list[SavePlan]:
+        blobs[:] = [blob for _, blob in held]
+        plans, planner.metadata = planner.create_global_plan([plan for plan, _ in held])
+        return writer.prepare_global_plan(plans)
+
+    plan = planner.finish_plan(ranks.meet(what, mine, everyones))
+    return plan, _pack_extras(blobs) if ranks.rank == 0 else b""
+
+
+def _write(
+    what: str,
+    ranks: Ranks,
+    writer: _Writer,
+    planner: _Planner,
+    plan: SavePlan,
+    extras: bytes,
+    partial: Path,
+    step: int,
+    keep: int | None,
+) -> Path:
+    def mine() -> _Written:
+        # Ranks of other replicas have nothing to write: not even an empty file.
+        results = writer.write_data(plan, planner).wait() if plan.items else []
+        planner.report_end()
+        return _Written(results, writer.records())
+
+    def complete(written: list[_Written]) -> list[Path]:
+        files = {name: record for one in written for name, record in one.files.items()}
+        writer.finish(planner.metadata, [one.results for one in written])
+        files[store.METADATA] = writer.records()[store.METADATA]
+        files[store.EXTRA] = store.write_file(partial / store.EXTRA, extras)
+        return [store.publish(partial, step, ranks.size, files, keep)] * ranks.size
+
+    return ranks.meet(what, mine, complete)
+
+
+@dataclass(frozen=True)
+class _Written:
+    results: list[WriteResult]
+    files: dict[str, store.FileRecord]
+
+
+class _Planner(DefaultSavePlanner):
+    """DCP's planner; replica 0 writes, and what this rank writes can be copied first."""
+
+    metadata: Metadata
+
+    def __init__(self, progress: Progress | None) -> None:
+        super().__init__(dedup_save_to_lowest_rank=True)
+        self._staged: dict[MetadataIndex, Tensor | io.BytesIO] | None = None
+        self._progress = progress
+        self._done = 0
+
+    def stage(self) -> None:
+        """Copies what this rank will write to host memory, and lets go of the model."""
+        self._staged = {}
+        for item in self.plan.items:
+            data = super().resolve_data(item)
+            if isinstance(data, Tensor):
+                data = data.detach().to("cpu", copy=True)
+            self._staged[item.index] = data
+        self.state_dict = {}
+
+    def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
+        """What to write for an item; told as progress when the next one is asked for."""
+        if self._progress is not None:
+            self._progress(self._done, self._total())
+            self._done += _size(write_item)
+        return super().resolve_data(write_item) if self._staged is None else self._staged.pop(write_item.index)
+
+    def report_end(self) -> None:
+        """Tells that everything is written."""
+        if self._progress is not None:
+            self._progress(self._total(), self._total())
+
+    def _total(self) -> int:
+        return sum(_size(item) for item in self.plan.items)
+
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  (DCP's name)
+        """Serialises what is no tensor, after checking that it can be read back without unpickling code."""
+        if write_item.type == WriteItemType.BYTE_IO:
+            return io.BytesIO(_to_bytes(object, write_item.index.fqn))
+        return object
+
+
+def _size(item: WriteItem) -> int:
+    data = item.tensor_data
+    if data is None or data.chunk is None:
+        return 0
+    return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)
+
+
+class _Writer(FileSystemWriter):
+    """DCP's file writer; keeps the checksum of each file it writes, and no path of this machine."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__(path)
+        self.path: Path = path
+        self.fs = _ChecksumFileSystem()
+
+    def storage_meta(self) -> StorageMeta:
+        """What DCP's metadata says of its origin."""
+        return StorageMeta(save_id=f"{SAVE_ID}-{self.save_id}")
+
+    def records(self) -> dict[str, store.FileRecord]:
+        """Every file written so far."""
+        # DCP writes its metadata under another name and renames it.
+        return {
+            store.METADATA if name == f"{store.METADATA}.tmp" else name: stream.record
+            for name, stream in self.fs.streams.items()
+        }
+
+
+class _ChecksumFileSystem(FileSystem):
+    def __init__(self) -> None:
+        self.streams: dict[str, store.ChecksumStream] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        with Path(path).open(mode) as raw:
+            stream = self.streams[Path(path).name] = store.ChecksumStream(raw)
+            yield stream
+
+
+# -- what is no tensor ---------------------------------------------------------------------------------------------
+
+
+def _to_bytes(value: Any, name: str) -> bytes:
+    stream = io.BytesIO()
+    torch.save(value, stream)
+    data = stream.getvalue()
+    try:
+        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    except Exception as error:
+        reason = str(error).partition("Please file an issue")[0].strip().splitlines()
+        raise CheckpointError(
+            f"{name!r} has objects in it that could only be loaded by unpickling code; save tensors, numbers, strings, "
+            f"bytes, and tuples, lists and dicts of them ({' '.join(reason)[:300]})"
+        ) from error
+    return data
+
+
+def _pack_extras(blobs: list[bytes]) -> bytes:
+    """Every rank's `extra` in one file, equal ones once."""
+    distinct = list(dict.fromkeys(blobs))
+    held = [torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu") for blob in distinct]
+    return _to_bytes({"extras": held, "of_rank": [distinct.index(blob) for blob in blobs]}, "extra")
+
+
+def unpack_extra(data: bytes, rank: int, world_size: int) -> Any:
+    """The `extra` of `rank`, or that of rank 0 if the checkpoint was saved by another number of ranks."""
+    held = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    of_rank: list[int] = held["of_rank"]
+    return held["extras"][of_rank[rank if len(of_rank) == world_size else 0]]

@@ -1,0 +1,248 @@
+"""Whole parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
+
+A forward shadows sharded parameters by whole ones that live in the unit's arena, in its compute dtype. Here they are
+tensors of their own, in the storage dtype, and they are *registered*: `named_parameters()` and `state_dict()` are whole
+too. Code that initialises, exports or edits a model expects that.
+"""
+
+from __future__ import annotations
+
+import math
+import weakref
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hsdp.api import state_of
+from hsdp.collectives import Comm
+from hsdp.errors import StateError
+from hsdp.lane import Lane
+from hsdp.layout import Piece
+from hsdp.param import ManagedParam, Place
+from hsdp.unit import Residency, Unit, unit_of
+
+_on_loan: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
+    """The units of a module and, with `recurse`, of those below it, parents before children.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: none of its parameters is sharded.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"{what}: expected an nn.Module, not a {type(model).__name__}")
+    units: dict[Unit, None] = {}
+    for module in model.modules() if recurse else [model]:
+        if (state := state_of(module)) is not None:
+            units.setdefault(state.unit)
+        for param in module._parameters.values():
+            # Of a module inside a unit, too: the unit is gathered as a whole.
+            if (unit := unit_of(param)) is not None and (recurse or state is None):
+                units.setdefault(unit)
+    if not units:
+        raise ValueError(
+            f"{what}({type(model).__name__}): no parameter of it is sharded; call fully_shard on it first"
+            + ("" if recurse else ", or pass recurse=True if modules below it are sharded")
+        )
+    return list(units)
+
+
+def check_idle(units: Iterable[Unit], what: str) -> None:
+    """Raises StateError in the middle of a forward or backward of the units, or while their parameters are whole."""
+    for unit in units:
+        runtime = unit.runtime
+        phase = ""
+        if unit in _on_loan:
+            phase = "while another full_params, gathered_apply or init_sharded has its whole parameters registered"
+        elif runtime is not None and runtime.in_backward():
+            phase = "in the middle of a backward"
+        elif runtime is not None and runtime.depth:
+            phase = "in the middle of a forward"
+        if phase:
+            raise StateError(f"{what}: unit {unit.name!r} cannot take part {phase}; call it between iterations")
+
+
+def is_first(unit: Unit) -> bool:
+    """Whether this rank is the first one of the unit's mesh."""
+    return unit.axes.shard_rank == 0 and unit.axes.replicate_rank == 0
+
+
+@torch.no_grad()
+def gather(unit: Unit, what: str) -> list[Tensor]:
+    """The whole parameters of a unit, in its parameters' order, storage dtype: new tensors on the mesh's device.
+
+    Every rank of its shard group must call it. Takes memory for the unit twice while it runs.
+
+    Raises:
+        StateError: the unit is still on the meta device.
+    """
+    if any(param.moved() for param in unit.params):
+        unit.rebuild()
+    wholes: dict[int, Tensor] = {}
+    with torch.inference_mode(False):
+        for lane in unit.lanes:
+            if lane.shard.is_meta:
+                raise StateError(
+                    f"{what}: unit {unit.name!r} ({unit.params[0].fqn!r}, ...) is still on the meta device; call "
+                    "hsdp.init_sharded(model) first"
+                )
+            rows = _gather_rows(unit, lane)
+            for slot, piece in zip(lane.slots, lane.layout.pieces, strict=True):
+                wholes[slot] = _whole_of(piece, rows)
+    return [wholes[slot] for slot in range(len(unit.params))]
+
+
+def _gather_rows(unit: Unit, lane: Lane) -> Tensor:
+    """The shard buffers of all ranks of the shard group, one row each."""
+    axes, shard = unit.axes, lane.shard.to(unit.axes.device)
+    if lane.shards == 1:
+        return shard.view(1, -1)
+    flat = DTensor.from_local(shard, axes.mesh, axes.placements(0), run_check=False).full_tensor()
+    return flat.view(lane.shards, -1)
+
+
+def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
+    at = piece.offset
+    if piece.spec.dim is None:  # whole on every rank; the first one's serves
+        return rows[0, at : at + piece.numel].view(piece.spec.shape).clone()
+    shapes = [piece.local_shape(rank) for rank in range(rows.shape[0])]
+    parts = [row[at : at + math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
+    return torch.cat(parts, piece.spec.dim)
+
+
+@torch.no_grad()
+def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    """Keeps this rank's rows of whole parameters as its shards. No communication: all ranks hold the same, or should."""
+    for lane in unit.lanes:
+        for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
+            param.local.copy_(rows_of(wholes[slot], piece, lane.rank))
+    changed(unit)
+
+
+def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
+    """The rows of a whole parameter that `rank` of the shard group keeps: a view."""
+    if piece.spec.dim is None:
+        return whole
+    start = min(rank * piece.chunk, piece.spec.shape[piece.spec.dim])
+    return whole.narrow(piece.spec.dim, start, piece.rows(rank))
+
+
+def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
+    """Makes the mesh's first rank's whole parameters everybody's; others may pass None. Every rank must call it."""
+    if unit.axes.replicate_rank == 0:
+        write(unit, _from_first(unit, wholes))
+    spread(unit)
+
+
+@torch.no_grad()
+def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
+    """The whole parameters of the shard group's first rank."""
+    found: dict[int, Tensor] = {}
+    for lane in unit.lanes:
+        specs = [param.spec for param in lane.params]
+        if unit.axes.shard_rank == 0:
+            assert wholes is not None, "the first rank has what the others get"
+            flat = torch.cat([wholes[slot].reshape(-1).to(lane.kind.storage) for slot in lane.slots])
+            flat = flat.to(unit.axes.device)
+        else:
+            numel = sum(spec.numel for spec in specs)
+            flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
+        unit.shard_comm.broadcast(flat)
+        for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
+            found[slot] = part.view(spec.shape)
+    return [found[slot] for slot in range(len(unit.params))]
+
+
+@torch.no_grad()
+def spread(unit: Unit) -> None:
+    """Makes the shards of the first replica everybody's, and what every rank holds whole that of the first rank."""
+    for lane in unit.lanes:
+        broadcast(unit.replicate_comm, lane.shard, unit.axes.device)
+        for param in lane.params:
+            if param.spec.dim is None:
+                broadcast(unit.shard_comm, param.local, unit.axes.device)
+    changed(unit)
+
+
+def broadcast(comm: Comm, tensor: Tensor, device: torch.device) -> None:
+    """Overwrites a tensor, on `device` or offloaded, by that of the group's first rank."""
+    if comm.size > 1 and tensor.numel():
+        data = tensor.to(device).contiguous()
+        comm.broadcast(data)
+        if data is not tensor:
+            tensor.copy_(data)
+
+
+def changed(unit: Unit) -> None:
+    """The shards have new values: whatever was gathered before is void."""
+    unit.epoch += 1
+    if unit.residency is not Residency.SHARDED:
+        unit.reshard()
+
+
+class Loan:
+    """Whole parameters registered in place of a unit's sharded ones, in every module and under every name.
+
+    Args:
+        unit: the unit; on no other loan.
+        wholes: one tensor per parameter of the unit.
+    """
+
+    def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
+        self.unit = unit
+        self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+        self._before: list[tuple[Place, Any, Any]] = []
+        self._found: dict[int, Any] = {}
+
+    def show(self) -> None:
+        """Registers the whole parameters."""
+        _on_loan.add(self.unit)
+        with torch.inference_mode(False):
+            for whole, managed in zip(self.params, self.unit.params, strict=True):
+                for place in managed.places:
+                    module = _module_of(place)
+                    # A unit whose forward left it open has shadows, which hide what is registered.
+                    self._before.append(
+                        (place, module._parameters[place.name], module.__dict__.pop(place.name, None))
+                    )
+                    module._parameters[place.name] = whole
+                    _refresh_rnn(module)
+
+    def hide(self) -> None:
+        """Puts everything back as it was; remembers what is registered now. May be called again."""
+        before, self._before = self._before, []
+        found = {(id(place.module()), place.name): place.module() for place, _, _ in before}
+        for slot, managed in enumerate(self.unit.params):
+            for place in managed.places:
+                if (module := found.get((id(place.module()), place.name))) is not None:
+                    now = module._parameters.get(place.name)
+                    if slot not in self._found or now is not self.params[slot]:
+                        self._found[slot] = now
+        for place, param, shadow in before:
+            module = _module_of(place)
+            module._parameters[place.name] = param
+            if shadow is not None and self.unit.open:
+                module.__dict__[place.name] = shadow
+            _refresh_rnn(module)
+        _on_loan.discard(self.unit)
+
+    def values(self, what: str) -> list[Tensor]:
+        """The whole parameters as they were registered when `hide` was called: users may have put others there.
+
+        Raises:
+            StateError: one of them cannot be written back.
+        """
+        for slot, managed in enumerate(self.unit.params):
+            now = self._found[slot]
+            if not isinstance(now, Tensor) or tuple(now.shape) != managed.spec.shape or isinstance(now, DTensor):
+                told = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else type(now).__name__
+                raise StateError(
+                    f"{what}: parameter {managed.fqn!r} of unit {self.unit.name!r} was replaced by {told}; it must stay a "
+                    f"plain tensor of shape {managed.spec.shape}, so write into it in place. Nothing was written back"
+                )
+        return [self._found[slot].detach() for slot in range(len(self.unit.params))]

@@ -1,0 +1,194 @@
+"""The planner: what it promises for any parameters, numbers of ranks and thresholds."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from hypothesis import example, given
+from hypothesis import strategies as st
+from torch.distributed.tensor.placement_types import Shard
+
+from hsdp.lane import row_views, whole_views
+from hsdp.layout import ALIGN, DIRECT_MULTIPLE_BYTES, PACK_ALL, Layout, ParamSpec, Piece, Thresholds, plan
+
+
+@st.composite
+def _specs(draw: st.DrawFn) -> ParamSpec:
+    shape = tuple(draw(st.lists(st.sampled_from([0, 1, 2, 3, 4, 5, 7, 8, 16, 64, 96]), max_size=3)))
+    dim = draw(st.sampled_from(range(len(shape)))) if shape and draw(st.integers(0, 9)) else None
+    return ParamSpec(shape, dim)
+
+
+_THRESHOLDS = st.builds(
+    Thresholds,
+    gather_bytes=st.sampled_from([0, 1, 64, 512, 4096, PACK_ALL]),
+    gather_itemsize=st.sampled_from([2, 4, 8]),
+    reduce_bytes=st.sampled_from([0, 1, 64, 512, 4096, PACK_ALL]),
+    reduce_itemsize=st.sampled_from([2, 4, 8]),
+)
+_LANES = st.tuples(st.lists(_specs(), max_size=8), st.integers(1, 9), _THRESHOLDS)
+
+
+def _overlaps(spans: list[tuple[int, int]]) -> bool:
+    """Whether spans (start, size) share an element; empty ones do not."""
+    ends = 0
+    for start, size in sorted((start, size) for start, size in spans if size):
+        if start < ends:
+            return True
+        ends = start + size
+    return False
+
+
+@given(_LANES)
+def test_pieces_do_not_overlap_and_lie_in_the_buffers(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    layout = plan(*lane)
+    assert [piece.spec for piece in layout.pieces] == lane[0]
+    assert not _overlaps([(p.offset, p.numel) for p in layout.pieces])
+    assert not _overlaps([(p.whole_offset, p.spec.numel) for p in layout.pieces])
+    assert all(0 <= p.offset and p.offset + p.numel <= layout.numel for p in layout.pieces)
+    assert all(0 <= p.whole_offset and p.whole_offset + p.spec.numel <= layout.whole_numel for p in layout.pieces)
+
+
+@given(_LANES)
+def test_every_piece_starts_aligned(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    layout = plan(*lane)
+    starts = [start for p in layout.pieces for start in (p.offset, p.whole_offset)]
+    starts += [layout.numel, layout.whole_numel, layout.reduce_packed_start, layout.gather_packed_start]
+    assert all(start % ALIGN == 0 for start in starts)
+    assert ALIGN * 2 % 128 == 0, "128 bytes in the narrowest dtype"
+
+
+@given(_LANES)
+def test_padding_is_bounded_and_reported(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    specs, shards, _ = lane
+    layout = plan(*lane)
+    held = sum(s.numel * (shards if s.dim is None else 1) for s in specs)
+    assert layout.padding == shards * layout.numel - held
+    # Each piece: less than one row per missing rank, and less than one alignment per rank.
+    rows = sum(0 if s.dim is None or not s.numel else (shards - 1) * s.numel // s.shape[s.dim] for s in specs)
+    assert 0 <= layout.padding <= rows + shards * (ALIGN - 1) * len(specs)
+
+
+def test_large_parameters_are_hardly_padded() -> None:
+    specs = [ParamSpec((1000, 999), 0), ParamSpec((513, 511), 0), ParamSpec((1000,), 0)]
+    layout = plan(specs, 8, Thresholds(0, 4, 0, 4))
+    assert layout.padding / sum(s.numel for s in specs) < 0.01
+
+
+@given(_LANES)
+@example(([ParamSpec((5, 3), 0)], 4, Thresholds(0, 4, 0, 4)))  # the last rank holds no rows
+def test_ranks_hold_what_dtensor_says(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    shards = lane[1]
+    for piece in plan(*lane).pieces:
+        spec = piece.spec
+        for rank in range(shards):
+            local = piece.local_shape(rank)
+            assert math.prod(local) <= piece.numel
+            if spec.dim is None:
+                assert local == spec.shape
+                continue
+            size, _ = Shard.local_shard_size_and_offset(spec.shape[spec.dim], shards, rank)
+            assert local == (*spec.shape[: spec.dim], size, *spec.shape[spec.dim + 1 :])
+
+
+def _can_go_direct(piece: Piece, shards: int, at_least: int, itemsize: int) -> bool:
+    spec, size = piece.spec, piece.numel * itemsize
+    even = spec.dim == 0 and spec.numel > 0 and spec.shape[0] % shards == 0
+    return even and size >= at_least and size % DIRECT_MULTIPLE_BYTES == 0
+
+
+@given(_LANES)
+@example(([ParamSpec((8, 8), 0), ParamSpec((6, 4), 0)], 2, Thresholds(0, 4, 0, 4)))
+@example(([ParamSpec((8, 1), 0)], 8, Thresholds(0, 4, 0, 4)))  # 4 bytes per rank: an odd size
+@example(([ParamSpec((8, 1), 0)], 2, Thresholds(0, 4, 0, 2)))  # 16 bytes to gather, 8 to reduce
+def test_what_is_large_and_even_goes_direct_and_the_rest_is_packed(
+    lane: tuple[list[ParamSpec], int, Thresholds],
+) -> None:
+    _, shards, thresholds = lane
+    layout = plan(*lane)
+    for piece in layout.pieces:
+        gather = _can_go_direct(piece, shards, thresholds.gather_bytes, thresholds.gather_itemsize)
+        reduce = _can_go_direct(piece, shards, thresholds.reduce_bytes, thresholds.reduce_itemsize)
+        assert piece.direct_gather == gather
+        assert piece.direct_reduce == (gather and reduce)
+        # The packed ranges hold all that is packed and nothing that is direct.
+        if piece.numel:
+            assert (piece.offset >= layout.gather_packed_start) == (not gather)
+            assert (piece.offset >= layout.reduce_packed_start) == (not (gather and reduce))
+    assert layout.reduce_packed_start <= layout.gather_packed_start <= layout.numel
+
+
+def test_thresholds_count_bytes_of_a_ranks_piece() -> None:
+    specs = [ParamSpec((32, 8), 0), ParamSpec((28, 8), 0)]  # 64 and 56 elements per rank
+    layout = plan(specs, 4, Thresholds(gather_bytes=256, gather_itemsize=4, reduce_bytes=256, reduce_itemsize=2))
+    assert [(p.direct_gather, p.direct_reduce) for p in layout.pieces] == [(True, False), (False, False)]
+    assert plan(specs[:1], 4, Thresholds(257, 4, 0, 4)).pieces[0].direct_gather is False
+
+
+@given(_LANES)
+def test_order_in_the_buffers_is_the_same_for_shards_and_wholes(
+    lane: tuple[list[ParamSpec], int, Thresholds],
+) -> None:
+    layout = plan(*lane)
+    pieces = [layout.pieces[i] for i in layout.in_order]
+    assert sorted(layout.in_order) == list(range(len(layout.pieces)))
+    offsets = [(p.offset, p.whole_offset) for p in pieces]
+    assert offsets == sorted(offsets)
+    if layout.shards == 1:
+        assert all(p.offset == p.whole_offset for p in pieces), "with one rank the shard buffer is the whole one"
+
+
+def _filled(spec: ParamSpec) -> torch.Tensor:
+    return torch.arange(1, spec.numel + 1, dtype=torch.float64).view(spec.shape)
+
+
+def _pack(layout: Layout, wholes: list[torch.Tensor]) -> torch.Tensor:
+    """All pieces copied into one row per rank; what nothing is copied to stays NaN."""
+    rows = torch.full((layout.shards, layout.numel), torch.nan, dtype=torch.float64)
+    for piece, whole in zip(layout.pieces, wholes, strict=True):
+        views = row_views(piece, rows[:, piece.offset : piece.offset + piece.numel])
+        for view, part in zip(views, whole_views(piece, whole, layout.shards), strict=True):
+            assert view.shape == part.shape
+            view.copy_(part)
+    return rows
+
+
+@given(_LANES)
+@example(([ParamSpec((3, 5), 1), ParamSpec((4, 6), 1), ParamSpec((), None), ParamSpec((0, 4), 0)], 2, Thresholds(0, 4, 0, 4)))
+def test_rows_hold_the_shards_and_give_the_wholes_back(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    specs, shards, _ = lane
+    layout = plan(*lane)
+    wholes = [_filled(spec) for spec in specs]
+    rows = _pack(layout, wholes)
+    for piece, whole in zip(layout.pieces, wholes, strict=True):
+        dim = piece.spec.dim
+        chunks = [whole] * shards if dim is None else list(whole.chunk(shards, dim))
+        for rank in range(shards):
+            local = piece.local_shape(rank)
+            start = piece.offset
+            held = rows[rank, start : start + math.prod(local)].view(local)
+            if rank < len(chunks) or math.prod(local):
+                assert torch.equal(held, chunks[rank])
+            if piece.even:
+                assert torch.equal(held.flatten(), whole.reshape(shards, -1)[rank])
+        back = torch.zeros_like(whole)
+        views = row_views(piece, rows[:, piece.offset : piece.offset + piece.numel])
+        for part, view in zip(whole_views(piece, back, shards), views, strict=True):
+            if dim is not None:
+                part.copy_(view)
+        assert dim is None or torch.equal(back, whole)
+
+
+def test_the_plan_depends_on_the_arguments_alone() -> None:
+    specs = [ParamSpec((5, 7), 0), ParamSpec((64, 64), 0), ParamSpec((3,), 0), ParamSpec((), None)]
+    layouts = {repr(plan(specs, 4, Thresholds(512, 4, 1024, 4))) for _ in range(3)}
+    assert len(layouts) == 1
+    assert eval(layouts.pop()) == plan(specs, 4, Thresholds(512, 4, 1024, 4))
+
+
+@pytest.mark.parametrize("shards", [1, 2, 64])
+def test_no_parameters_need_no_buffers(shards: int) -> None:
+    layout = plan([], shards, Thresholds(0, 4, 0, 4))
+    assert (layout.numel, layout.whole_numel, layout.padding, layout.pieces) == (0, 0, 0, ())

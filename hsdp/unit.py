@@ -329,7 +329,7 @@ class Unit:
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
         for registered, name, sharded, local in self._registered:
-            if registered[name] is not sharded or sharded._local_tensor is not local:
+            if sharded._local_tensor is not local or registered.get(name) is not sharded:
                 return True
         return False
 

@@ -218,6 +218,16 @@ def check_content(path: Path, manifest: Manifest, names: Iterable[str]) -> None:
         )
 
 
+def check_bytes(path: Path, manifest: Manifest, name: str, data: bytes) -> None:
+    """Compares the content of a file, already read, with the manifest.
+
+    Raises:
+        CheckpointError: it is not what was written.
+    """
+    if manifest.files.get(name) != FileRecord(len(data), zlib.crc32(data)):
+        raise CheckpointError(f"checkpoint {path}: {name} is damaged, or from another checkpoint")
+
+
 # -- writing -------------------------------------------------------------------------------------------------------
 
 

@@ -1,0 +1,28 @@
+"""Checkpoints: save and load on any mesh, whole state dicts, safetensors, and what survives a crash.
+
+    from hsdp import checkpoint
+
+    checkpoint.save("runs/checkpoints", model, optimizer, extra={"loader": loader.state_dict()}, step=step, keep=3)
+    ...
+    if checkpoint.latest("runs/checkpoints") is not None:
+        loaded = checkpoint.load("runs/checkpoints", model, optimizer)
+        loader.load_state_dict(loaded.extra["loader"])
+
+What is written is an ordinary `torch.distributed.checkpoint` with a manifest beside it; PyTorch's own functions
+(`dcp.save`, `dcp.load`, `get_state_dict`, `set_state_dict`, ...) work on the same models and files.
+"""
+
+from hsdp.checkpoint.loading import Loaded, load, verify
+from hsdp.checkpoint.ranks import CheckpointError
+from hsdp.checkpoint.saving import SaveHandle, save
+from hsdp.checkpoint.store import latest
+
+__all__ = [
+    "CheckpointError",
+    "Loaded",
+    "SaveHandle",
+    "latest",
+    "load",
+    "save",
+    "verify",
+]

@@ -11,7 +11,7 @@
 The training loop stays as it was.
 """
 
-from hsdp.api import fully_shard
+from hsdp.api import fully_shard, register_forward_method
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.module import HSDPModule
 from hsdp.pipeline import ReductionPipeline
@@ -31,4 +31,5 @@ __all__ = [
     "StaleParametersError",
     "StateError",
     "fully_shard",
+    "register_forward_method",
 ]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -29,7 +30,7 @@ def fully_shard(
     module: M,
     *,
     mesh: DeviceMesh | None = None,
-    reshard_after_forward: bool | None = None,
+    reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     comm_policy: CommPolicy | None = None,
@@ -48,7 +49,9 @@ def fully_shard(
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
             the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
         reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,
-            but False for the outermost unit, whose backward starts right away.
+            but False for the outermost unit, whose backward starts right away. An integer k that divides the number of
+            shard ranks: they stay, sharded over groups of k neighbouring ranks, so that the gather for backward stays
+            inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
             Scalars are kept whole on every rank.
         mp_policy: dtypes of compute, reduction and outputs.
@@ -72,19 +75,26 @@ def fully_shard(
     axes = resolve_mesh(mesh)
     policy = _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
-    if not (reshard_after_forward is None or isinstance(reshard_after_forward, bool)):
+    _check_reshard(reshard_after_forward, axes.shard_size)
+    ignored = _identities("ignored_params", ignored_params)
+    replicated = _identities("replicate_params", replicate_params)
+    if not (shard_placement_fn is None or callable(shard_placement_fn)):
         raise TypeError(
-            f"fully_shard(reshard_after_forward={reshard_after_forward!r}): expected True, False or None (None: True, "
-            "but False for the outermost unit)"
+            f"fully_shard(shard_placement_fn={shard_placement_fn!r}): expected a function of a parameter that returns "
+            "Shard(dim) or None, e.g. lambda param: Shard(1)"
         )
-    ignored = {id(param) for param in ignored_params or ()}
     name = " + ".join(type(m).__name__ for m in modules)
     found = _collect(modules, ignored)
     for places, param in found:
-        _check_param(param, places[0].fqn, name)
-    params = [
-        ManagedParam(places, param, _choose_dim(param, places[0].fqn, name, shard_placement_fn)) for places, param in found
-    ]
+        _check_param(param, places[0].module(), places[0].fqn, name)
+    _check_one_device(found, name)
+    params = []
+    for places, param in found:
+        whole = id(param) in replicated
+        dim = None if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn)
+        params.append(ManagedParam(places, param, dim, whole))
+    if type(reshard_after_forward) is int and reshard_after_forward == 1:
+        reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
     _agree(unit, params)
     for managed in params:
@@ -92,7 +102,7 @@ def fully_shard(
     unit.build()
     state = ModuleState(unit, modules)
     for m in modules:
-        _move_buffers(m, axes.device)
+        _move_buffers(m, axes.device, policy.buffer_dtype)
         m.__dict__["_hsdp_state"] = state
         m.__class__ = sharded_class(type(m))
         m.register_load_state_dict_post_hook(_after_load)
@@ -117,6 +127,17 @@ def _check_modules(module: Any) -> list[nn.Module]:
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
     return modules
+
+
+def _check_reshard(value: Any, shards: int) -> None:
+    where = f"fully_shard(reshard_after_forward={value!r})"
+    if not (value is None or isinstance(value, (bool, int))):
+        raise TypeError(f"{where}: expected True, False, None (True, but False for the outermost unit) or an integer")
+    if value is not None and not isinstance(value, bool) and (value < 1 or shards % value):
+        raise ValueError(
+            f"{where}: an integer is the size of the groups that stay sharded after forward and must divide the {shards} "
+            f"shard ranks; choose one of {[k for k in range(1, shards + 1) if shards % k == 0]}"
+        )
 
 
 T = TypeVar("T")
@@ -151,9 +172,35 @@ def _collect(modules: list[nn.Module], ignored: set[int]) -> list[tuple[list[Pla
     return list(found.values())
 
 
-def _check_param(param: nn.Parameter, fqn: str, unit: str) -> None:
+def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
+    listed = list(params or ())
+    for param in listed:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard({name}=...) takes parameters, not {type(param).__name__} ({param!r:.60}); pass the "
+                "nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
+            )
+    return {id(param) for param in listed}
+
+
+def _check_one_device(found: list[tuple[list[Place], nn.Parameter]], unit: str) -> None:
+    on_meta = [places[0].fqn for places, param in found if param.is_meta]
+    if on_meta and len(on_meta) < len(found):
+        real = next(places[0].fqn for places, param in found if not param.is_meta)
+        raise ValueError(
+            f"fully_shard({unit}): parameter {on_meta[0]!r} is on the meta device and {real!r} is not, so values would be "
+            "lost or made up; materialise the module first, or build all of it on meta"
+        )
+
+
+def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
     owner = unit_of(param)
+    if owner is not None and any(place.module() is module for managed in owner.params for place in managed.places):
+        raise ValueError(
+            f"{where} belongs to unit {owner.name!r} already, which was sharded before this module inside it; call "
+            "fully_shard bottom-up: on inner modules first, then on the module that holds them"
+        )
     if owner is not None or param in originals:
         ref, other = originals.get(param, (lambda: owner, "?"))
         held_by = owner or ref()
@@ -215,15 +262,41 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
                 param.sharded.copy_(data)
 
 
-def _move_buffers(module: nn.Module, device: torch.device) -> None:
+def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
-            if buffer is not None and not buffer.is_meta and buffer.device != device:
-                child._buffers[name] = buffer.to(device)
+            if buffer is not None and not buffer.is_meta:
+                child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 
 def _after_load(module: nn.Module, keys: object) -> None:
     module.__dict__["_hsdp_state"].unit.epoch += 1
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes another method of a sharded module an entry point, as its forward is: whole parameters, watched outputs.
+
+    Raises:
+        ValueError: the module is not sharded, or has no such method.
+    """
+    if not isinstance(module, HSDPModule):
+        raise ValueError(f"register_forward_method: {type(module).__name__} is not sharded; call fully_shard on it first")
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
+    # The bound method would keep the module alive from inside: bind anew at each call.
+    function, this = getattr(method, "__func__", method), weakref.ref(module)
+    bound = hasattr(method, "__func__")
+
+    @functools.wraps(method)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        owner = this()
+        assert owner is not None, "a module whose method runs is alive"
+        call = functools.partial(function, owner) if bound else function
+        state: ModuleState = owner.__dict__["_hsdp_state"]
+        return call(*args, **kwargs) if state.unit.open else state.run(owner, call, args, kwargs)
+
+    setattr(module, method_name, entry)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

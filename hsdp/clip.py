@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hsdp.errors import StateError
-from hsdp.unit import Unit, unit_of
+from hsdp.runtime import check_communicated
+from hsdp.unit import unit_of
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""
@@ -40,7 +40,7 @@ def clip_grad_norm_(
     Does what `torch.nn.utils.clip_grad_norm_` does with the whole gradients on one device, and what that does with
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
     share a mesh there is one all-reduce of one number. The host does not wait for the device, unless
-    `error_if_nonfinite` is on or gradients are offloaded.
+    `error_if_nonfinite` is on or gradients are offloaded. Reductions that still run (`set_is_last_backward`) are joined.
 
     Args:
         parameters: a model, a parameter, or several. Gradients may be sharded (DTensors on one mesh or several) or
@@ -57,12 +57,12 @@ def clip_grad_norm_(
     Raises:
         TypeError: `parameters` is neither a module nor tensors.
         ValueError: `max_norm` or `norm_type` makes no sense, or a gradient is a DTensor of partial sums.
-        StateError: a unit holds gradients of earlier micro-batches that were not reduced.
+        StateError: a unit holds gradient sums of earlier micro-batches that were not communicated.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     order, limit = _check_numbers(max_norm, norm_type)
     params = _distinct(parameters)
-    _check_reduced(params)
+    _join(params)
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return torch.zeros(())
@@ -73,13 +73,18 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
             "out which loss was not finite, or pass error_if_nonfinite=False to scale by it all the same"
         )
+    if limit < math.inf:
+        _scale(shardings, limit, norm)
+    return norm
+
+
+def _scale(shardings: dict[Groups, Bundles], limit: float, norm: Tensor) -> None:
     # As torch does it, by 1 where there is nothing to clip: to ask would make the host wait.
     factor = (limit / (norm + 1e-6)).clamp_(max=1.0)
     for bundles in shardings.values():
         for (_, device), tensors in bundles.items():
             if tensors:
                 torch._foreach_mul_(tensors, factor.to(device))
-    return norm
 
 
 def _check_numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
@@ -129,23 +134,17 @@ def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
                 stack.append(child)
 
 
-def _check_reduced(params: list[Tensor]) -> None:
-    """Refuses to clip while a part of the gradients waits in a unit for a backward that communicates."""
+def _join(params: list[Tensor]) -> None:
+    """Waits for reductions that run past the end of backward; refuses sums that were never communicated."""
     known: set[int] = set()
     for param in params:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
-        if _holds_sums(unit):
-            raise StateError(
-                f"clip_grad_norm_: unit {unit.name!r} holds gradients of earlier micro-batches that were not reduced "
-                "yet (no_sync, set_requires_grad_sync(False) or set_requires_all_reduce(False)); clip after the "
-                "backward of the last micro-batch, with communication on"
-            )
-
-
-def _holds_sums(unit: Unit) -> bool:
-    return bool(unit.gradients.pending())
+        runtime = unit.runtime
+        if runtime is not None and len(runtime.pipeline) and not runtime.in_backward():
+            runtime.drain()
+        check_communicated(unit, "clip_grad_norm_")
 
 
 def _device_of(grad: Tensor) -> torch.device:
@@ -202,7 +201,7 @@ def _norm(shardings: dict[Groups, Bundles], device: torch.device, order: float) 
         for (kind, _), tensors in bundles.items():
             dtype = torch.promote_types(dtype, kind)
             norm = _norm_here(tensors, order, device)
-            parts[groups] = _join(parts[groups], norm, order) if groups in parts else norm
+            parts[groups] = _combine(parts[groups], norm, order) if groups in parts else norm
     return _decode(_reduce(parts, order), order).to(dtype)
 
 
@@ -229,7 +228,7 @@ def _decode(value: Tensor, order: float) -> Tensor:
     return value[0].pow(1.0 / order)
 
 
-def _join(a: Tensor, b: Tensor, order: float) -> Tensor:
+def _combine(a: Tensor, b: Tensor, order: float) -> Tensor:
     return torch.maximum(a, b) if order == math.inf else a + b
 
 
@@ -245,5 +244,5 @@ def _reduce(parts: dict[Groups, Tensor], order: float) -> Tensor:
         dist.all_reduce(values, op, group)
         for groups, value in zip(members, values.view(len(members), -1), strict=True):
             rest = tuple(other for other in groups if other is not group)
-            parts[rest] = _join(parts[rest], value, order) if rest in parts else value
+            parts[rest] = _combine(parts[rest], value, order) if rest in parts else value
     return parts[()]

@@ -279,6 +279,22 @@ class Comm:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
+_subgroups: dict[tuple[int, ...], ProcessGroup] = {}
+
+
+def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
+    """The group of `size` neighbouring ranks of `group` that this rank (number `rank` in it) belongs to.
+
+    Every rank of `group` calls it; a group is made once for all who ask for it.
+    """
+    first = rank // size * size
+    ranks = tuple(dist.get_process_group_ranks(group)[first : first + size])
+    found = _subgroups.get(ranks)
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        found = _subgroups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    return found
+
+
 def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
     if len({tensor.dtype for tensor in first}) <= 1:

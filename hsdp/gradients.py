@@ -5,14 +5,14 @@
     partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
     .grad      sharded DTensors, or None: what users and the optimizer see
 
-Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some and no `.grad`, a zero gradient
-stands in for it: a witness by which we see that somebody called `zero_grad`, for optimizers have no hook for that.
+Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a witness (see
+witness.py) by which we see that somebody called `zero_grad`; a parameter without a gradient shows zeros meanwhile.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Any
+from typing import Any, Literal
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.lane import Lane, LaneReduction, ReducePlan
 from hsdp.param import ManagedParam
+from hsdp.witness import Witness
 
 _new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
     lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
@@ -32,6 +33,7 @@ class Gradients:
     """The gradients of one unit.
 
     Attributes:
+        unused: what a parameter gets that no rank used: None or zeros.
         slots: whole gradients of the backward under way, one per parameter; None where none came.
         partial: per lane, sharded sums that wait for their all-reduce; None when nothing was deferred.
     """
@@ -41,10 +43,11 @@ class Gradients:
         self._lanes: list[Lane] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
+        self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
         self.partial: list[list[Tensor]] | None = None
-        self._witnesses: dict[int, tuple[Any, int, bool]] = {}
+        self._witnesses: dict[int, Any] = {}
         self._uncommitted: list[tuple[list[ManagedParam], list[Any]]] = []
 
     def arrange(self, lanes: list[Lane]) -> None:
@@ -73,10 +76,8 @@ class Gradients:
         self.drop()
         self._stash.clear()
         self.partial = None
-        for slot, (grad, _, ours) in self._witnesses.items():
-            if ours and self._params[slot].sharded.grad is grad:
-                self._params[slot].sharded.grad = None
-        self._witnesses.clear()
+        for slot in list(self._witnesses):
+            self._dismiss(slot)
 
     def choose(self, mask: tuple[bool, ...]) -> None:
         """Sets which parameters take part in reductions."""
@@ -161,36 +162,46 @@ class Gradients:
             for slot in plan.slots:
                 self._witness(slot)
 
+    def local_sums(self) -> dict[str, Tensor]:
+        """Whole gradients of this rank that have not been communicated, by parameter name."""
+        self._heed_zero_grad()
+        return {self._params[slot].fqn: value for slot, value in self._stash.items()}
+
     def _witness(self, slot: int) -> None:
         if slot in self._witnesses:
             return
         param = self._params[slot]
         grad: Any = param.sharded.grad
-        ours = grad is None
-        if ours:
-            # Negative zeros: nothing to a sum, and what `zero_` alone turns into positive ones.
-            local = torch.full_like(param.local, -0.0)
+        if grad is None:
+            local = Witness(param.local, None)
             grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
             param.sharded.grad = grad
-        self._witnesses[slot] = (grad, _version(grad), ours)
+        else:
+            grad._local_tensor = Witness(param.local, _local_grad(param))  # type: ignore[union-attr]
+        self._witnesses[slot] = grad
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
-        gone = []
-        for slot, (grad, version, ours) in self._witnesses.items():
-            now: Any = self._params[slot].sharded.grad
-            if now is not grad:
-                gone.append(slot)
-            elif _version(grad) != version:
-                if _zeroed(grad._local_tensor):
-                    gone.append(slot)
-                else:  # changed otherwise: clipped, say
-                    self._witnesses[slot] = (grad, _version(grad), ours)
+        gone = {
+            slot
+            for slot, grad in self._witnesses.items()
+            if self._params[slot].sharded.grad is not grad or grad._local_tensor.zeroed
+        }
         for slot in gone:
-            del self._witnesses[slot]
+            self._dismiss(slot)
             self._stash.pop(slot, None)
         if gone and self.partial is not None:
-            self._drop_partial(set(gone))
+            self._drop_partial(gone)
+
+    def _dismiss(self, slot: int) -> None:
+        """Takes a witness down: the gradient it stood for shows again."""
+        grad = self._witnesses.pop(slot)
+        param = self._params[slot]
+        base = grad._local_tensor.base
+        if base is not None:
+            grad._local_tensor = base
+        elif param.sharded.grad is grad:
+            param.sharded.grad = None
 
     def _drop_partial(self, gone: set[int]) -> None:
         assert self.partial is not None, "checked by the caller"
@@ -212,7 +223,7 @@ class Gradients:
         for part in parts:
             plan = part.plan
             storage = plan.lane.kind.storage
-            used = part.used
+            used = part.used if self.unused == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
                 used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
@@ -252,16 +263,9 @@ class Gradients:
         return True
 
     def _retire_witnesses(self) -> None:
-        if not self._witnesses:
-            return
-        still = {}
-        for slot, (grad, version, ours) in self._witnesses.items():
-            param = self._params[slot]
-            if slot in self._stash or self.partial is not None:
-                still[slot] = (grad, version, ours)
-            elif ours and param.sharded.grad is grad:
-                param.sharded.grad = None
-        self._witnesses = still
+        if self._witnesses and self.partial is None:
+            for slot in [slot for slot in self._witnesses if slot not in self._stash]:
+                self._dismiss(slot)
 
     def commit(self) -> None:
         """The backward ended well: its gradients stay."""
@@ -276,14 +280,6 @@ class Gradients:
         self._uncommitted.clear()
 
 
-def _version(grad: Any) -> int:
-    return int(grad._local_tensor._version)
-
-
-def _zeroed(local: Tensor) -> bool:
-    return not bool((torch.signbit(local) | (local != 0)).any())
-
-
 def _local_grad(param: ManagedParam) -> Tensor:
     grad: Any = param.sharded.grad
     if not isinstance(grad, DTensor) or grad._spec.placements != param.tensor_spec.placements:
@@ -291,7 +287,8 @@ def _local_grad(param: ManagedParam) -> Tensor:
             f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
             f"set it to None, or to a DTensor with placements {param.tensor_spec.placements}"
         )
-    return grad._local_tensor
+    local: Tensor = grad._local_tensor
+    return local.base if isinstance(local, Witness) and local.base is not None else local
 
 
 def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:

@@ -51,6 +51,7 @@ class Lane:
         kind: its dtypes.
         params: its parameters; `slots` gives their indices in the unit.
         layout: where their bytes lie.
+        parts: size of the group over which whole parameters stay sharded after forward (1: none).
         shard: the shard buffer, 1-D, storage dtype.
         outputs, inputs: the transfers of its gather, as 1-D byte tensors.
     """
@@ -62,6 +63,7 @@ class Lane:
         slots: list[int],
         axes: MeshAxes,
         thresholds: Thresholds,
+        parts: int = 1,
     ) -> None:
         self.kind = kind
         self.params = params
@@ -74,6 +76,8 @@ class Lane:
         self.shard: Tensor
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
+        self._parts = parts
+        self._part: Tensor | None = None
         self._arena: Arena | None = None
         self._staging: Arena | None = None
         self._cast: Arena | None = None
@@ -121,7 +125,7 @@ class Lane:
     def _arrange_gather(self) -> None:
         layout, compute, device = self.layout, self.kind.compute, self.shard.device
         shards = layout.shards
-        self._arena = Arena(layout.whole_numel, compute, device)
+        self._arena = Arena(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
         source = self.shard
         if compute != self.kind.storage:
             self._cast = Arena(layout.numel, compute, device)
@@ -183,6 +187,26 @@ class Lane:
         """Frees the whole parameters (unless they alias the shards)."""
         if self._arena is not None:
             self._arena.free()
+
+    def keep_part(self, index: int) -> None:
+        """Frees the whole parameters but for part `index` of equal parts: their bytes, sharded over a smaller group."""
+        if self._arena is not None and self.shards > 1:
+            self._part = self._arena.tensor.view(self._parts, -1)[index].clone()
+        self.release_whole()
+
+    def prepare_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Allocates the whole parameters; returns the transfers (output, input) that fill them from kept parts."""
+        if self._arena is None:
+            return []
+        self._arena.alloc()
+        if self._part is None:
+            self.fill_gather()
+            return []
+        return [(self._arena.tensor.data.view(U8), self._part.view(U8))]
+
+    def drop_part(self) -> None:
+        """Forgets the kept part."""
+        self._part = None
 
     def reduce_plan(self, trainable: tuple[int, ...]) -> ReducePlan:
         """The plan for reducing the parameters at `trainable` (indices in this lane); made once for each set."""

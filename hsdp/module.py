@@ -152,6 +152,18 @@ class HSDPModule:
             found |= {prefix + name: where for name, where in unit.gradients.pending().items()}
         return found
 
+    def local_gradients(self) -> dict[str, Tensor]:
+        """This rank's whole gradients that were not communicated: raw ones, for looking at.
+
+        Run the backward inside `no_sync()` to have them all here, in fp32 or the reduce dtype if wider; drop them with
+        `zero_grad()`, or let the next backward that communicates send them.
+        """
+        found: dict[str, Tensor] = {}
+        for unit in self._units():
+            prefix = "" if unit.name.endswith("(root)") else f"{unit.name}."
+            found |= {prefix + name: value for name, value in unit.gradients.local_sums().items()}
+        return found
+
     # -- reduction -----------------------------------------------------------------------------------------------
 
     def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
@@ -176,6 +188,16 @@ class HSDPModule:
             raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number that is not 0, or None")
         for unit in self._units(recurse):
             unit.divide_factor = None if factor is None else float(factor)
+
+    def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
+        """What a parameter gets that no rank used in a backward: "none" (the default, as on one device) or "zero".
+
+        With "zero" the used-flags are not read, which saves ranks with unused parameters a host synchronisation.
+        """
+        if unused not in ("none", "zero"):
+            raise ValueError(f"set_unused_param_grads({unused!r}): expected 'none' or 'zero'")
+        for unit in self._units(recurse):
+            unit.gradients.unused = "none" if unused == "none" else "zero"
 
     def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
         """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.

@@ -21,15 +21,17 @@ class MixedPrecisionPolicy:
         reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
+        buffer_dtype: floating-point buffers are cast to it once, by `fully_shard`.
     """
 
     param_dtype: torch.dtype | None = None
     reduce_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     cast_forward_inputs: bool = True
+    buffer_dtype: torch.dtype | None = None
 
     def __post_init__(self) -> None:
-        for name in ("param_dtype", "reduce_dtype", "output_dtype"):
+        for name in ("param_dtype", "reduce_dtype", "output_dtype", "buffer_dtype"):
             dtype = getattr(self, name)
             if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
                 raise ValueError(

@@ -17,9 +17,10 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.collectives import Comm
 from hsdp.errors import HSDPError, StaleParametersError, StateError
+from hsdp.param import originals
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
-from hsdp.unit import Residency, Unit, unit_of
+from hsdp.unit import Residency, TrainingState, Unit, unit_of
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -140,7 +141,7 @@ class Runtime:
             self._consumed = False
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
-            if unit.residency is not Residency.SHARDED:
+            if unit.holds_whole:
                 unit.reshard()
         self._forward.begin()
         for comm in self._comms:
@@ -151,6 +152,7 @@ class Runtime:
         """`unit`'s forward begins: opens it and gathers ahead."""
         self._entered.setdefault(unit)
         unit.choose_trainable()
+        unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
 
@@ -158,7 +160,12 @@ class Runtime:
         """`unit`'s forward ended."""
         self._left.pop(unit, None)
         self._left[unit] = None
-        if not keep:
+        unit.state = TrainingState.IDLE
+        if keep:
+            return
+        if torch.is_grad_enabled():
+            unit.keep_part()
+        else:
             unit.reshard()
 
     def end_forward(self) -> None:
@@ -187,6 +194,7 @@ class Runtime:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
+            unit.state = TrainingState.IDLE
             try:
                 unit.reshard()
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
@@ -243,6 +251,7 @@ class Runtime:
         self._keeps_graph = self._keeps_graph or torch.is_grad_enabled()
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
+        unit.state = TrainingState.BACKWARD_PRE
         if unit.open:
             return
         self.pipeline.advance()
@@ -285,6 +294,7 @@ class Runtime:
             self._reduce(unit)
 
     def _reduce(self, unit: Unit) -> None:
+        unit.state = TrainingState.BACKWARD_POST
         if unit.requires_grad_sync:
             with torch.no_grad():
                 parts = unit.gradients.take()
@@ -321,7 +331,10 @@ class Runtime:
             unit.remaining.clear()
             unit.ready = False
             unit.gradients.commit()
-            if unit.residency is Residency.GATHERING or (unit.reshard_after_backward and not self._keeps_graph):
+            unit.state = TrainingState.IDLE
+            if unit.residency is Residency.GATHERING or (
+                unit.holds_whole and unit.reshard_after_backward and not self._keeps_graph
+            ):
                 unit.reshard()
         self._opened = []
         self._unfinished = False
@@ -374,7 +387,14 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     held = _units_of_optimizer.get(optimizer)
     if held is None or held[:2] != (count, Runtime.generation):
-        units = {unit_of(param) for group in optimizer.param_groups for param in group["params"]}
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stale = next((originals[param] for param in params if param in originals), None)
+        if stale is not None and (owner := stale[0]()) is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
+                f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
+            )
+        units = {unit_of(param) for param in params}
         refs = [weakref.ref(unit) for unit in units if unit is not None]
         held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
     return held[2]

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hsdp.collectives import Comm, Flight
+from hsdp.collectives import Comm, Flight, subgroup
 from hsdp.errors import StateError
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
@@ -59,6 +59,15 @@ class Residency(enum.Enum):
     WHOLE = "whole"
 
 
+class TrainingState(enum.Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    FORWARD = "in forward"
+    BACKWARD_PRE = "in backward, its gradients incomplete"
+    BACKWARD_POST = "in backward, its gradients on their way"
+
+
 class Unit:
     """A parameter group.
 
@@ -66,6 +75,7 @@ class Unit:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
         residency: where the whole parameters are.
+        state: what it is doing.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_epoch: the epoch at the last gather; a gather is valid for one epoch.
@@ -85,7 +95,7 @@ class Unit:
         axes: MeshAxes,
         mp_policy: MixedPrecisionPolicy,
         comm_policy: CommPolicy,
-        reshard_after_forward: bool | None,
+        reshard_after_forward: bool | int | None,
     ) -> None:
         self.name = name
         self.params = params
@@ -93,6 +103,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
+        self.state = TrainingState.IDLE
         self.reshard_after_backward = True
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0
@@ -121,6 +132,14 @@ class Unit:
         self.replicate_comm = Comm(axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, streams)
         self.streams = streams
         self.op = 0
+        self._kept_epoch: int | None = None
+        self._part_comm: Comm | None = None
+        parts = 1
+        if type(reshard_after_forward) is int and 1 < reshard_after_forward < axes.shard_size:
+            parts = reshard_after_forward
+            group = subgroup(axes.shard_group, axes.shard_rank, parts)
+            self._part_comm = Comm(group, axes.shard_rank % parts, parts, axes.device, streams)
+        self._parts = parts
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
         self._sharded: list[nn.Parameter] = []
@@ -169,7 +188,7 @@ class Unit:
             thresholds = thresholds_for(
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
-            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds)
+            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts)
             lane.allocate(device)
             self.lanes.append(lane)
 
@@ -229,6 +248,8 @@ class Unit:
         """Puts the unit under a root."""
         self._runtime = weakref.ref(runtime)
         self.streams = self.shard_comm.streams = self.replicate_comm.streams = streams
+        if self._part_comm is not None:
+            self._part_comm.streams = streams
         self.parent = parent
         if name != self.name or not self.op:
             self.name = name
@@ -244,6 +265,9 @@ class Unit:
         if self.disturbed():
             self.rebuild()
         self._check_materialised()
+        if self._kept_epoch == self.epoch:
+            self._launch_parts()
+            return
         for lane in self.lanes:
             lane.prepare_gather()
         with self.streams.on("gather"):
@@ -257,6 +281,33 @@ class Unit:
                 self._flight = self.shard_comm.local("cast", self)
         self.residency = Residency.GATHERING
         self.gathered_epoch = self.epoch
+
+    def _launch_parts(self) -> None:
+        """The gather for backward, from the smaller group that the whole parameters stayed sharded over."""
+        assert self._part_comm is not None, f"unit {self.name!r} kept parts without a group"
+        transfers = [transfer for lane in self.lanes for transfer in lane.prepare_parts()]
+        with self.streams.on("gather"):
+            outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
+            self._flight = self._part_comm.all_gather(self, self.op, outputs, inputs, None)
+        self.residency = Residency.GATHERING
+        self.gathered_epoch = self.epoch
+
+    def keep_part(self) -> None:
+        """Closes the unit after forward; its whole parameters stay, sharded over the smaller group, for the backward."""
+        if self._part_comm is None or self.residency is not Residency.WHOLE:
+            self.reshard()
+            return
+        if self.open:
+            self._hide()
+        for lane in self.lanes:
+            lane.keep_part(self.axes.shard_rank % self._parts)
+        self._kept_epoch = self.gathered_epoch
+        self.residency = Residency.SHARDED
+
+    @property
+    def holds_whole(self) -> bool:
+        """Whether whole parameters, or parts of them, are there or on their way."""
+        return self.residency is not Residency.SHARDED or self._kept_epoch is not None
 
     def _unpack(self) -> None:
         with torch.no_grad():
@@ -315,6 +366,10 @@ class Unit:
             for lane in self.lanes:
                 lane.release_whole()
             self.residency = Residency.SHARDED
+        if self._kept_epoch is not None:
+            self._kept_epoch = None
+            for lane in self.lanes:
+                lane.drop_part()
 
     def _hide(self) -> None:
         for module, shadows, rnn in self._shadows:

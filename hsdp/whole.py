@@ -73,10 +73,11 @@ def is_first(unit: Unit) -> bool:
 
 
 @torch.no_grad()
-def gather(unit: Unit, what: str) -> list[Tensor]:
-    """The whole parameters of a unit, in its parameters' order, storage dtype: new tensors on the mesh's device.
+def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The whole parameters of a unit, in its parameters' order: new tensors on the mesh's device.
 
-    Every rank of its shard group must call it. Takes memory for the unit twice while it runs.
+    They have the storage dtype, or `dtype`. Every rank of the shard group must call it. While it runs the unit takes its
+    memory twice.
 
     Raises:
         StateError: the unit is still on the meta device.
@@ -93,7 +94,8 @@ def gather(unit: Unit, what: str) -> list[Tensor]:
                 )
             rows = _gather_rows(unit, lane)
             for slot, piece in zip(lane.slots, lane.layout.pieces, strict=True):
-                wholes[slot] = _whole_of(piece, rows)
+                whole = _whole_of(piece, rows)
+                wholes[slot] = whole if dtype is None else whole.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
@@ -161,6 +163,8 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
 @torch.no_grad()
 def spread(unit: Unit) -> None:
     """Makes the shards of the first replica everybody's, and what every rank holds whole that of the first rank."""
+    if any(param.moved() for param in unit.params):
+        unit.rebuild()
     for lane in unit.lanes:
         broadcast(unit.replicate_comm, lane.shard, unit.axes.device)
         for param in lane.params:
@@ -190,59 +194,68 @@ class Loan:
 
     Args:
         unit: the unit; on no other loan.
-        wholes: one tensor per parameter of the unit.
+        wholes: one tensor for each of its parameters.
     """
 
     def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
         self.unit = unit
-        self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
-        self._before: list[tuple[Place, Any, Any]] = []
-        self._found: dict[int, Any] = {}
+        with torch.inference_mode(False):
+            self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+        self._now: list[Any] = list(self.params)
+        self._before: list[tuple[int, Place, Any, Any]] = []
 
     def show(self) -> None:
         """Registers the whole parameters."""
         _on_loan.add(self.unit)
-        with torch.inference_mode(False):
-            for whole, managed in zip(self.params, self.unit.params, strict=True):
-                for place in managed.places:
-                    module = _module_of(place)
-                    # A unit whose forward left it open has shadows, which hide what is registered.
-                    self._before.append(
-                        (place, module._parameters[place.name], module.__dict__.pop(place.name, None))
-                    )
-                    module._parameters[place.name] = whole
-                    _refresh_rnn(module)
+        for slot, param in enumerate(self.unit.params):
+            for place in param.places:
+                module = place.module()
+                assert module is not None, f"the module of {place.fqn!r} is gone"
+                # A unit that its forward left open has shadows, and they would hide what is registered.
+                shadow = module.__dict__.pop(place.name, None)
+                self._before.append((slot, place, module._parameters[place.name], shadow))
+                module._parameters[place.name] = self.params[slot]
+                _refresh_flat_weights(module)
 
     def hide(self) -> None:
-        """Puts everything back as it was; remembers what is registered now. May be called again."""
+        """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
         before, self._before = self._before, []
-        found = {(id(place.module()), place.name): place.module() for place, _, _ in before}
-        for slot, managed in enumerate(self.unit.params):
-            for place in managed.places:
-                if (module := found.get((id(place.module()), place.name))) is not None:
-                    now = module._parameters.get(place.name)
-                    if slot not in self._found or now is not self.params[slot]:
-                        self._found[slot] = now
-        for place, param, shadow in before:
-            module = _module_of(place)
+        for slot, place, param, shadow in before:
+            module = place.module()
+            if module is None:
+                continue
+            now = module._parameters.get(place.name)
+            if now is not self.params[slot]:
+                self._now[slot] = now
             module._parameters[place.name] = param
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
-            _refresh_rnn(module)
+            _refresh_flat_weights(module)
         _on_loan.discard(self.unit)
 
     def values(self, what: str) -> list[Tensor]:
-        """The whole parameters as they were registered when `hide` was called: users may have put others there.
+        """The whole parameters as they were when they were hidden.
 
         Raises:
-            StateError: one of them cannot be written back.
+            StateError: one of them was replaced by something that cannot be written back.
         """
-        for slot, managed in enumerate(self.unit.params):
-            now = self._found[slot]
-            if not isinstance(now, Tensor) or tuple(now.shape) != managed.spec.shape or isinstance(now, DTensor):
-                told = f"a tensor of shape {tuple(now.shape)}" if isinstance(now, Tensor) else type(now).__name__
+        for now, param in zip(self._now, self.unit.params, strict=True):
+            if not isinstance(now, Tensor) or isinstance(now, DTensor) or tuple(now.shape) != param.spec.shape:
+                told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
                 raise StateError(
-                    f"{what}: parameter {managed.fqn!r} of unit {self.unit.name!r} was replaced by {told}; it must stay a "
-                    f"plain tensor of shape {managed.spec.shape}, so write into it in place. Nothing was written back"
+                    f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r} was replaced by {told}, which cannot be "
+                    f"written back; it must stay a plain tensor of shape {param.spec.shape}: write into it in place"
                 )
-        return [self._found[slot].detach() for slot in range(len(self.unit.params))]
+        return [now.detach() for now in self._now]
+
+
+def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
+    new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
+    new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
+    return new
+
+
+def _refresh_flat_weights(module: nn.Module) -> None:
+    # RNNs keep a list of references of their own, which their methods read.
+    if isinstance(module, nn.RNNBase):
+        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

@@ -1,0 +1,356 @@
+"""`init_sharded`: a model that never was whole, built unit by unit; `sync_module_states`: equal values on every rank.
+
+    sharded on the meta device --> unit 1: whole, initialised, cut, freed --> unit 2: ... --> every rank has its shards
+
+Every rank draws the random numbers of the mesh's first rank, so that nothing but a check is communicated. What is not
+written yet is nan, so that a parameter which the init function forgot is found, and named.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hsdp.collectives import fingerprint
+from hsdp.errors import StateError
+from hsdp.full_params import visit
+from hsdp.unit import Unit, unit_of
+from hsdp.whole import Loan, broadcast, check_idle, rows_of, spread, units_below, write_first
+
+InitFn = Callable[[nn.Module], object]
+
+
+def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.device | str | None = None) -> nn.Module:
+    """Materialises and initialises a sharded model that was built on the meta device, unit by unit.
+
+        with torch.device("meta"):
+            model = Model()
+        hsdp.shard_units(model, "blocks.*", mesh=mesh)
+        hsdp.init_sharded(model)
+
+    Modules are visited children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of a module's unit, and
+    of the units around it, are whole, plain and on `device`; then each rank keeps its shards of them. The values are
+    those that one process would draw with the random state of the mesh's first rank, on every shard and replica and on
+    every mesh. That rank's generators go on from there, and so do those of ranks that were in the same state; others
+    keep theirs. What is not on the meta device is left alone.
+
+    Args:
+        model: the whole model, sharded on the meta device; every rank must call it.
+        fn: initialises a module in place, its parameters and its buffers, persistent or not. It is called on every
+            module with something on the meta device in it or below it. None: `reset_parameters()` of each module that
+            has parameters or buffers of its own there.
+        device: where parameters are whole and random numbers are drawn; None: the mesh's device. Shards and buffers end
+            up on the mesh's device in any case.
+
+    Returns:
+        `model`. Its parameters are the same objects as before.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: nothing is sharded, or nothing is on the meta device; a unit reaches beyond `model`; without `fn`, a
+            module has no `reset_parameters`.
+        StateError: in the middle of a forward or backward; a parameter or buffer was not initialised, or was replaced by
+            something of another shape. Units that were not done are on the meta device as before then.
+    """
+    if fn is not None and not callable(fn):
+        raise TypeError(f"init_sharded(fn={fn!r}): expected a function of a module, or None for reset_parameters()")
+    units = units_below(model, True, "init_sharded")
+    check_idle(units, "init_sharded")
+    on_meta = [unit for unit in units if _is_meta(unit)]
+    _check_extent(model, on_meta)
+    names = {id(module): name for name, module in model.named_modules() if any(t.is_meta for t in _own(module))}
+    if not names:
+        raise ValueError(
+            f"init_sharded({type(model).__name__}): nothing of it is on the meta device; to initialise it again use "
+            "hsdp.gathered_apply(model, fn)"
+        )
+    if fn is None:
+        _check_resets(model, names)
+    where = units[0].axes.device if device is None else torch.device(device)
+    with _random_state_of_first(units[0], where), _loose_tensors(model, units[0], where):
+        _run(model, on_meta, names, fn, where)
+    return model
+
+
+def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn | None, device: torch.device) -> None:
+    loans: dict[Unit, Loan] = {}
+    below = {id(m) for m in model.modules() if any(id(child) in names for child in m.modules())}
+
+    def enter(unit: Unit) -> None:
+        if unit in units:
+            loans[unit] = Loan(unit, [_blank(p.spec.shape, p.dtype, device) for p in unit.params])
+            loans[unit].show()
+
+    def leave(unit: Unit) -> None:
+        if (loan := loans.pop(unit, None)) is not None:
+            loan.hide()
+            wholes = loan.values("init_sharded")
+            blank = [p.fqn for p, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
+            if blank:
+                raise StateError(
+                    f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or "
+                    "reset_parameters) write every element"
+                )
+            _materialise(unit, wholes)
+
+    def initialise(module: nn.Module) -> None:
+        if fn is not None:
+            if id(module) in below:
+                fn(module)
+        elif id(module) in names:
+            _reset_of(module)()
+
+    try:
+        visit(model, units, initialise, enter, leave)
+    finally:
+        for loan in loans.values():
+            loan.hide()
+
+
+@torch.no_grad()
+def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    """Gives a unit on the meta device its shards, the same on all ranks."""
+    prints = [fingerprint(whole) for whole in wholes]
+    told = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
+    with torch.inference_mode(False):
+        for lane in unit.lanes:
+            for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
+                rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
+                _fill(param.sharded, DTensor(rows, param.tensor_spec, requires_grad=False))
+    unit.rebuild()
+    if any(other != prints for row in told for other in row):
+        write_first(unit, wholes)  # fn does not depend on torch's generators alone
+
+
+def _fill(param: nn.Parameter, value: Tensor) -> None:
+    """Turns a parameter on the meta device into a real one; optimizers that know it will not notice."""
+    real = nn.Parameter(value, requires_grad=param.requires_grad)
+    real.__dict__.update(vars(param))
+    torch.utils.swap_tensors(param, real)
+
+
+def _is_meta(unit: Unit) -> bool:
+    return any(param.local.is_meta for param in unit.params)
+
+
+def _own(module: nn.Module) -> Iterator[Tensor]:
+    """A module's own parameters and buffers; of sharded ones the local tensors."""
+    for tensor in (*module._parameters.values(), *module._buffers.values()):
+        if tensor is not None:
+            yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+
+
+def _check_extent(model: nn.Module, units: list[Unit]) -> None:
+    inside = {id(module) for module in model.modules()}
+    for unit in units:
+        for param in unit.params:
+            if any(id(place.module()) not in inside for place in param.places):
+                raise ValueError(
+                    f"init_sharded({type(model).__name__}): parameter {param.fqn!r} of unit {unit.name!r} lies outside of "
+                    "it, and a unit is initialised as a whole; call it on the module that holds the whole unit"
+                )
+
+
+def _check_resets(model: nn.Module, names: dict[int, str]) -> None:
+    modules = {id(module): module for module in model.modules()}
+    without = [
+        f"{name or '(root)'} ({type(modules[key]).__name__})"
+        for key, name in names.items()
+        if _reset_of(modules[key]) is None
+    ]
+    if without:
+        raise ValueError(
+            f"init_sharded: {', '.join(without)} have parameters or buffers of their own and no reset_parameters(); pass "
+            "fn=, a function that initialises a module"
+        )
+
+
+def _reset_of(module: nn.Module) -> Any:
+    # nn.MultiheadAttention and the transformers have the name with an underscore.
+    return getattr(module, "reset_parameters", None) or getattr(module, "_reset_parameters", None)
+
+
+# -- tensors that belong to no unit ------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _loose_tensors(model: nn.Module, unit: Unit, device: torch.device) -> Iterator[None]:
+    """Buffers, and parameters that no unit owns: those on the meta device are real inside, and stay so unless it raises.
+
+    They get equal values on the ranks of `unit`'s mesh.
+    """
+    reals: dict[int, Tensor] = {}
+    loose: list[tuple[str, dict[str, Any], str, Tensor]] = []
+    for prefix, module in model.named_modules():
+        stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
+        for store in stores:
+            for name, tensor in store.items():
+                if tensor is not None and tensor.is_meta and unit_of(tensor) is None:
+                    fqn = f"{prefix}.{name}" if prefix else name
+                    loose.append((fqn, store, name, tensor))
+                    if id(tensor) not in reals:
+                        reals[id(tensor)] = _real_of(tensor, fqn, device)
+    versions = {key: real._version for key, real in reals.items()}
+    for _, store, name, tensor in loose:
+        store[name] = reals[id(tensor)]
+    try:
+        yield
+        _check_written(loose, reals, versions)
+    except BaseException:
+        for _, store, name, tensor in loose:
+            store[name] = tensor
+        raise
+    _settle(loose, unit)
+
+
+def _real_of(tensor: Tensor, fqn: str, device: torch.device) -> Tensor:
+    if isinstance(tensor, DTensor):
+        raise ValueError(
+            f"init_sharded: {fqn!r} is a DTensor on the meta device that no unit owns; materialise it before, or let "
+            "fully_shard manage it"
+        )
+    real = _blank(tensor.shape, tensor.dtype, device)
+    return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
+
+
+def _check_written(
+    loose: list[tuple[str, dict[str, Any], str, Tensor]], reals: dict[int, Tensor], versions: dict[int, int]
+) -> None:
+    blank = []
+    for fqn, store, name, tensor in loose:
+        now, real = store.get(name), reals[id(tensor)]
+        if now is None or now.is_meta or _is_blank(now):
+            blank.append(fqn)
+        elif now is real and not _shows_blanks(now.dtype) and now._version == versions[id(tensor)]:
+            blank.append(fqn)  # no value of an integer says that nobody wrote it, but nobody did
+    if blank:
+        raise StateError(
+            f"init_sharded: {blank} were not initialised, or not wholly; make fn (or reset_parameters) write every element "
+            "in place: buffers too, also those that no checkpoint has"
+        )
+
+
+@torch.no_grad()
+def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) -> None:
+    device = unit.axes.device
+    settled: dict[int, Tensor] = {}
+    for _, store, name, tensor in loose:
+        now = store[name]
+        if id(now) not in settled:
+            data = now.detach() if isinstance(now, nn.Parameter) else now
+            settled[id(now)] = data.to(device)
+        if isinstance(tensor, nn.Parameter):
+            if tensor.is_meta:
+                _fill(tensor, settled[id(now)])
+            store[name] = tensor
+        else:
+            store[name] = settled[id(now)]
+    tensors = list(settled.values())
+    prints = [fingerprint(torch.view_as_real(t) if t.is_complex() else t) for t in tensors]
+    told = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
+    if any(other != prints for row in told for other in row):
+        _broadcast_all(tensors, unit)
+
+
+def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """A tensor that shows, where its dtype can, what nobody wrote."""
+    if _shows_blanks(dtype):
+        return torch.full(tuple(shape), torch.nan, dtype=dtype, device=device)
+    return torch.zeros(tuple(shape), dtype=dtype, device=device)
+
+
+def _shows_blanks(dtype: torch.dtype) -> bool:
+    return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def _is_blank(tensor: Tensor) -> bool:
+    return _shows_blanks(tensor.dtype) and bool(tensor.isnan().any())
+
+
+# -- equal random numbers ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def _random_state_of_first(unit: Unit, device: torch.device) -> Iterator[None]:
+    """Draws the random numbers of the mesh's first rank.
+
+    Ranks in one state stay in one state, so that what users expect to be equal on all ranks stays equal. Ranks in other
+    states get them back: they were made different on purpose, for dropout or for data.
+    """
+    own = _random_state(device)
+    first = [state.clone() for state in own]
+    for state in first:
+        broadcast(unit.replicate_comm, state, unit.axes.device)
+        broadcast(unit.shard_comm, state, unit.axes.device)
+    _set_random_state(first, device)
+    try:
+        yield
+    finally:
+        if not all(map(torch.equal, own, first)):
+            _set_random_state(own, device)
+
+
+def _random_state(device: torch.device) -> list[Tensor]:
+    states = [torch.get_rng_state()]
+    if device.type != "cpu":
+        states.append(torch.get_device_module(device).get_rng_state(device))
+    return states
+
+
+def _set_random_state(states: list[Tensor], device: torch.device) -> None:
+    torch.set_rng_state(states[0])
+    if device.type != "cpu":
+        torch.get_device_module(device).set_rng_state(states[1], device)
+
+
+# -- equal values ------------------------------------------------------------------------------------------------------
+
+
+def sync_module_states(model: nn.Module) -> nn.Module:
+    """Makes parameters and buffers equal on all replicas: those of the mesh's first rank, or first shard group, win.
+
+    For models that were changed on one rank only, or loaded from files of its own by each. `fully_shard` does it already
+    for the values that it finds. Sharded parameters are sent along the replicate axis alone, so each rank of the first
+    replica keeps its shards. Buffers, parameters that every rank holds whole, and those that no unit manages
+    (`ignored_params`) are those of the mesh's first rank; DTensors that no unit manages are left alone.
+
+    Args:
+        model: a model with sharded parameters; every rank must call it.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: `model` is not a module.
+        ValueError: nothing is sharded.
+        StateError: in the middle of a forward or backward, or something is on the meta device.
+    """
+    units = units_below(model, True, "sync_module_states")
+    check_idle(units, "sync_module_states")
+    meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
+    if meta:
+        raise StateError(f"sync_module_states: {meta} are on the meta device; call hsdp.init_sharded(model) first")
+    for unit in units:
+        spread(unit)
+    loose = {id(t): t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor)}
+    with torch.no_grad():
+        _broadcast_all(list(loose.values()), units[0])
+    return model
+
+
+def _broadcast_all(tensors: list[Tensor], unit: Unit) -> None:
+    """Overwrites plain tensors by those of the mesh's first rank; one transfer per dtype and axis."""
+    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
+    for tensor in tensors:
+        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
+    for same in kinds.values():
+        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
+        broadcast(unit.replicate_comm, flat, unit.axes.device)
+        broadcast(unit.shard_comm, flat, unit.axes.device)
+        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
+            tensor.copy_(part.view(tensor.shape))

@@ -234,8 +234,8 @@ class Runtime:
             return False
         return True
 
-    def enter_backward(self, unit: Unit, epoch: int) -> None:
-        """The gradient of an output of `unit` is there: opens the unit for its backward.
+    def enter_backward(self, unit: Unit, epoch: int, creates_graph: bool) -> None:
+        """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
@@ -248,7 +248,7 @@ class Runtime:
                 "again after it"
             )
         # With create_graph=True the whole parameters are part of the new graph: they stay.
-        self._keeps_graph = self._keeps_graph or torch.is_grad_enabled()
+        self._keeps_graph = self._keeps_graph or creates_graph
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE

@@ -51,7 +51,7 @@ class ModuleState:
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
             self._recomputing += 1
-            runtime.enter_backward(unit, unit.epoch)
+            runtime.enter_backward(unit, unit.epoch, creates_graph=False)
             return self._cast_inputs(args, kwargs)
         if runtime is None or runtime.depth == 0:
             runtime = self._become_root()
@@ -147,7 +147,8 @@ class ModuleState:
 
 def _entry_hook(unit: Unit, runtime: Runtime, epoch: int) -> Callable[[Tensor], None]:
     def entered(grad: Tensor) -> None:
-        runtime.enter_backward(unit, epoch)
+        # In a hook the grad mode is the engine's: on only with create_graph=True.
+        runtime.enter_backward(unit, epoch, torch.is_grad_enabled())
 
     return entered
 

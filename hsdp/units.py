@@ -1,32 +1,31 @@
 """`shard_units`: `fully_shard` on the modules that patterns choose, bottom-up; `by_numel` chooses them by size.
 
-    blocks.0.attn   ModuleType or predicate --.
-    blocks.0        "blocks.*" ---------------+--> plan (refused as a whole, or not at all) --> fully_shard, children first
-    (root)          root=True ----------------'
+    patterns --> chosen modules, children first --> what each will own --checked as a whole--> fully_shard, one by one
 
-Everything is checked before the first module is touched: a model is never left half sharded.
+Everything that can be checked is, before the first module is touched: no model is left half sharded.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hsdp.api import fully_shard
 from hsdp.module import HSDPModule
 
 
 @dataclass(frozen=True)
-class by_numel:  # noqa: N801  (reads as a function where it is used)
-    """A pattern for `shard_units`: modules with at least `smallest` parameter elements that no unit below them has.
+class by_numel:  # noqa: N801  (where it is used it reads as a function)
+    """A pattern of `shard_units`: modules with at least `smallest` parameter elements that no unit below them owns.
 
-    So a block that is large enough becomes a unit, its small layers stay with it, and what remains above is counted
-    without it.
+    So a block that is large enough is a unit, small layers stay with what is around them, and that is counted without
+    the units in it.
     """
 
     smallest: int
@@ -36,21 +35,13 @@ class by_numel:  # noqa: N801  (reads as a function where it is used)
             raise ValueError(f"by_numel({self.smallest!r}): expected a number of elements, an integer of at least 1")
 
 
-Pattern = str | type[nn.Module] | nn.Module | Callable[[nn.Module], bool] | by_numel
-
-
-@dataclass
-class _Planned:
-    """A unit to be."""
-
-    name: str
-    module: nn.Module
-    params: dict[int, tuple[str, nn.Parameter]]
+Pattern = str | type[nn.Module] | nn.Module | by_numel | Callable[[nn.Module], bool]
+Params = dict[int, nn.Parameter]
 
 
 def shard_units(
     model: nn.Module,
-    patterns: Pattern | Sequence[Pattern],
+    patterns: Pattern | Iterable[Pattern],
     *,
     root: bool = True,
     dry_run: bool = False,
@@ -62,37 +53,225 @@ def shard_units(
         hsdp.shard_units(model, [nn.TransformerEncoderLayer, "head"], mesh=mesh, mp_policy=policy)
         hsdp.shard_units(model, hsdp.by_numel(10_000_000), dry_run=True)
 
-    A matched module that has no parameters left for it, because it has none or units below it own them, is passed over.
+    Passed over are modules without a `forward` (`nn.ModuleList`), and those for which units below them leave no
+    parameters.
 
     Args:
-        model: the model; not sharded itself yet.
-        patterns: what makes a module a unit, one or several of
-            a string: a glob over qualified names, where `*` and `?` stand for characters but a dot, and `**` for any:
-            "blocks.*" is each block and "blocks.**" also everything below them;
-            a module type: its instances, and those of subclasses;
-            a module of the model: itself;
-            `by_numel(n)`: modules with so many elements;
-            a function that takes a module and says whether it is a unit.
-        root: whether the model itself is the last unit, with all parameters that are left. Without it those stay plain.
-        dry_run: print the plan, on the first rank, and change nothing. Needs no process group.
-        kwargs: passed to every `fully_shard`.
+        model: the model, not sharded itself yet.
+        patterns: what a unit is, one or several of: a string, a glob over qualified names in which `*` and `?` stand for
+            characters but dots and `**` for any ("blocks.*" is each block, "blocks.**" everything below it too); a module
+            type, for its instances; a module of the model; `by_numel(n)`; a function that takes a module and tells.
+        root: make the model itself the last unit, of all parameters that are left. Otherwise those stay as they are.
+        dry_run: change nothing and print the plan, on rank 0. Needs no process group.
+        kwargs: for `fully_shard`.
 
     Returns:
-        The qualified names of the units in the order in which they were made; the model's own is "".
+        The qualified names of the units, in the order in which they are made; "" is the model.
 
     Raises:
-        TypeError: a pattern, or `model`, is of the wrong type.
-        ValueError: a pattern matches nothing; a matched module is sharded already, lies in a unit, or has no forward;
-            a parameter is tied between two units. And what `fully_shard` refuses.
+        TypeError: `model` or a pattern is of the wrong type.
+        ValueError: a pattern makes no unit; a module that is to be a unit is sharded already or lies inside a unit; a
+            parameter is tied to one outside of its unit. And what `fully_shard` refuses.
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard_units: expected an nn.Module, not a {type(model).__name__}")
-    many = [patterns] if isinstance(patterns, (str, type, nn.Module, by_numel)) or callable(patterns) else patterns
-    chosen = _choose(model, [_Matcher(pattern, model) for pattern in many], root)
-    units = _plan(model, chosen)
+    kwargs = {name: list(value) if name in _SETS and value is not None else value for name, value in kwargs.items()}
+    ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
+    matchers = [_Matcher(pattern) for pattern in _listed(patterns)]
+    units = _Planner(model, matchers, root, ignored).units
+    for matcher in matchers:
+        matcher.check()
+    _check_ties(model, units, ignored)
     if dry_run:
-        _show(model, units)
+        _show(model, units, ignored)
     else:
         for unit in units:
             fully_shard(unit.module, **kwargs)
     return [unit.name for unit in units]
+
+
+_SETS = ("ignored_params", "replicate_params")
+"""Arguments of `fully_shard` that may be iterators, which its first call would use up."""
+
+
+def _listed(patterns: Any) -> list[Any]:
+    one = isinstance(patterns, (str, nn.Module, by_numel)) or callable(patterns) or not isinstance(patterns, Iterable)
+    return [patterns] if one else list(patterns)
+
+
+@dataclass
+class _Planned:
+    """A unit to be."""
+
+    name: str
+    module: nn.Module
+    params: Params
+
+
+@dataclass
+class _Matcher:
+    """A pattern, and what became of it."""
+
+    pattern: Any
+    made: int = 0
+    formless: list[str] = field(default_factory=list)
+    empty: list[str] = field(default_factory=list)
+    largest: int = 0
+
+    def __post_init__(self) -> None:
+        pattern = self.pattern
+        if isinstance(pattern, str):
+            self._regex = re.compile(_translate(pattern))
+        elif isinstance(pattern, type) and not issubclass(pattern, nn.Module):
+            raise TypeError(f"shard_units: pattern {pattern!r} is not a type of nn.Module")
+        elif not callable(pattern) and not isinstance(pattern, by_numel):
+            raise TypeError(
+                f"shard_units: pattern {pattern!r} is not a glob, a module type, a module, by_numel(n) or a function of a "
+                "module"
+            )
+
+    def matches(self, name: str, module: nn.Module, free: Params) -> bool:
+        """Whether the module is to be a unit; `free` are the parameters that it would own."""
+        pattern = self.pattern
+        if isinstance(pattern, str):
+            return self._regex.fullmatch(name) is not None
+        if isinstance(pattern, type):
+            return isinstance(module, pattern)
+        if isinstance(pattern, nn.Module):
+            return module is pattern
+        if isinstance(pattern, by_numel):
+            numel = sum(param.numel() for param in free.values())
+            self.largest = max(self.largest, numel)
+            return numel >= pattern.smallest
+        return bool(pattern(module))
+
+    def check(self) -> None:
+        """Raises ValueError if the pattern made no unit."""
+        if self.made:
+            return
+        pattern = self.pattern
+        named = f"an instance of {type(pattern).__name__}" if isinstance(pattern, nn.Module) else repr(pattern)
+        if isinstance(pattern, type) or (callable(pattern) and not isinstance(pattern, nn.Module)):
+            named = getattr(pattern, "__qualname__", named)
+        why = "matches nothing in the model"
+        if self.empty:
+            why = f"matches {self.empty}, for which units below them leave no parameters"
+        elif self.formless:
+            why = f"matches {self.formless}, which have no forward; match the modules in them, as 'blocks.*' does"
+        elif isinstance(pattern, by_numel):
+            why += f", whose largest module without a unit has {self.largest} elements"
+        elif isinstance(pattern, str):
+            why += "; names are those of model.named_modules(), and '*' does not cross a dot ('**' does)"
+        raise ValueError(f"shard_units: pattern {named} {why}")
+
+
+def _translate(glob: str) -> str:
+    """A glob as a regular expression; `**.` may also stand for no component at all."""
+    rules = (("**.", r"(?:.*\.)?"), ("**", ".*"), ("*", r"[^.]*"), ("?", r"[^.]"))
+    pattern = ""
+    while glob:
+        sign, meaning = next((rule for rule in rules if glob.startswith(rule[0])), (glob[0], re.escape(glob[0])))
+        if sign == "[" and "]" in glob[2:]:
+            stop = glob.index("]", 2)
+            inside = glob[1:stop].replace("\\", r"\\")
+            sign, meaning = glob[: stop + 1], f"[{'^' + inside[1:] if inside[0] == '!' else inside}]"
+        pattern += meaning
+        glob = glob[len(sign) :]
+    return pattern
+
+
+class _Planner:
+    """Walks a model, children first, and decides which modules are units."""
+
+    def __init__(self, model: nn.Module, matchers: list[_Matcher], root: bool, ignored: set[int]) -> None:
+        self.units: list[_Planned] = []
+        self._matchers = matchers
+        self._root = model if root else None
+        self._ignored = ignored
+        self._seen: set[int] = set()
+        self._visit(model, "", None)
+
+    def _visit(self, module: nn.Module, name: str, inside: str | None) -> Params:
+        """Plans the units in a module; returns the parameters in it that none of them owns."""
+        self._seen.add(id(module))
+        if isinstance(module, HSDPModule):
+            inside = name or "(root)"
+        free: Params = {}
+        for child_name, child in module.named_children():
+            if id(child) not in self._seen:
+                free |= self._visit(child, f"{name}.{child_name}" if name else child_name, inside)
+        own = {id(p): p for p in module._parameters.values() if p is not None and id(p) not in self._ignored}
+        if inside is None:
+            free |= own
+        runs = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+        hits = [matcher for matcher in self._matchers if matcher.matches(name, module, free if runs else {})]
+        if not runs:
+            for hit in hits:
+                hit.formless.append(name)
+            hits = []
+        if not hits and module is not self._root:
+            return free
+        if inside is not None:
+            raise ValueError(
+                f"shard_units: module {name or '(root)'!r} ({type(module).__name__}) is to be a unit, but "
+                + (
+                    "is sharded already"
+                    if inside == (name or "(root)")
+                    else f"lies in {inside!r}, which is sharded already"
+                )
+                + "; shard children before parents, and each once"
+            )
+        if not free and module is not self._root:
+            for hit in hits:
+                hit.empty.append(name)
+            return free
+        for hit in hits:
+            hit.made += 1
+        self.units.append(_Planned(name, module, free))
+        return {}
+
+
+def _check_ties(model: nn.Module, units: list[_Planned], ignored: set[int]) -> None:
+    """Raises ValueError if a parameter has names in two units, or in one and outside of all."""
+    planned = {id(unit.module): unit.name or "(root)" for unit in units}
+    owners: dict[int, tuple[str | None, str]] = {}
+
+    def visit(module: nn.Module, name: str, owner: str | None) -> None:
+        owner = planned.get(id(module), owner)
+        for key, param in module._parameters.items():
+            if param is None or id(param) in ignored:
+                continue
+            fqn = f"{name}.{key}" if name else key
+            first_owner, first = owners.setdefault(id(param), (owner, fqn))
+            if first_owner != owner:
+                told = [f"unit {one!r}" if one is not None else "no unit" for one in (first_owner, owner)]
+                raise ValueError(
+                    f"shard_units: parameter {first!r} of {told[0]} is tied to {fqn!r} of {told[1]}; leave both to one "
+                    "unit (the smallest module that holds both), or untie them"
+                )
+        for child_name, child in module.named_children():
+            if not isinstance(child, HSDPModule):
+                visit(child, f"{name}.{child_name}" if name else child_name, owner)
+
+    visit(model, "", None)
+
+
+def _show(model: nn.Module, units: list[_Planned], ignored: set[int]) -> None:
+    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+        return
+    rows = [("unit", "module", "parameters", "elements", "MiB")]
+    rows += [(unit.name or "(root)", type(unit.module).__name__, *_sizes(unit.params)) for unit in units]
+    owned = {key for unit in units for key in unit.params} | ignored
+    left = {id(p): p for p in model.parameters() if id(p) not in owned and not isinstance(p, DTensor)}
+    if left:
+        rows.append(("not sharded", "", *_sizes(left)))
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    print(f"shard_units would make {len(units)} units of {type(model).__name__}:")
+    for row in rows:
+        cells = [cell.rjust(n) if at > 1 else cell.ljust(n) for at, (cell, n) in enumerate(zip(row, widths, strict=True))]
+        print("  " + "  ".join(cells))
+
+
+def _sizes(params: Params) -> tuple[str, str, str]:
+    numel = sum(param.numel() for param in params.values())
+    return str(len(params)), f"{numel:,}", f"{sum(param.nbytes for param in params.values()) / 2**20:,.2f}"

@@ -1,0 +1,152 @@
+"""Random training schedules, run on a sharded model and on its twin: what `test_schedules.py` draws and `fuzz.py` soaks.
+
+A schedule is a list of plain tuples, so that hypothesis can shrink it and it travels to the workers:
+
+    ("micro", level, uses, forwards, backwards)   one micro-batch; level: "full", "scatter" or "local"
+    ("zero", who, to_none)                         zero_grad of the "module" or the "optimizer"
+    ("flush",)                                     communicate what is pending
+    ("eval",)                                      a forward without gradients
+    ("step",)                                      flush, then an optimizer step on both
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hsdp import CommPolicy, fully_shard
+from tests.rig import RankEnv
+
+WIDTH = 4
+NUM_BLOCKS = 3
+Action = tuple[Any, ...]
+
+
+class Choosy(nn.Module):
+    """A block of which a micro-batch may use one branch, the other, or both."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.left = nn.Linear(WIDTH, WIDTH)
+        self.right = nn.Parameter(torch.randn(WIDTH + 1, WIDTH))
+
+    def forward(self, x: Tensor, use: int) -> Tensor:
+        y = x
+        if use != 1:
+            y = y + torch.tanh(self.left(x))
+        if use != 2:
+            y = y + torch.tanh(x @ self.right[:WIDTH] + self.right[WIDTH])
+        return y
+
+
+class Net(nn.Module):
+    """Blocks between an embedding-like input weight and a head, both the root's own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inlet = nn.Parameter(torch.randn(3, WIDTH))
+        self.blocks = nn.ModuleList(Choosy() for _ in range(NUM_BLOCKS))
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
+        """`uses`: for each block 0 (both branches), 1 or 2 (one), 3 (the block runs, its output is dropped)."""
+        y = x @ self.inlet
+        for block, use in zip(self.blocks, uses, strict=True):
+            out = block(y, use % 3)
+            y = y if use == 3 else out
+        return self.head(y)
+
+
+def run_schedule(
+    env: RankEnv, shape: tuple[int, ...], policy: dict[str, Any], reshard: bool | None, schedule: list[Action]
+) -> None:
+    """Runs a schedule on this rank; raises AssertionError where the sharded model differs from its twin."""
+    torch.manual_seed(7)
+    twin = Net().double()
+    model = copy.deepcopy(twin)
+    kwargs: dict[str, Any] = {"mesh": env.mesh(shape), "comm_policy": CommPolicy(**policy), "reshard_after_forward": reshard}
+    for block in model.blocks:
+        fully_shard(block, **kwargs)
+    fully_shard(model, **kwargs)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin)]
+    zeroed = False
+    for number, action in enumerate(schedule):
+        kind = action[0]
+        if kind == "micro":
+            _, level, uses, forwards, backwards = action
+            with _level(model, level):
+                _backward(model, _batch(number, env.rank, forwards), _uses_of(uses, env.rank), backwards, 1.0)
+            for rank in range(env.world_size):
+                batch = _batch(number, rank, forwards)
+                _backward(twin, batch, _uses_of(uses, rank), backwards, 1.0 / env.world_size)
+        elif kind == "zero":
+            _, who, to_none = action
+            zeroed = zeroed or not to_none
+            (model if who == "module" else optimizers[0]).zero_grad(set_to_none=to_none)
+            twin.zero_grad(set_to_none=to_none)
+        elif kind == "eval":
+            x = _batch(number, env.rank, 1)[0]
+            with torch.no_grad():
+                assert torch.allclose(model(x, (0,) * NUM_BLOCKS), twin(x, (0,) * NUM_BLOCKS), rtol=0, atol=1e-11)
+        else:
+            model.flush()
+            _compare(model, twin, zeroed, f"after action {number} {action}")
+            if kind == "step":
+                for optimizer in optimizers:
+                    optimizer.step()
+    model.flush()
+    _compare(model, twin, zeroed, "at the end")
+
+
+def _uses_of(uses: list[list[int]], rank: int) -> tuple[int, ...]:
+    """Each rank its own choice of branches; the dropped block (3) is the same everywhere, as it is a branch."""
+    return tuple(uses[rank % len(uses)])
+
+
+def _batch(seed: int, rank: int, forwards: int) -> list[Tensor]:
+    generator = torch.Generator().manual_seed(1000 * seed + rank)
+    return [torch.randn(2, 3, dtype=torch.float64, generator=generator) for _ in range(forwards)]
+
+
+def _backward(model: nn.Module, batch: list[Tensor], uses: tuple[int, ...], backwards: str, scale: float) -> None:
+    losses = [(model(x, uses) ** 2).mean() * scale for x in batch]
+    if backwards == "together":
+        torch.stack(losses).sum().backward()
+    elif backwards == "twice":
+        total = torch.stack(losses).sum()
+        total.backward(retain_graph=True)
+        total.backward()
+    else:  # last forward first, as pipeline schedules do
+        for loss in reversed(losses):
+            loss.backward()
+
+
+@contextmanager
+def _level(model: Any, level: str) -> Iterator[None]:
+    model.set_requires_all_reduce(level != "scatter")
+    try:
+        with model.no_sync() if level == "local" else nullcontext():
+            yield
+    finally:
+        model.set_requires_all_reduce(True)
+
+
+def _compare(model: nn.Module, twin: nn.Module, zeroed: bool, when: str) -> None:
+    for (name, param), mine in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert isinstance(param, DTensor), f"{name} is a {type(param).__name__} {when}"
+        assert torch.allclose(param.full_tensor(), mine, rtol=0, atol=1e-11), f"value of {name} differs {when}"
+        ours = None if param.grad is None else param.grad.full_tensor()
+        if zeroed:  # a zero gradient and none are the same after zero_grad(set_to_none=False)
+            ours = torch.zeros_like(mine) if ours is None else ours
+            theirs = torch.zeros_like(mine) if mine.grad is None else mine.grad
+        else:
+            assert (ours is None) == (mine.grad is None), f"gradient of {name} is {ours}, twin's {mine.grad} {when}"
+            theirs = mine.grad
+        if ours is not None:
+            assert torch.allclose(ours, theirs, rtol=0, atol=1e-11), f"gradient of {name} differs {when}"

@@ -174,11 +174,10 @@ class Gradients:
         grad: Any = param.sharded.grad
         if grad is None:
             local = Witness(param.local, None)
-            grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
-            param.sharded.grad = grad
+            param.sharded.grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
         else:
-            grad._local_tensor = Witness(param.local, _local_grad(param))  # type: ignore[union-attr]
-        self._witnesses[slot] = grad
+            grad._local_tensor = Witness(param.local, _local_grad(param))
+        self._witnesses[slot] = param.sharded.grad
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""

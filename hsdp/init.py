@@ -20,7 +20,7 @@ from hsdp.collectives import fingerprint
 from hsdp.errors import StateError
 from hsdp.full_params import visit
 from hsdp.unit import Unit, unit_of
-from hsdp.whole import Loan, broadcast, check_idle, rows_of, spread, units_below, write_first
+from hsdp.whole import Loan, broadcast, check_idle, gather, rows_of, spread, units_below, write_first
 
 InitFn = Callable[[nn.Module], object]
 
@@ -37,7 +37,7 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     of the units around it, are whole, plain and on `device`; then each rank keeps its shards of them. The values are
     those that one process would draw with the random state of the mesh's first rank, on every shard and replica and on
     every mesh. That rank's generators go on from there, and so do those of ranks that were in the same state; others
-    keep theirs. What is not on the meta device is left alone.
+    keep theirs. Units that are not on the meta device keep their values.
 
     Args:
         model: the whole model, sharded on the meta device; every rank must call it.
@@ -55,7 +55,8 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
         ValueError: nothing is sharded, or nothing is on the meta device; a unit reaches beyond `model`; without `fn`, a
             module has no `reset_parameters`.
         StateError: in the middle of a forward or backward; a parameter or buffer was not initialised, or was replaced by
-            something of another shape. Units that were not done are on the meta device as before then.
+            something of another shape. Then what was not done is on the meta device as before, and another call does the
+            rest.
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"init_sharded(fn={fn!r}): expected a function of a module, or None for reset_parameters()")
@@ -84,19 +85,18 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
     def enter(unit: Unit) -> None:
         if unit in units:
             loans[unit] = Loan(unit, [_blank(p.spec.shape, p.dtype, device) for p in unit.params])
-            loans[unit].show()
+        elif any(id(place.module()) in below for param in unit.params for place in param.places):
+            # Its modules are visited for the sake of others; what that does to these copies is dropped.
+            loans[unit] = Loan(unit, gather(unit, "init_sharded"))
+        else:
+            return
+        loans[unit].show()
 
     def leave(unit: Unit) -> None:
         if (loan := loans.pop(unit, None)) is not None:
             loan.hide()
-            wholes = loan.values("init_sharded")
-            blank = [p.fqn for p, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
-            if blank:
-                raise StateError(
-                    f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or "
-                    "reset_parameters) write every element"
-                )
-            _materialise(unit, wholes)
+            if unit in units:
+                _materialise(unit, loan.values("init_sharded"))
 
     def initialise(module: nn.Module) -> None:
         if fn is not None:
@@ -114,7 +114,13 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
 
 @torch.no_grad()
 def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
-    """Gives a unit on the meta device its shards, the same on all ranks."""
+    """Gives a unit on the meta device its shards, of values that are the same on all ranks."""
+    blank = [param.fqn for param, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
+    if blank:
+        raise StateError(
+            f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or reset_parameters) "
+            "write every element"
+        )
     prints = [fingerprint(whole) for whole in wholes]
     told = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
     with torch.inference_mode(False):

@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -24,6 +25,20 @@ from hsdp.unit import Residency, TrainingState, Unit, unit_of
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
+
+
+class Visit(NamedTuple):
+    """One forward of a unit, as its backward needs to know it.
+
+    Attributes:
+        epoch: the unit's epoch in that forward.
+        first_node: number of the first autograd node made inside it.
+        last_node: number of the node behind the earliest of its outputs.
+    """
+
+    epoch: int
+    first_node: int
+    last_node: int
 
 
 class Order:
@@ -88,7 +103,7 @@ class Runtime:
         self._tasks: list[int] = []
         self._reduces = True
         self._turns: deque[Unit] = deque()
-        self._opened: list[Unit] = []
+        self._opened: dict[Unit, tuple[Visit | None, int]] = {}
         self._generation = -1
         self._comms: list[Comm] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
@@ -220,7 +235,7 @@ class Runtime:
         self._turns = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         for unit in self._turns:
             unit.in_turn = True
-        self._opened = []
+        self._opened = {}
         self._reduces = self._accumulates()
 
     def _accumulates(self) -> bool:
@@ -234,14 +249,19 @@ class Runtime:
             return False
         return True
 
-    def enter_backward(self, unit: Unit, epoch: int, creates_graph: bool) -> None:
+    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
+
+        Args:
+            unit: the unit.
+            visit: the forward whose backward begins; None for a recomputation.
+            creates_graph: the backward runs with create_graph=True.
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
         """
         task = self.enter_task()
-        if epoch != unit.epoch:
+        if visit is not None and visit.epoch != unit.epoch:
             raise StaleParametersError(
                 f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a "
                 "forward and its backward, so its gradients would be wrong; run backward before the change, or forward "
@@ -253,31 +273,32 @@ class Runtime:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
         if unit.open:
+            if visit is not None or unit not in self._opened:
+                self._opened[unit] = (visit, task)
             return
         self.pipeline.advance()
-        self._close_before(unit)
+        if visit is not None:
+            self._close_before(visit)
         ahead = self._backward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.backward_prefetch is None else unit.backward_prefetch)
-        self._opened.append(unit)
+        self._opened[unit] = (visit, task)
 
-    def _close_before(self, unit: Unit) -> None:
-        """Closes the units whose backward is over now that that of `unit` begins.
+    def _close_before(self, visit: Visit) -> None:
+        """Closes the units whose backward is over now that that of `visit` begins.
 
-        The engine runs what was recorded later in forward first, so when a node that precedes a unit runs, the unit's
-        own nodes have run, also those that only hand gradients through frozen weights. Its ancestors go on.
+        The engine runs nodes that were made later first. So when the last node of a forward is about to run, units whose
+        forward began after it have run all of theirs, also those that only hand gradients through frozen weights.
         """
-        ancestors = set()
-        up = unit.parent
-        while up is not None:
-            ancestors.add(up)
-            up = up.parent
-        still: list[Unit] = []
-        for other in self._opened:
-            if self._keeps_graph or other in ancestors or any(other.remaining.values()):
-                still.append(other)
-            elif other.reshard_after_backward:
-                other.reshard()
-        self._opened = still
+        for unit, (other, _) in list(self._opened.items()):
+            if other is not None and other.first_node > visit.last_node:
+                self._close(unit)
+
+    def _close(self, unit: Unit) -> None:
+        if self._keeps_graph or any(unit.remaining.values()):
+            return
+        del self._opened[unit]
+        if unit.reshard_after_backward:
+            unit.reshard()
 
     def completed(self, unit: Unit) -> None:
         """All gradients of `unit` that this graph task will make are there."""
@@ -315,6 +336,10 @@ class Runtime:
         self._tasks.remove(task)
         if not self._tasks:
             self._end_backward()
+            return
+        for unit, (_, opened_in) in list(self._opened.items()):
+            if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
+                self._close(unit)
 
     def _end_backward(self) -> None:
         if self._reduces:
@@ -336,7 +361,7 @@ class Runtime:
                 unit.holds_whole and unit.reshard_after_backward and not self._keeps_graph
             ):
                 unit.reshard()
-        self._opened = []
+        self._opened = {}
         self._unfinished = False
 
     def drain(self) -> None:
@@ -371,7 +396,7 @@ class Runtime:
             unit.owed = unit.ready = unit.in_turn = unit.owes_all_reduce = False
         self._tasks.clear()
         self._turns.clear()
-        self._opened = []
+        self._opened = {}
         self._entered, self._left = {}, {}
         self._forward.cancel()
         self._backward.cancel()

@@ -14,8 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from hsdp.runtime import Runtime
+from hsdp.runtime import Runtime, Visit
 from hsdp.unit import Unit
+
+_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class ModuleState:
@@ -37,12 +39,13 @@ class ModuleState:
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
         args, kwargs = self.before_forward(module, args, kwargs)
+        first_node = _next_node()
         try:
             output = call(*args, **kwargs)
         except BaseException:
             self.forward_failed()
             raise
-        return self.after_forward(module, output)
+        return self.after_forward(module, output, first_node)
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The module is called: opens its unit; returns its inputs, cast if the policy says so."""
@@ -51,7 +54,7 @@ class ModuleState:
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
             self._recomputing += 1
-            runtime.enter_backward(unit, unit.epoch, creates_graph=False)
+            runtime.enter_backward(unit, None, creates_graph=False)
             return self._cast_inputs(args, kwargs)
         if runtime is None or runtime.depth == 0:
             runtime = self._become_root()
@@ -65,15 +68,18 @@ class ModuleState:
             self.forward_failed()
             raise
 
-    def after_forward(self, module: nn.Module, output: Any) -> Any:
-        """The module's forward returned: watches its outputs for the backward, and closes its unit."""
+    def after_forward(self, module: nn.Module, output: Any, first_node: int) -> Any:
+        """The module's forward returned: watches its outputs for the backward, and closes its unit.
+
+        `first_node` is the number that autograd gave, or would have given, to the first node of this forward.
+        """
         unit, policy = self.unit, self.unit.mp_policy
         runtime = unit.runtime
         assert runtime is not None, "a forward began before it ends"
         try:
             if policy.output_dtype is not None:
                 output = map_tensors(output, lambda t: t.to(policy.output_dtype) if t.is_floating_point() else t)
-            watched = torch.is_grad_enabled() and self._watch(output, runtime)
+            watched = torch.is_grad_enabled() and self._watch(output, runtime, first_node)
         except BaseException:
             self.forward_failed()
             raise
@@ -123,15 +129,16 @@ class ModuleState:
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime
 
-    def _watch(self, output: Any, runtime: Runtime) -> bool:
+    def _watch(self, output: Any, runtime: Runtime, first_node: int) -> bool:
         """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""
-        hook = _entry_hook(self.unit, runtime, self.unit.epoch)
-        found = False
-        for tensor in tensors_in(output):
-            if tensor.requires_grad:
-                tensor.register_hook(hook)
-                found = True
-        return found
+        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        if not watched:
+            return False
+        last_node = min(0 if t.grad_fn is None else t.grad_fn._sequence_nr() for t in watched)
+        hook = _entry_hook(self.unit, runtime, Visit(self.unit.epoch, first_node, last_node))
+        for tensor in watched:
+            tensor.register_hook(hook)
+        return True
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.unit.mp_policy
@@ -145,10 +152,10 @@ class ModuleState:
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
-def _entry_hook(unit: Unit, runtime: Runtime, epoch: int) -> Callable[[Tensor], None]:
+def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit) -> Callable[[Tensor], None]:
     def entered(grad: Tensor) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.
-        runtime.enter_backward(unit, epoch, torch.is_grad_enabled())
+        runtime.enter_backward(unit, visit, torch.is_grad_enabled())
 
     return entered
 

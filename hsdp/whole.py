@@ -59,7 +59,7 @@ def check_idle(units: Iterable[Unit], what: str) -> None:
         phase = ""
         if unit in _on_loan:
             phase = "while another full_params, gathered_apply or init_sharded has its whole parameters registered"
-        elif runtime is not None and runtime.in_backward():
+        elif torch._C._current_graph_task_id() != -1:  # anybody's: the unit may be about to be entered
             phase = "in the middle of a backward"
         elif runtime is not None and runtime.depth:
             phase = "in the middle of a forward"

@@ -35,9 +35,10 @@ def pool_for(request: pytest.FixtureRequest, shape: Sequence[int]) -> Pool:
 
 
 def shard(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
-    """One unit for each of `model.blocks`, and one for the rest."""
-    for block in getattr(model, "blocks", ()):
-        hsdp.fully_shard(block, mesh=mesh, **options)
+    """One unit for each of what `model.units()` gives, or of `model.blocks`, and one for the rest."""
+    units: Any = model.units() if hasattr(model, "units") else getattr(model, "blocks", ())  # type: ignore[operator]
+    for unit in units:
+        hsdp.fully_shard(unit, mesh=mesh, **options)
     return hsdp.fully_shard(model, mesh=mesh, **options)
 
 

@@ -1,0 +1,85 @@
+"""Rule 13: a recomputation neither records the order, nor uses up prefetched units, nor reshards early."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import Deep, collectives, of_kind, seeded, step
+from tests.sharded import check_grads, check_rest, shard
+
+
+class Inside(Deep):
+    """Units that recompute a part of themselves; their first op changes their input in place."""
+
+    class Part(nn.Linear):
+        reentrant = True
+
+        def forward(self, x: Tensor) -> Tensor:
+            x = x.mul_(0.5)
+            return x + checkpoint(super().forward, x, use_reentrant=self.reentrant)
+
+    def __init__(self, recompute: bool) -> None:
+        super().__init__()
+        for index, block in enumerate(self.blocks):
+            part = self.Part(block.in_features, block.out_features)
+            part.reentrant = recompute
+            self.blocks[index] = part
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(torch.tanh(x) * 1.0)  # an input that nobody saved
+        return self.last(x)
+
+
+BUILDS = {
+    f"{where}, {'reentrant' if reentrant else 'not reentrant'}": (build, reentrant)
+    for where, build in {"around": Deep, "inside": Inside}.items()
+    for reentrant in (True, False)
+}
+
+
+def check_gathers(env: RankEnv, name: str, shape: tuple[int, ...], prefetch: int) -> None:
+    build, reentrant = BUILDS[name]
+    plain, model = (seeded(lambda: build(recompute=reentrant)) for _ in range(2))
+    policy = hsdp.CommPolicy(prefetch=prefetch)
+    shard(model, env.mesh(shape), reshard_after_forward=True, comm_policy=policy)
+    for _ in range(3):
+        with collectives() as log:
+            check_grads(model, plain, step, env.rank, env.world_size)
+        units = [unit.name for unit in model._units()]  # type: ignore[operator]
+        gathered = [entry.partition(" ")[2] for entry in of_kind(log, "all_gather")]
+        # Each unit once in forward, in the order in which they run, and once in backward: none for a recomputation.
+        assert gathered[:5] == units, gathered
+        assert sorted(gathered[5:]) == sorted(units), gathered
+        check_rest(model)
+
+
+@pytest.mark.parametrize("prefetch", [0, 2])
+@pytest.mark.parametrize("name", BUILDS)
+def test_rule_13_recompute_gathers_nothing_of_its_own(pool2: Pool, name: str, prefetch: int) -> None:
+    pool2.run(check_gathers, name, (2,), prefetch)
+
+
+def check_parameters_stay(env: RankEnv) -> None:
+    """A unit that a recomputation opened is still whole when its own backward comes."""
+    model = shard(seeded(lambda: Deep(recompute=True)), env.mesh(2), reshard_after_forward=True)
+    seen: list[bool] = []
+
+    def watch(module: nn.Module, args: object, out: Tensor) -> None:
+        if torch._C._current_graph_task_id() != -1:  # a recomputation
+            out.register_hook(lambda grad: seen.append(module._hsdp_state.unit.open))  # type: ignore[union-attr]
+
+    for block in model.blocks:  # type: ignore[union-attr]
+        block.register_forward_hook(watch)
+    step(model, env.rank)
+    assert seen == [True] * 4, seen
+    check_rest(model)
+
+
+def test_rule_13_recompute_does_not_reshard_early(pool2: Pool) -> None:
+    pool2.run(check_parameters_stay)

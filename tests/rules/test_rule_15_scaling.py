@@ -1,0 +1,78 @@
+"""Rule 15: avg or sum, scaling and divide factor are applied exactly once, on every path."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import Deep, mean_grads, seeded, step
+from tests.sharded import mesh_id, shard
+from tests.twin import assert_same, full_grads
+
+
+def check_factors(env: RankEnv, shape: tuple[int, ...], fusion: str) -> None:
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    policy = hsdp.CommPolicy(fusion=fusion)  # type: ignore[arg-type]
+    model = shard(seeded(Deep), env.mesh(shape), comm_policy=policy)
+    for op, scale, divide, factor in (
+        ("avg", 1.0, None, 1.0),
+        (" SUM ", 1.0, None, env.world_size),
+        ("avg", 0.5, None, 0.5),
+        ("sum", 0.25, None, 0.25 * env.world_size),
+        ("avg", 1.0, 3.0, env.world_size / 3),  # the divide factor takes the place of avg's division
+        ("sum", 0.5, 5.0, 0.5 * env.world_size / 5),
+    ):
+        model.set_reduce_op_type(op)  # type: ignore[operator]
+        model.set_gradient_scaling_factor(scale)  # type: ignore[operator]
+        model.set_gradient_divide_factor(divide, recurse=True)  # type: ignore[operator]
+        for micro_batches in (("full",), ("local", "scatter", "full")):
+            model.zero_grad()
+            for level in micro_batches:
+                model.set_requires_grad_sync(level != "local")  # type: ignore[operator]
+                model.set_requires_all_reduce(level != "scatter")  # type: ignore[operator]
+                step(model, env.rank)
+            total = factor * len(micro_batches)
+            expected = {name: None if grad is None else grad * total for name, grad in means.items()}
+            assert_same(full_grads(model), expected)
+
+
+@pytest.mark.parametrize("fusion", ["packed", "direct"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
+def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], fusion: str) -> None:
+    pool4.run(check_factors, shape, fusion)
+
+
+def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float) -> None:
+    """The sum over ranks would overflow fp16 (largest number 65504), the mean does not; tiny gradients survive too."""
+    model = nn.Linear(4, 4, bias=False)
+    half = hsdp.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
+    hsdp.fully_shard(model, mesh=env.mesh(shape), mp_policy=half)
+    model(torch.full((1, 4), value)).sum().backward()
+    grad = full_grads(model)["weight"]
+    assert grad is not None
+    assert grad.unique().tolist() == [value]
+
+
+@pytest.mark.parametrize("value", [30000.0, 2.0**-20])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_rule_15_fp16_divides_before_and_after_the_sum(pool4: Pool, shape: tuple[int, ...], value: float) -> None:
+    pool4.run(check_fp16, shape, value)
+
+
+def check_recursive(env: RankEnv) -> None:
+    """Set on the root they reach every unit; with recurse=False the root's own only, and the divide factor always so."""
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    model = shard(seeded(Deep), env.mesh(2))
+    model.set_gradient_scaling_factor(2.0)  # type: ignore[operator]
+    model.set_gradient_scaling_factor(4.0, recurse=False)  # type: ignore[operator]
+    model.set_gradient_divide_factor(1.0)  # type: ignore[operator]
+    step(model, env.rank)
+    factors = {name: 4.0 * env.world_size if name.startswith("last") else 2.0 for name in means}
+    assert_same(full_grads(model), {name: grad * factors[name] for name, grad in means.items() if grad is not None})
+
+
+def test_rule_15_setters_reach_what_they_say(pool2: Pool) -> None:
+    pool2.run(check_recursive)

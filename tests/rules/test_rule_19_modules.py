@@ -1,0 +1,194 @@
+"""Rule 19: children used alone, sub-models, inference before training, modules that hold parameters in ways of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.utils.parametrize as parametrize
+from torch import Tensor, nn
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import DIM, Deep, floats, mean_grads, seeded, step
+from tests.sharded import check_grads, check_rest, check_sharded, shard
+from tests.twin import assert_same, full_grads
+
+
+def _child_first(model: nn.Module, rank: int) -> None:
+    blocks: Any = model.blocks
+    blocks[2](floats(rank)).sum().backward()
+    step(model, rank)
+    with torch.no_grad():
+        blocks[1](floats(rank))
+    step(model, rank, 1)
+
+
+def _sub_model(model: nn.Module, rank: int) -> None:
+    blocks: Any = model.blocks
+    nn.Sequential(blocks[3], nn.Tanh(), blocks[0])(floats(rank)).square().sum().backward()
+    step(model, rank)
+
+
+def _child_between(model: nn.Module, rank: int) -> None:
+    # The child becomes a root of its own while the model's backward is still to come.
+    blocks: Any = model.blocks
+    loss = model(floats(rank)).square().sum()
+    with torch.no_grad():
+        blocks[2](floats(rank))
+    loss.backward()
+
+
+USES: dict[str, Callable[[nn.Module, int], None]] = {
+    "a child first": _child_first,
+    "a sub-model": _sub_model,
+    "a child between": _child_between,
+}
+
+
+def check_use(env: RankEnv, name: str, shape: tuple[int, ...]) -> None:
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))
+    for _ in range(2):
+        check_grads(model, plain, USES[name], env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("name", USES)
+def test_rule_19_children_work_alone(pool2: Pool, name: str) -> None:
+    pool2.run(check_use, name, (2,))
+
+
+def check_inference_first(env: RankEnv, how: str) -> None:
+    """Parameters that change behind an inference are fresh in training, and the other way round."""
+    mode = {"no_grad": torch.no_grad, "inference_mode": torch.inference_mode}[how]
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    for k in range(3):
+        with mode():
+            torch.testing.assert_close(model(floats(env.rank, k)), plain(floats(env.rank, k)), rtol=1e-11, atol=1e-11)
+        check_rest(model)
+        model(floats(env.rank, k))  # a forward that no backward follows, which leaves the root's parameters whole
+        for param in (*model.parameters(), *plain.parameters()):
+            local = param.to_local() if hasattr(param, "to_local") else param
+            local.data.mul_(0.9)
+        check_grads(model, plain, step, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("how", ["no_grad", "inference_mode"])
+def test_rule_19_inference_then_training(pool2: Pool, how: str) -> None:
+    pool2.run(check_inference_first, how)
+
+
+class Recurrent(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.LSTM(DIM, DIM, num_layers=2), nn.GRU(DIM, DIM, bidirectional=True)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        x, _ = self.blocks[0](x.unsqueeze(1))
+        x, _ = self.blocks[1](x)
+        return x
+
+
+class Lists(nn.Module):
+    class Unit(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.rows = nn.ParameterList(nn.Parameter(torch.randn(DIM)) for _ in range(3))
+            self.named = nn.ParameterDict({"gain": nn.Parameter(torch.rand(DIM)), "shift": nn.Parameter(torch.rand(1))})
+
+        def forward(self, x: Tensor) -> Tensor:
+            for row in self.rows:
+                x = x * row
+            return x * self.named["gain"] + self.named["shift"]
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(self.Unit() for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+class Symmetric(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x.triu() + x.triu(1).transpose(-1, -2)
+
+
+def _parametrized() -> nn.Module:
+    model = Deep(layers=2)
+    parametrize.register_parametrization(model.blocks[0], "weight", Symmetric())
+    return model
+
+
+def _weight_norm() -> nn.Module:
+    model = Deep(layers=2)
+    nn.utils.parametrizations.weight_norm(model.blocks[1])
+    return model
+
+
+def _attention() -> nn.Module:
+    class Attention(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.blocks = nn.ModuleList([nn.MultiheadAttention(DIM, 2)])
+
+        def forward(self, x: Tensor) -> Tensor:
+            out: Tensor = self.blocks[0](x, x, x)[0]
+            return out
+
+    return Attention()
+
+
+BUILDS: dict[str, Callable[[], nn.Module]] = {
+    "RNN": Recurrent,
+    "ParameterList": Lists,
+    "parametrization": _parametrized,
+    "weight_norm": _weight_norm,
+    "attention": _attention,
+}
+
+
+def check_own_ways(env: RankEnv, name: str) -> None:
+    """Equal to the twin, before and after a step; or refused with a text that says more than a type."""
+    plain, model = seeded(BUILDS[name]), seeded(BUILDS[name])
+    try:
+        shard(model, env.mesh(2))
+        check_grads(model, plain, step, env.rank, env.world_size)
+    except (ValueError, TypeError, hsdp.StateError) as error:
+        assert "parameter" in str(error), error
+        return
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(0.9)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    check_sharded(model)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("name", BUILDS)
+def test_rule_19_modules_with_their_own_ways_work_or_are_refused(pool2: Pool, name: str) -> None:
+    pool2.run(check_own_ways, name)
+
+
+def check_functional_call(env: RankEnv) -> None:
+    """Plain tensors in the parameters' place are refused or used, never ignored; afterwards all is as before."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    x = floats(env.rank)
+    others = {name: torch.full_like(param, 0.25) for name, param in plain.named_parameters()}
+    expected = torch.func.functional_call(plain, others, (x,))
+    try:
+        found = torch.func.functional_call(model, others, (x,))
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+    except hsdp.HSDPError as error:
+        assert "parameter" in str(error), error
+    check_sharded(model)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    assert_same(full_grads(model), mean_grads(plain, step, env.world_size))
+
+
+def test_rule_19_functional_call_works_or_is_refused(pool2: Pool) -> None:
+    pool2.run(check_functional_call)

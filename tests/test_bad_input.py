@@ -1,0 +1,439 @@
+"""Bad input is refused at the call: the right type of error, what and where in the message, and what to do instead."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import re
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate
+
+import hsdp
+from hsdp import CommPolicy, DivergenceError, MixedPrecisionPolicy, StateError, fully_shard
+from tests.models import MLP, make_case
+from tests.rig import Pool, RankEnv, fake_world
+from tests.sharded import check_grads, shard
+from tests.twin import full_params
+
+
+@pytest.fixture
+def world() -> Iterator[RankEnv]:
+    """Rank 0 of 4; collectives move nothing."""
+    with fake_world(4) as env:
+        yield env
+
+
+def _says(error: BaseException, *parts: str) -> None:
+    """The message has all parts, and more words than a bare assertion would."""
+    for part in parts:
+        assert re.search(part, str(error), re.IGNORECASE), f"no {part!r} in: {error}"
+
+
+class _Tied(nn.Module):
+    """Two blocks that share a weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, 4)
+        self.second.weight = self.first.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.second(self.first(x))
+
+
+# -- modules --------------------------------------------------------------------------------------------------------
+
+_MODULES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
+    "list without forward": (lambda: MLP().blocks, ValueError, ("ModuleList", "no forward", "children")),
+    "dict without forward": (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), ValueError, ("ModuleDict", "no forward")),
+    "not a module": (lambda: "model", TypeError, ("nn.Module", "str")),
+    "a parameter": (lambda: nn.Linear(2, 2).weight, TypeError, ("nn.Module", "Parameter")),
+    "empty list": (list, ValueError, ("empty", "at least one")),
+    "twice in a list": (lambda: [nn.Linear(2, 2)] * 2, ValueError, ("twice", "once")),
+    "not a module in a list": (lambda: [nn.Linear(2, 2), 3], TypeError, ("nn.Module", "int")),
+}
+
+
+@pytest.mark.parametrize("what", _MODULES)
+def test_what_is_no_module_with_a_forward_is_refused(world: RankEnv, what: str) -> None:
+    make, kind, parts = _MODULES[what]
+    with pytest.raises(kind) as caught:
+        fully_shard(make(), mesh=world.mesh(4))
+    _says(caught.value, "fully_shard", *parts)
+
+
+def test_a_module_sharded_twice_is_refused_by_class(world: RankEnv) -> None:
+    model = fully_shard(MLP(), mesh=world.mesh(4))
+    for module in (model, [model]):
+        with pytest.raises(ValueError) as caught:
+            fully_shard(module, mesh=world.mesh(4))
+        _says(caught.value, "MLP", "sharded already", "once")
+
+
+def test_a_module_inside_a_unit_is_refused_with_the_order_to_call_in(world: RankEnv) -> None:
+    model = fully_shard(MLP(), mesh=world.mesh(4))
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model.blocks[0], mesh=world.mesh(4))
+    _says(caught.value, "'weight'", "blocks.0.weight", "MLP", "before|first|bottom-up|inside out")
+
+
+@pytest.mark.parametrize("outer", [False, True], ids=["siblings", "parent"])
+def test_a_weight_tied_to_another_unit_is_refused_by_both_names(world: RankEnv, outer: bool) -> None:
+    model = _Tied()
+    fully_shard(model.first, mesh=world.mesh(4))
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model if outer else model.second, mesh=world.mesh(4))
+    _says(caught.value, "second.weight" if outer else "'weight'", "tied", "Linear", "one unit", "untie")
+    assert model.second.weight.shape == (4, 4)
+    assert type(model.second) is nn.Linear
+
+
+def test_a_tied_weight_is_still_refused_when_its_other_unit_is_gone(world: RankEnv) -> None:
+    model = _Tied()
+    fully_shard(model.first, mesh=world.mesh(4))
+    del model.first
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model.second, mesh=world.mesh(4))
+    _says(caught.value, "'weight'", "tied")
+
+
+# -- meshes ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_mesh_of_three_axes_is_refused_with_its_shape(world: RankEnv) -> None:
+    mesh = world.mesh((2, 1, 2), ("a", "b", "c"))
+    with pytest.raises(ValueError) as caught:
+        fully_shard(MLP(), mesh=mesh)
+    _says(caught.value, "3 axes", r"\(2, 1, 2\)", "1-D", "2-D", "slice")
+
+
+def test_what_is_no_mesh_is_refused_by_type(world: RankEnv) -> None:
+    for mesh in (4, (2, 2), torch.distributed.group.WORLD):
+        with pytest.raises(TypeError) as caught:
+            fully_shard(MLP(), mesh=mesh)  # type: ignore[arg-type]
+        _says(caught.value, "DeviceMesh", type(mesh).__name__, "init_device_mesh")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the device must be missing")
+def test_a_mesh_for_a_device_that_is_not_here_is_refused(world: RankEnv) -> None:
+    mesh = DeviceMesh("cuda", torch.arange(4), _init_backend=False, _rank=0)
+    with pytest.raises(ValueError) as caught:
+        fully_shard(MLP(), mesh=mesh)
+    _says(caught.value, "cuda", "cpu")
+
+
+def test_no_mesh_and_no_process_group_is_refused() -> None:
+    with pytest.raises(RuntimeError) as caught:
+        fully_shard(MLP())
+    _says(caught.value, "mesh", "init_process_group")
+
+
+def _shard_on_foreign_mesh(env: RankEnv) -> str:
+    mesh = DeviceMesh("cpu", torch.tensor([0, 1]), mesh_dim_names=("shard",))
+    if env.rank < 2:
+        return ""
+    with pytest.raises(ValueError) as caught:
+        fully_shard(MLP(), mesh=mesh)
+    return str(caught.value)
+
+
+def test_a_rank_outside_the_mesh_is_refused_by_its_number(pool4: Pool) -> None:
+    for rank, text in enumerate(pool4.run(_shard_on_foreign_mesh)):
+        assert rank < 2 or f"rank {rank}" in text
+
+
+# -- parameters -----------------------------------------------------------------------------------------------------
+
+
+class _Counts(nn.Module):
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 3)
+        self.inner.table = nn.Parameter(torch.zeros(3, 5, dtype=dtype), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.inner(x)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.complex64], ids=str)
+def test_parameters_that_are_not_floats_are_refused_by_name(world: RankEnv, dtype: torch.dtype) -> None:
+    model = _Counts(dtype)
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mesh=world.mesh(4))
+    _says(caught.value, "_Counts", r"inner\.table", r"\(3, 5\)", str(dtype), "buffer", "ignored_params")
+    assert fully_shard(model, mesh=world.mesh(4), ignored_params=[model.inner.table]) is model
+
+
+def test_parameters_that_are_dtensors_already_are_refused_by_name(world: RankEnv) -> None:
+    model = nn.Linear(8, 8)
+    model.bias = nn.Parameter(distribute_tensor(torch.zeros(8), world.mesh(4), [Replicate()], src_data_rank=None))
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mesh=world.mesh(4))
+    _says(caught.value, "'bias'", "DTensor", "Replicate", "ignored_params")
+
+
+_PLACEMENTS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "dim too large": (lambda p: Shard(2), ValueError, (r"Shard\(dim=2\)|S\(2\)", "-2 to 1")),
+    "dim too small": (lambda p: Shard(-3), ValueError, (r"Shard\(dim=-3\)|S\(-3\)", "-2 to 1")),
+    "an int": (lambda p: 1, TypeError, ("returned 1", r"Shard\(dim\)")),
+    "not Shard": (lambda p: Replicate(), TypeError, (r"Replicate\(\)|R\b", r"Shard\(dim\)")),
+}
+
+
+@pytest.mark.parametrize("what", _PLACEMENTS)
+def test_placements_that_do_not_exist_are_refused_by_parameter(world: RankEnv, what: str) -> None:
+    choose, kind, parts = _PLACEMENTS[what]
+    model = MLP()
+    with pytest.raises(kind) as caught:
+        fully_shard(model, mesh=world.mesh(4), shard_placement_fn=choose)
+    _says(caught.value, "MLP", r"blocks\.0\.weight", r"\(16, 8\)", *parts)
+
+
+@pytest.mark.parametrize("name", ["weight", "bias"])
+def test_a_unit_that_is_partly_on_meta_never_runs_with_made_up_values(world: RankEnv, name: str) -> None:
+    model = nn.Linear(4, 4)
+    setattr(model, name, nn.Parameter(getattr(model, name).to("meta")))
+    with pytest.raises((ValueError, StateError)) as caught:
+        fully_shard(model, mesh=world.mesh(4))(torch.ones(1, 4))
+    _says(caught.value, name, "meta")
+
+
+# -- other arguments ------------------------------------------------------------------------------------------------
+
+_ARGUMENTS: dict[str, tuple[dict[str, Any], tuple[str, ...]]] = {
+    "reshard_after_forward": ({"reshard_after_forward": "yes"}, ("'yes'", "True, False or None")),
+    "mp_policy": ({"mp_policy": torch.bfloat16}, ("MixedPrecisionPolicy", "dtype")),
+    "comm_policy": ({"comm_policy": "packed"}, ("CommPolicy", "str")),
+    "ignored_params": ({"ignored_params": ["blocks.0.weight"]}, ("str", "parameter")),
+    "shard_placement_fn": ({"shard_placement_fn": Shard(1)}, ("Shard", "function|callable")),
+}
+
+
+@pytest.mark.parametrize("name", _ARGUMENTS)
+def test_arguments_of_the_wrong_type_are_refused_by_name(world: RankEnv, name: str) -> None:
+    arguments, parts = _ARGUMENTS[name]
+    with pytest.raises(TypeError) as caught:
+        fully_shard(MLP(), mesh=world.mesh(4), **arguments)
+    _says(caught.value, name, *parts)
+
+
+_POLICIES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
+    "param_dtype": (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), ("int8", "floating", "bfloat16")),
+    "reduce_dtype": (lambda: MixedPrecisionPolicy(reduce_dtype="fp32"), ("'fp32'", "floating")),  # type: ignore[arg-type]
+    "output_dtype": (lambda: MixedPrecisionPolicy(output_dtype=torch.bool), ("bool", "floating")),
+    "fusion": (lambda: CommPolicy(fusion="always"), ("'always'", "'auto', 'packed' or 'direct'")),  # type: ignore[arg-type]
+    "prefetch": (lambda: CommPolicy(prefetch=-1), ("-1", "at least 0")),
+    "max_inflight_reduce_scatters": (lambda: CommPolicy(max_inflight_reduce_scatters=0), ("at least 1",)),
+    "max_inflight_all_reduces": (lambda: CommPolicy(max_inflight_all_reduces=True), ("True", "integer")),
+    "direct_gather_bytes": (lambda: CommPolicy(direct_gather_bytes=1.5), ("1.5", "integer")),  # type: ignore[arg-type]
+}
+
+
+@pytest.mark.parametrize("name", _POLICIES)
+def test_policies_are_checked_where_they_are_made(name: str) -> None:
+    make, parts = _POLICIES[name]
+    with pytest.raises(ValueError) as caught:
+        make()
+    _says(caught.value, name, *parts)
+
+
+_SETTERS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
+    "set_requires_grad_sync": (1, TypeError, ("True or False",)),
+    "set_requires_all_reduce": ("no", TypeError, ("True or False",)),
+    "set_reshard_after_forward": (None, TypeError, ("True or False",)),
+    "set_reshard_after_backward": (2, TypeError, ("True or False",)),
+    "set_reduce_op_type": ("max", ValueError, ("'max'", "'avg' or 'sum'")),
+    "set_gradient_scaling_factor": (0, ValueError, ("not 0",)),
+}
+
+
+@pytest.mark.parametrize("name", _SETTERS)
+def test_setters_refuse_what_makes_no_sense_and_change_nothing(world: RankEnv, name: str) -> None:
+    value, kind, parts = _SETTERS[name]
+    model = shard(MLP(), world.mesh(4))
+    before = [_settings(unit) for unit in model._units()]  # type: ignore[operator]
+    with pytest.raises(kind) as caught:
+        getattr(model, name)(value)
+    _says(caught.value, name, *parts)
+    assert [_settings(unit) for unit in model._units()] == before  # type: ignore[operator]
+
+
+def _settings(unit: Any) -> tuple[Any, ...]:
+    flags = (unit.requires_grad_sync, unit.requires_all_reduce, unit.reshard_after_forward, unit.reshard_after_backward)
+    return (*flags, unit.reduce_op, unit.gradient_scale)
+
+
+def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:
+    model = _Counts(torch.int64)
+    before, names = type(model), dict(model.named_parameters())
+    with pytest.raises(ValueError):
+        fully_shard(model, mesh=world.mesh(4))
+    assert type(model) is before
+    assert all(param is names[name] for name, param in model.named_parameters())
+    assert "_hsdp_state" not in vars(model)
+    ignored = [model.inner.table]
+    assert fully_shard(model, mesh=world.mesh(4), ignored_params=ignored) is model, "no trace of the refused call"
+
+
+# -- copies ---------------------------------------------------------------------------------------------------------
+
+
+def test_copies_and_pickles_are_refused_with_what_to_do(world: RankEnv) -> None:
+    model = shard(MLP(), world.mesh(4))
+    for copying, remedy in ((copy.deepcopy, "before fully_shard"), (copy.copy, "."), (pickle.dumps, "state_dict")):
+        with pytest.raises(TypeError) as caught:
+            copying(model)  # type: ignore[operator]
+        _says(caught.value, "HSDP", remedy)
+
+
+def test_constructing_a_sharded_class_makes_a_plain_module(world: RankEnv) -> None:
+    sharded = type(fully_shard(nn.Linear(4, 4), mesh=world.mesh(4)))
+    assert sharded.__name__ == "HSDPLinear"
+    assert type(sharded(3, 2)) is nn.Linear
+    with pytest.raises(TypeError) as caught:
+        hsdp.HSDPModule()
+    _says(caught.value, "fully_shard")
+
+
+# -- while a model runs ---------------------------------------------------------------------------------------------
+
+
+def _run_on_meta(env: RankEnv) -> str:
+    case = make_case("mlp")
+    with torch.device("meta"):
+        model = shard(case.build().double(), env.mesh(2))
+    with pytest.raises(StateError) as caught:
+        model(case.batch(0, env.rank)[0])
+    model.to_empty(device="cpu")
+    plain = case.model()
+    with torch.no_grad():
+        for param, source in zip(model.parameters(), plain.parameters(), strict=True):
+            param.copy_(distribute_tensor(source, env.mesh(2), param.placements))  # type: ignore[attr-defined]
+    check_grads(model, plain, lambda m, rank: case.loss(m, case.batch(0, rank)).backward(), env.rank, env.world_size)  # type: ignore[func-returns-value]
+    return str(caught.value)
+
+
+def test_parameters_still_on_meta_are_refused_and_materialised_ones_train(pool2: Pool) -> None:
+    for text in pool2.run(_run_on_meta):
+        for part in (r"unit 'blocks\.0'", "'weight'", "meta", "to_empty"):
+            assert re.search(part, text), text
+
+
+def _call_forward_directly(env: RankEnv) -> None:
+    case = make_case("mlp")
+    model, plain = shard(case.model(), env.mesh(2)), case.model()
+
+    def run(module: nn.Module, rank: int) -> None:
+        x, y = case.batch(0, rank)
+        (module.forward(x) - y).square().mean().backward()
+        (module.blocks[1].forward(x.repeat(1, 2))).sum().backward()  # type: ignore[index,union-attr]
+
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+
+
+def test_forward_may_be_called_directly(pool2: Pool) -> None:
+    pool2.run(_call_forward_directly)
+
+
+def _replace_parameter(env: RankEnv, how: str) -> str:
+    case = make_case("mlp")
+    model = shard(case.model(), env.mesh(2))
+    x = case.batch(0, env.rank)[0]
+    expected = model(x).detach()
+    block = model.blocks[1]  # type: ignore[index,union-attr]
+    held = block.weight
+    if how == "plain":
+        block.weight = nn.Parameter(torch.zeros(16, 16, dtype=torch.float64))
+    elif how == "shape":
+        block.weight = nn.Parameter(distribute_tensor(torch.zeros(4, 16), env.mesh(2), [Shard(0)]))
+    elif how == "placement":
+        block.weight = nn.Parameter(distribute_tensor(torch.zeros(16, 16), env.mesh(2), [Shard(1)]))
+    with pytest.raises(StateError) as caught:
+        if how == "functional_call":
+            torch.func.functional_call(model, full_params(model), (x,))
+        else:
+            model(x)
+    if how != "functional_call":
+        block.weight = held
+    assert torch.equal(model(x), expected), "the refusal left something behind"
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("how", ["plain", "shape", "placement", "functional_call"])
+def test_parameters_replaced_by_something_else_are_refused_by_name(pool2: Pool, how: str) -> None:
+    for text in pool2.run(_replace_parameter, how):
+        name = r"blocks\.\d|MLP" if how == "functional_call" else r"'weight'.*'blocks\.1'"
+        assert re.search(name, text), text
+        assert re.search("in place|must keep", text), text
+
+
+def _assign_plain_state(env: RankEnv) -> str:
+    model = shard(make_case("mlp").model(), env.mesh(2))
+    state = full_params(model)
+    with pytest.raises((StateError, RuntimeError)) as caught:
+        model.load_state_dict(state, assign=True)
+        model(torch.ones(1, 8, dtype=torch.float64))
+    return str(caught.value)
+
+
+def test_assigning_a_plain_state_dict_is_refused_by_name(pool2: Pool) -> None:
+    for text in pool2.run(_assign_plain_state):
+        assert re.search(r"weight.*(sharded|DTensor)", text, re.DOTALL), text
+
+
+# -- ranks that disagree --------------------------------------------------------------------------------------------
+
+
+def _build_differently(env: RankEnv, what: str, shape: tuple[int, ...]) -> str:
+    odd = env.rank == env.world_size - 1
+    model: nn.Module = nn.Linear(8, 6 if odd and what == "shape" else 4, bias=not (odd and what == "names"))
+    if what == "dtype" and odd:
+        model.double()
+    if what == "frozen" and odd:
+        model.requires_grad_(False)
+    choose = (lambda p: Shard(p.ndim - 1)) if odd and what == "placement" else None
+    with pytest.raises(DivergenceError) as caught:
+        fully_shard(model, mesh=env.mesh(shape), shard_placement_fn=choose)
+    assert type(model) is nn.Linear
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("what", ["shape", "names", "dtype", "frozen", "placement"])
+def test_ranks_that_build_different_models_are_told_which_parameter(
+    pool4: Pool, what: str, shape: tuple[int, ...]
+) -> None:
+    for text in pool4.run(_build_differently, what, shape):
+        assert re.search("bias" if what == "names" else "weight", text), text
+        assert "Linear" in text
+        assert "rank 3" in text
+
+
+def _start_from_other_values(env: RankEnv, shape: tuple[int, ...]) -> dict[str, Tensor]:
+    torch.manual_seed(env.rank)
+    model = nn.Linear(5, 7)
+    mine = {name: param.detach().clone() for name, param in model.named_parameters()}
+    fully_shard(model, mesh=env.mesh(shape))
+    return {**{f"before.{name}": value for name, value in mine.items()}, **full_params(model)}
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+def test_values_that_differ_are_replaced_by_those_of_the_first_rank(pool4: Pool, shape: tuple[int, ...]) -> None:
+    told = pool4.run(_start_from_other_values, shape)
+    for rank in told:
+        for name in ("weight", "bias"):
+            assert torch.equal(rank[name], told[0][f"before.{name}"])
+
+
+def test_mesh_none_uses_the_default_group(world: RankEnv) -> None:
+    model = fully_shard(nn.Linear(8, 8))
+    assert model.weight.device_mesh == init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))  # type: ignore[attr-defined]

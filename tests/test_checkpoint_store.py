@@ -1,0 +1,194 @@
+"""Directories: complete or not there, the last one, retention; whatever the moment at which a save dies."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hsdp import checkpoint
+from hsdp.checkpoint import CheckpointError, store
+
+
+class Crash(BaseException):
+    """The process is gone: no cleanup may count on running after it."""
+
+
+def save(directory: Path, step: int, content: bytes = b"tensors", keep: int | None = None) -> Path:
+    """What a save does to a directory, with a file in the place of tensors."""
+    partial = store.begin(directory, step)
+    files = {"data": store.write_file(partial / "data", content)}
+    return store.publish(partial, step, 1, files, keep)
+
+
+def names(directory: Path) -> list[str]:
+    return sorted(path.name for path in directory.iterdir())
+
+
+def test_latest_is_the_one_saved_last_not_the_highest_step(tmp_path: Path) -> None:
+    assert checkpoint.latest(tmp_path / "nowhere") is None
+    assert checkpoint.latest(tmp_path) is None
+    for step in (10, 300, 20):  # a run that was begun anew in the same directory
+        assert save(tmp_path, step) == tmp_path / f"step-{step:06d}"
+        assert checkpoint.latest(tmp_path) == tmp_path / f"step-{step:06d}"
+
+
+def test_retention_keeps_those_saved_last(tmp_path: Path) -> None:
+    for step in (10, 300, 20, 30):
+        save(tmp_path, step, keep=2)
+    assert names(tmp_path) == ["step-000020", "step-000030"]
+
+
+def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
+    for content in (b"first", b"second"):
+        save(tmp_path, 5, content)
+    assert names(tmp_path) == ["step-000005"]
+    assert (tmp_path / "step-000005" / "data").read_bytes() == b"second"
+    assert store.read_manifest(tmp_path / "step-000005").sequence == 2
+
+
+def test_what_a_dead_run_left_is_swept_by_the_next_save(tmp_path: Path) -> None:
+    dead = store.begin(tmp_path, 7)
+    (dead / "half").write_bytes(b"...")
+    assert checkpoint.latest(tmp_path) is None
+    other = tmp_path / ".step-notes"
+    other.mkdir()
+    save(tmp_path, 7)
+    assert names(tmp_path) == [".step-notes", "step-000007"]
+
+
+def test_a_directory_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
+    foreign = tmp_path / "step-000005"
+    foreign.mkdir()
+    (foreign / "precious").write_bytes(b"")
+    with pytest.raises(CheckpointError, match=r"step-000005 exists and was not saved by hsdp"):
+        save(tmp_path, 5)
+    assert (foreign / "precious").exists()
+
+
+def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path: Path) -> None:
+    save(tmp_path, 1)
+    damaged = save(tmp_path, 2)
+    (damaged / store.MANIFEST).write_text("{")
+    with pytest.raises(CheckpointError, match=r"step-000002/manifest.json is damaged.*move step-000002 out"):
+        checkpoint.latest(tmp_path)
+    save(tmp_path, 3)
+    damaged.rename(tmp_path / "aside")
+    assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
+
+
+def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
+    partial = store.begin(tmp_path, 1)
+    files = {"data": store.FileRecord(3, 0), "more": store.write_file(partial / "more", b"abcd")}
+    (partial / "more").write_bytes(b"ab")
+    with pytest.raises(
+        CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"
+    ):
+        store.publish(partial, 1, 1, files, None)
+    assert checkpoint.latest(tmp_path) is None
+
+
+@pytest.mark.parametrize("field", ["step", "sequence", "files", "format", "crc32", "version"])
+def test_a_manifest_that_was_edited_is_refused(tmp_path: Path, field: str) -> None:
+    file = save(tmp_path, 1) / store.MANIFEST
+    fields = json.loads(file.read_text())
+    fields[field] = {"step": 2, "sequence": 9, "files": {}, "format": "x", "crc32": 0, "version": 9}[field]
+    file.write_text(json.dumps(fields))
+    with pytest.raises(CheckpointError, match=r"manifest.json is damaged"):
+        checkpoint.latest(tmp_path)
+
+
+def crash_at(count: int, body: Callable[[], Any]) -> bool:
+    """Runs `body`, raising at the `count`-th line of store.py; returns whether it got that far."""
+    left = count
+
+    def trace(frame: Any, event: str, arg: Any) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.endswith("store.py"):
+            return None
+        if event == "line":
+            left -= 1
+            if left == 0:
+                raise Crash
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        body()
+    except Crash:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+@pytest.mark.parametrize("again", [False, True], ids=["new-step", "same-step"])
+def test_dying_at_any_line_of_a_save_loses_nothing(tmp_path: Path, again: bool) -> None:
+    count = 0
+    while True:
+        count += 1
+        directory = tmp_path / str(count)
+        directory.mkdir()
+        for step in (1, 2):
+            save(directory, step, f"content {step}".encode())
+        crashed = crash_at(
+            count, lambda directory=directory: save(directory, 2 if again else 3, b"new content", keep=2)
+        )
+        last = checkpoint.latest(directory)
+        assert last is not None
+        manifest = store.read_manifest(last)
+        store.check_sizes(last, manifest)
+        store.check_content(last, manifest, manifest.files)
+        assert (last / "data").read_bytes() in (b"content 2", b"new content")
+        # The run starts again from there: nothing of the crash stays.
+        save(directory, 4, keep=2)
+        assert len(names(directory)) == 2
+        assert checkpoint.latest(directory) == directory / "step-000004"
+        if not crashed:
+            break
+    assert count > 60  # it did go through the lines one by one
+    assert (last / "data").read_bytes() == b"new content"
+
+
+def test_arguments_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    for bad in (-1, 1.5, True, None):
+        with pytest.raises(ValueError, match=r"checkpoint.save\(step="):
+            checkpoint.save(tmp_path, model, step=bad)  # type: ignore[arg-type]
+    for bad in (0, -3, 1.5):
+        with pytest.raises(ValueError, match=r"checkpoint.save\(keep="):
+            checkpoint.save(tmp_path, model, step=1, keep=bad)  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match=r"torch.distributed is not initialised"):
+        checkpoint.save(tmp_path, model, step=1, process_group=object())  # type: ignore[arg-type]
+    assert names(tmp_path) == []
+
+
+def test_extra_takes_plain_data_only_and_says_so_when_saving(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    extra = {"loader": {"epoch": 3, "order": torch.arange(4), "name": "train"}, "raw": b"ab", "pair": (1.5, None, True)}
+    checkpoint.save(tmp_path, model, extra=extra, step=1)
+    loaded = checkpoint.load(tmp_path, model).extra
+    assert torch.equal(loaded["loader"].pop("order"), extra["loader"].pop("order"))  # type: ignore[attr-defined]
+    assert loaded == extra
+    with pytest.raises(CheckpointError, match=r"'extra' has objects.*unpickling code"):
+        checkpoint.save(tmp_path, model, extra={"model": model}, step=2)
+    assert names(tmp_path) == ["step-000001"]  # nothing of the failed one
+
+
+def test_rng_state_comes_back(tmp_path: Path) -> None:
+    import random
+
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, model, extra=checkpoint.rng_state(), step=1)
+    before = random.random(), torch.rand(3)
+    checkpoint.set_rng_state(checkpoint.load(tmp_path, model).extra)
+    after = random.random(), torch.rand(3)
+    assert before[0] == after[0]
+    assert torch.equal(before[1], after[1])

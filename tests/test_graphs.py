@@ -1,0 +1,57 @@
+"""Gradients are plain autograd's, whatever graph a unit finds itself in; afterwards nothing is left."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+
+import hsdp
+from tests.graphs import GRAPHS, SkipsByRank, by_rank
+from tests.rig import Pool, RankEnv
+from tests.sharded import check_grads, check_rest, check_sharded, mesh_id, pool_for, shard
+
+WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
+    "default": ((2, 2), {}),
+    "kept": ((2,), {"reshard_after_forward": False, "comm_policy": hsdp.CommPolicy(prefetch=2)}),
+    "freed": ((2,), {"reshard_after_forward": True, "comm_policy": hsdp.CommPolicy(prefetch=0, fusion="direct")}),
+    "alone": ((2, 1), {"reshard_after_forward": True}),
+}
+
+
+def _check(env: RankEnv, name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
+    graph = GRAPHS[name]
+    plain = graph.build().double()
+    model = shard(copy.deepcopy(plain), env.mesh(shape), **options)
+    for _ in range(2):  # the second time with what the first one recorded
+        check_grads(model, plain, graph.run, env.rank, env.world_size)
+        check_sharded(model)
+    if "penalty" not in name and "create_graph" not in name:  # those leave the whole parameters in the graph
+        check_rest(model)
+
+
+@pytest.mark.parametrize("way", WAYS, ids=lambda way: f"{way}-{mesh_id(WAYS[way][0])}")
+@pytest.mark.parametrize("name", GRAPHS)
+def test_gradients_equal_plain_autograd(request: pytest.FixtureRequest, name: str, way: str) -> None:
+    shape, options = WAYS[way]
+    pool_for(request, shape).run(_check, name, shape, options)
+
+
+def _leave_units_out(env: RankEnv, options: dict[str, Any]) -> None:
+    plain = SkipsByRank().double()
+    model = shard(copy.deepcopy(plain), env.mesh((2, 2)), **options)
+    for _ in range(2):
+        check_grads(model, plain, by_rank, env.rank, env.world_size)
+    check_rest(model)
+
+
+def test_ranks_may_leave_different_units_out_of_backward_if_these_stay_whole(pool4: Pool) -> None:
+    pool4.run(_leave_units_out, {"reshard_after_forward": False})
+
+
+def test_ranks_that_gather_different_units_in_backward_get_an_error_with_their_names(pool4: Pool) -> None:
+    for outcome in pool4.run_raw(_leave_units_out, {"reshard_after_forward": True}, group_timeout=3):
+        assert outcome.error == "DivergenceError"
+        assert "blocks." in outcome.message
+        assert "rank(s)" in outcome.message

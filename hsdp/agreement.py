@@ -8,8 +8,9 @@ starts one it must know that the others will. It does not ask each time:
     unknown   the op is new at this point, or several ops have followed here. Each rank writes its op to the store that the
               process group was made with, and reads the others'. They differ: every rank raises.
 
-A steady training loop is known after its first step, so nothing is sent and no rank waits. A rank that waits in a known
-collective, while another deviated and asks at that very op, finds the question in the store and answers it: both raise.
+A steady training loop is known after two steps (in the second one units are gathered ahead for the first time), so nothing
+is sent and no rank waits. A rank that waits in a known collective, while another deviated and asks at that very op, finds
+the question in the store and answers it: both raise.
 """
 
 from __future__ import annotations
@@ -51,6 +52,7 @@ class Agreement:
         self._follows: dict[int, int] = {}
         self._state = 0
         self._begins = True
+        self._plan = 0
         self._asked = 0
         self.count = 0
 
@@ -62,9 +64,13 @@ class Agreement:
             found = cls._of_group[group] = cls(group, rank, size, timeout)
         return found
 
-    def begin(self) -> None:
-        """A pass begins with the next op: what is known of it does not depend on what was before."""
+    def begin(self, plan: int) -> None:
+        """A pass begins with the next op: what is known of it depends on `plan` alone and not on what was before.
+
+        `plan` stands for the order in which ranks mean to gather ahead; it is the same on all that agree so far.
+        """
         self._begins = True
+        self._plan = plan
 
     def check(self, op: int, kind: str, name: str) -> None:
         """Called before each collective.
@@ -79,7 +85,7 @@ class Agreement:
         self.count += 1
         state = self._state
         if self._begins:
-            op = ~op
+            op = hash((op, self._plan))
         known = self._follows.get(state)
         if known != op:
             self._ask(kind, name, op)
@@ -87,7 +93,7 @@ class Agreement:
                 self._follows[state] = _SEVERAL
             elif len(self._follows) < _MOST_STATES:
                 self._follows[state] = op
-        self._state = hash((1 if self._begins else state, op))
+        self._state = hash((self._plan if self._begins else state, op))
         self._begins = False
 
     def _ask(self, kind: str, name: str, op: int) -> None:

@@ -8,6 +8,7 @@ runs what has to follow it (a local sum, a scale).
 from __future__ import annotations
 
 import time
+import weakref
 from collections.abc import Callable
 from datetime import timedelta
 from typing import Any, Protocol
@@ -32,14 +33,14 @@ class Named(Protocol):
 _TICK = timedelta(seconds=1)
 """How often a rank that waits looks whether another one asks."""
 
-flying: dict[Flight, float] = {}
-"""Flights that were not waited for yet, and when they started (time.monotonic): what a time-out tells of."""
+flying: weakref.WeakSet[Flight] = weakref.WeakSet()
+"""Flights that were not waited for yet: what a time-out tells of."""
 
 
 class Flight:
     """A collective under way: its works, the buffers they touch, and what follows them."""
 
-    __slots__ = ("_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name")
+    __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name", "start")
 
     def __init__(
         self,
@@ -58,7 +59,8 @@ class Flight:
         self._keep = keep
         self._finish = finish
         self._event: Event = None
-        flying[self] = time.monotonic()
+        self.start = time.monotonic()
+        flying.add(self)
         if comm.streams.active:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
@@ -77,13 +79,15 @@ class Flight:
             CollectiveError: the collective failed or timed out.
             DivergenceError: another rank is about to start another collective in its place.
         """
-        if self._comm.streams.active:
-            self._comm.streams.join(self._event)
-        elif self._works is not None:
-            self._settle()
-        flying.pop(self, None)
-        # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
-        self._keep = None
+        try:
+            if self._comm.streams.active:
+                self._comm.streams.join(self._event)
+            elif self._works is not None:
+                self._settle()
+        finally:
+            flying.discard(self)
+            # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
+            self._keep = self._finish = None
 
     @property
     def event(self) -> Event:
@@ -98,7 +102,6 @@ class Flight:
                 self._wait_for(work)
         if self._finish is not None:
             self._finish()
-            self._finish = None
 
     def _wait_for(self, work: Any) -> None:
         try:
@@ -115,11 +118,9 @@ class Flight:
                     if self._comm.agreement is not None:
                         self._comm.agreement.look(self._count, self.kind, self.name)
         except DivergenceError:
-            flying.pop(self, None)
             raise
         except RuntimeError as error:
             waiting = _describe_flying()
-            flying.pop(self, None)
             raise CollectiveError(
                 f"the {self.kind} of unit {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank may have "
                 f"stopped, raised or taken another branch: see its log. This rank was waiting for: {waiting}"
@@ -129,8 +130,8 @@ class Flight:
 def _describe_flying() -> str:
     now = time.monotonic()
     return "; ".join(
-        f"{flight.kind} of unit {flight.name!r} ({_nbytes(flight._keep)} bytes, {now - start:.1f} s old)"
-        for flight, start in flying.items()
+        f"{flight.kind} of unit {flight.name!r} ({_nbytes(flight._keep)} bytes, {now - flight.start:.1f} s old)"
+        for flight in sorted(flying, key=lambda flight: flight.start)
     )
 
 

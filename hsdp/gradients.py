@@ -181,16 +181,16 @@ class Gradients:
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
-        gone = {
-            slot
-            for slot, grad in self._witnesses.items()
-            if self._params[slot].sharded.grad is not grad or grad._local_tensor.zeroed
-        }
+        gone = {slot for slot, grad in self._witnesses.items() if self._is_gone(slot, grad)}
         for slot in gone:
             self._dismiss(slot)
             self._stash.pop(slot, None)
         if gone and self.partial is not None:
             self._drop_partial(gone)
+
+    def _is_gone(self, slot: int, grad: Any) -> bool:
+        witness: Witness = grad._local_tensor
+        return witness.zeroed or self._params[slot].sharded.grad is not grad
 
     def _dismiss(self, slot: int) -> None:
         """Takes a witness down: the gradient it stood for shows again."""

@@ -18,6 +18,7 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor, nn
+from torch.utils.dlpack import from_dlpack
 
 from hsdp.layout import PACK_ALL, Layout, Piece, Thresholds, plan
 from hsdp.memory import Arena
@@ -92,12 +93,19 @@ class Lane:
             self.shard = torch.zeros(self.layout.numel, dtype=self.kind.storage, device=device)
 
     def local(self, index: int) -> Tensor:
-        """The view of the shard buffer that is parameter `index`'s local tensor, with its own version counter."""
+        """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.
+
+        A plain view would do for us, but DTensor takes a view's offset for its own, and code that copies storages (the
+        stager of torch's `async_save`) then reads past it.
+        """
         piece = self.layout.pieces[index]
         shape = piece.local_shape(self.rank)
         size = _numel(shape)
         with torch.inference_mode(False):
-            return self.shard.data[piece.offset : piece.offset + size].view(shape)
+            part = self.shard.data[piece.offset : piece.offset + size]
+            if size and not part.is_meta:
+                part = from_dlpack(part)
+            return part.view(shape)
 
     def arrange(self) -> None:
         """Makes the whole parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
+from hsdp.agreement import Agreement
 from hsdp.collectives import Comm
 from hsdp.errors import HSDPError, StaleParametersError, StateError
 from hsdp.param import originals
@@ -42,12 +43,17 @@ class Visit(NamedTuple):
 
 
 class Order:
-    """The order in which units were entered in the last full pass, and where this pass is in it."""
+    """The order in which units were entered in the last full pass, and where this pass is in it.
+
+    Attributes:
+        plan: identifies the order; 0 before one was recorded.
+    """
 
     def __init__(self) -> None:
         self._expected: list[Unit] = []
         self._seen: list[Unit] = []
         self._follows = False
+        self.plan = 0
 
     def begin(self, guess: Iterable[Unit] = ()) -> None:
         """Starts a pass; `guess` serves where none was recorded."""
@@ -71,8 +77,9 @@ class Order:
 
     def end(self) -> None:
         """Ends a pass: what was seen is what the next one expects."""
-        if self._seen:
+        if self._seen and self._seen != self._expected:
             self._expected = self._seen
+            self.plan = hash(tuple(unit.op for unit in self._seen))
         self.cancel()
 
 
@@ -105,7 +112,8 @@ class Runtime:
         self._turns: deque[Unit] = deque()
         self._opened: dict[Unit, tuple[Visit | None, int]] = {}
         self._generation = -1
-        self._comms: list[Comm] = []
+        self._shard_agreements: list[Agreement] = []
+        self._replicate_agreements: list[Agreement] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
         self._modules = [weakref.ref(module) for module in modules]
 
@@ -119,7 +127,8 @@ class Runtime:
                 module = ref()
                 assert module is not None, "a root that runs is alive"
                 self._collect(module, None, "")
-            self._comms = list({unit.shard_comm.group: unit.shard_comm for unit in self.units}.values())
+            self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
+            self._replicate_agreements = _agreements(unit.replicate_comm for unit in self.units)
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
             unit.join(self, self.streams, parent, name)
@@ -159,9 +168,9 @@ class Runtime:
             if unit.holds_whole:
                 unit.reshard()
         self._forward.begin()
-        for comm in self._comms:
-            if comm.agreement is not None:
-                comm.agreement.begin()
+        plan = hash((self._forward.plan, self._backward.plan))
+        for agreement in self._shard_agreements:
+            agreement.begin(plan)
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
@@ -237,6 +246,8 @@ class Runtime:
             unit.in_turn = True
         self._opened = {}
         self._reduces = self._accumulates()
+        for agreement in self._replicate_agreements:
+            agreement.begin(0)
 
     def _accumulates(self) -> bool:
         """Whether this backward accumulates gradients; `autograd.grad` does not, and the engine will not say then."""
@@ -401,6 +412,10 @@ class Runtime:
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False
+
+
+def _agreements(comms: Iterable[Comm]) -> list[Agreement]:
+    return list(dict.fromkeys(comm.agreement for comm in comms if comm.agreement is not None))
 
 
 _units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]

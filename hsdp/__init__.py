@@ -12,6 +12,7 @@ The training loop stays as it was.
 """
 
 from hsdp.api import fully_shard, register_forward_method
+from hsdp.clip import clip_grad_norm_
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.module import HSDPModule
 from hsdp.pipeline import ReductionPipeline
@@ -30,6 +31,7 @@ __all__ = [
     "ReplicaReduce",
     "StaleParametersError",
     "StateError",
+    "clip_grad_norm_",
     "fully_shard",
     "register_forward_method",
 ]

@@ -21,6 +21,7 @@ from hsdp.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
+from hsdp.stepping import watch_optimizers
 from hsdp.unit import Unit, unit_of
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
@@ -107,6 +108,7 @@ def fully_shard(
         m.__class__ = sharded_class(type(m))
         m.register_load_state_dict_post_hook(_after_load)
     Runtime.generation += 1
+    watch_optimizers()
     return module
 
 

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hsdp.runtime import check_communicated
+from hsdp.stepping import check_communicated
 from hsdp.unit import unit_of
 
 Groups = tuple[ProcessGroup, ...]

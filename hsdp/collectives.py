@@ -7,6 +7,7 @@ runs what has to follow it (a local sum, a scale).
 
 from __future__ import annotations
 
+import ast
 import time
 import weakref
 from collections.abc import Callable
@@ -154,6 +155,7 @@ class Comm:
     def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams) -> None:
         self.group = group
         self.size = size
+        self.device = device
         self.streams = streams
         self.backend = _backend_name(group, device) if group is not None else "none"
         self.agreement: Agreement | None = None
@@ -267,12 +269,19 @@ class Comm:
                 works.append(group.allreduce_coalesced(same, self._all_reduce_coalesced_options))
 
     def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value`, in rank order. Blocking and slow: for set-up, not for steps."""
+        """Every rank's `value` (plain data), in rank order. Blocking and slow: for set-up, not for steps."""
         if self.group is None or self.size == 1 or self.backend == "fake":
             return [value]
-        values: list[Any] = [None] * self.size
-        dist.all_gather_object(values, value, group=self.group)
-        return values
+        # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
+        mine = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=self.group)
+        return [
+            ast.literal_eval(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
+        ]
 
     def broadcast(self, tensor: Tensor) -> None:
         """Overwrites `tensor` with that of the group's rank 0. Blocking: for set-up."""

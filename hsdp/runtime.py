@@ -14,15 +14,14 @@ from typing import NamedTuple
 
 import torch
 from torch import nn
-from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm
-from hsdp.errors import HSDPError, StaleParametersError, StateError
-from hsdp.param import originals
+from hsdp.errors import HSDPError, StaleParametersError
+from hsdp.order import Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
-from hsdp.unit import Residency, TrainingState, Unit, unit_of
+from hsdp.unit import Residency, TrainingState, Unit
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -40,47 +39,6 @@ class Visit(NamedTuple):
     epoch: int
     first_node: int
     last_node: int
-
-
-class Order:
-    """The order in which units were entered in the last full pass, and where this pass is in it.
-
-    Attributes:
-        plan: identifies the order; 0 before one was recorded.
-    """
-
-    def __init__(self) -> None:
-        self._expected: list[Unit] = []
-        self._seen: list[Unit] = []
-        self._follows = False
-        self.plan = 0
-
-    def begin(self, guess: Iterable[Unit] = ()) -> None:
-        """Starts a pass; `guess` serves where none was recorded."""
-        if not self._expected:
-            self._expected = list(guess)
-        self._seen = []
-        self._follows = bool(self._expected)
-
-    def visit(self, unit: Unit, window: int) -> list[Unit]:
-        """Records that `unit` is entered; returns the next `window` units, or none once the pass left the order."""
-        at = len(self._seen)
-        self._seen.append(unit)
-        if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
-            self._follows = False
-        return self._expected[at + 1 : at + 1 + window] if self._follows else []
-
-    def cancel(self) -> None:
-        """Ends a pass that failed: what is expected stays."""
-        self._seen = []
-        self._follows = False
-
-    def end(self) -> None:
-        """Ends a pass: what was seen is what the next one expects."""
-        if self._seen and self._seen != self._expected:
-            self._expected = self._seen
-            self.plan = hash(tuple(unit.op for unit in self._seen))
-        self.cancel()
 
 
 class Runtime:
@@ -416,58 +374,3 @@ class Runtime:
 
 def _agreements(comms: Iterable[Comm]) -> list[Agreement]:
     return list(dict.fromkeys(comm.agreement for comm in comms if comm.agreement is not None))
-
-
-_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
-_units_of_optimizer = weakref.WeakKeyDictionary()
-
-
-def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
-    """The units whose parameters the optimizer steps; looked up once."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
-    held = _units_of_optimizer.get(optimizer)
-    if held is None or held[:2] != (count, Runtime.generation):
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        stale = next((originals[param] for param in params if param in originals), None)
-        if stale is not None and (owner := stale[0]()) is not None:
-            raise StateError(
-                f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
-                f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
-            )
-        units = {unit_of(param) for param in params}
-        refs = [weakref.ref(unit) for unit in units if unit is not None]
-        held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
-    return held[2]
-
-
-def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raises the epoch of every unit whose parameters the optimizer stepped."""
-    for ref in _units_of(optimizer):
-        if (unit := ref()) is not None:
-            unit.epoch += 1
-
-
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
-    for ref in _units_of(optimizer):
-        unit = ref()
-        if unit is not None:
-            if unit.runtime is not None and len(unit.runtime.pipeline) and not unit.runtime.in_backward():
-                unit.runtime.drain()
-            check_communicated(unit, "the optimizer's step")
-
-
-def check_communicated(unit: Unit, before: str) -> None:
-    """Raises StateError if the unit has pending sums."""
-    if unit.owed or unit.owes_all_reduce:
-        pending = unit.gradients.pending()
-        if pending:
-            raise StateError(
-                f"{before}: unit {unit.name!r} has gradients that were not summed over all ranks ({', '.join(pending)}); "
-                "run the last micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call "
-                "model.flush(), or drop them with zero_grad()"
-            )
-
-
-register_optimizer_step_pre_hook(_before_optimizer_step)
-register_optimizer_step_post_hook(_after_optimizer_step)

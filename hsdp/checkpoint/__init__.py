@@ -12,8 +12,17 @@ What is written is an ordinary `torch.distributed.checkpoint` with a manifest be
 (`dcp.save`, `dcp.load`, `get_state_dict`, `set_state_dict`, ...) work on the same models and files.
 """
 
+from hsdp.checkpoint.full import (
+    full_optimizer_state_dict,
+    full_state_dict,
+    iter_full_state_dict,
+    load_full_optimizer_state_dict,
+    load_full_state_dict,
+)
 from hsdp.checkpoint.loading import Loaded, load, verify
 from hsdp.checkpoint.ranks import CheckpointError
+from hsdp.checkpoint.rng import rng_state, set_rng_state
+from hsdp.checkpoint.safetensors import load_safetensors, save_safetensors
 from hsdp.checkpoint.saving import SaveHandle, save
 from hsdp.checkpoint.store import latest
 
@@ -21,8 +30,17 @@ __all__ = [
     "CheckpointError",
     "Loaded",
     "SaveHandle",
+    "full_optimizer_state_dict",
+    "full_state_dict",
+    "iter_full_state_dict",
     "latest",
     "load",
+    "load_full_optimizer_state_dict",
+    "load_full_state_dict",
+    "load_safetensors",
+    "rng_state",
     "save",
+    "save_safetensors",
+    "set_rng_state",
     "verify",
 ]

@@ -17,30 +17,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
-from torch.distributed.tensor import DTensor
+from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import store
-from hsdp.checkpoint.contents import (
-    Entry,
-    clean_name,
-    group_names,
-    listing,
-    local_box,
-    local_of,
-    merge_groups,
-    model_entries,
-    parameter_names,
-    staging_like,
-    state_staging,
-)
+from hsdp.checkpoint.contents import listing, model_entries
+from hsdp.checkpoint.models import ModelReading, is_extra_state
+from hsdp.checkpoint.optimizers import OptimizerReading, commit_optimizer
 from hsdp.checkpoint.ranks import CheckpointError, Ranks
-from hsdp.checkpoint.reading import Reader, Target, keys_below, parse_metadata
-from hsdp.checkpoint.saving import SAVE_ID, Progress, settle, unpack_extra
+from hsdp.checkpoint.reading import Reader, keys_below, parse_metadata
+from hsdp.checkpoint.saving import SAVE_ID, settle, unpack_extra
+from hsdp.checkpoint.store import Progress
 
 
 @dataclass(frozen=True)
@@ -141,7 +130,9 @@ def _find(path: Path) -> tuple[Path, store.Manifest | None]:
     if not (path / store.MANIFEST).exists():
         saved_by = parse_metadata((path / store.METADATA).read_bytes(), path).storage_meta
         if str(getattr(saved_by, "save_id", None)).startswith(SAVE_ID):
-            raise CheckpointError(f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint")
+            raise CheckpointError(
+                f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint"
+            )
         return path, None
     manifest = store.read_manifest(path)
     store.check_sizes(path, manifest)
@@ -170,7 +161,9 @@ def _read_metadata(path: Path, manifest: store.Manifest | None) -> Metadata:
     described = parse_metadata(data, path)
     for index, info in described.storage_data.items():
         if manifest is not None and info.relative_path not in manifest.files:
-            raise CheckpointError(f"checkpoint {path}: {index.fqn!r} is in {info.relative_path}, which is no file of it")
+            raise CheckpointError(
+                f"checkpoint {path}: {index.fqn!r} is in {info.relative_path}, which is no file of it"
+            )
         if not (path / info.relative_path).is_file():
             raise CheckpointError(f"checkpoint {path}: {info.relative_path}, with {index.fqn!r} in it, is missing")
     return described
@@ -212,27 +205,27 @@ def _stage(
     ranks: Ranks,
 ) -> _Staged:
     described = _read_metadata(path, manifest)
-    entries = model_entries(model)
     prefix, optimizer_prefix = "model.", "optimizer."
     if manifest is None:
-        prefix, optimizer_prefix = _find_prefixes(described, path, entries, optimizer is not None)
+        prefix, optimizer_prefix = _find_prefixes(described, path, model, optimizer is not None)
     reader = Reader(path, described, check_zip=validate and manifest is None, progress=progress)
-    values = _ask_for_model(reader, keys_below(described, prefix), prefix, entries, path)
+    saved = keys_below(described, prefix)
+    if manifest is None and prefix == optimizer_prefix:  # both at the top
+        saved = {name: kind for name, kind in saved.items() if not name.startswith(("state.", "param_groups."))}
+    weights = ModelReading(reader, described, saved, prefix, model, path)
     state = None
     if optimizer is not None:
-        state = _OptimizerReading(reader, keys_below(described, optimizer_prefix), optimizer_prefix, model, optimizer, path)
+        saved = keys_below(described, optimizer_prefix)
+        state = OptimizerReading(reader, saved, optimizer_prefix, model, optimizer, path)
     reader.run()
-    for key, raw_name in [(prefix + name, entry.raw_name) for name, entry in entries.items()]:
-        values.setdefault(raw_name, reader.values.get(key))
-    _check_ties(model, values, path)
     extra = None if manifest is None else _read_extra(path, ranks.rank, ranks.size)
-    return _Staged(values, None if state is None else state.finish(), extra)
+    return _Staged(weights.finish(), None if state is None else state.finish(), extra)
 
 
-def _find_prefixes(described: Metadata, path: Path, entries: dict[str, Entry], need_optimizer: bool) -> tuple[str, str]:
+def _find_prefixes(described: Metadata, path: Path, model: nn.Module, need_optimizer: bool) -> tuple[str, str]:
     """Under which keys a user of plain DCP put the model and the optimizer."""
     keys = described.state_dict_metadata
-    names = sorted(entries)
+    names = sorted(name for name in model_entries(model) if not is_extra_state(name))
     prefixes = {key[: -len(names[0])] for key in keys if key.endswith(names[0])} if names else {""}
     fitting = [p for p in prefixes if (not p or p.endswith(".")) and all(p + name in keys for name in names)]
     # "model.", "app.model." or nothing at all are likelier than "ema." or "optim.state.".
@@ -248,196 +241,3 @@ def _find_prefixes(described: Metadata, path: Path, entries: dict[str, Entry], n
     if need_optimizer and len(optimizers) != 1:
         raise CheckpointError(f"checkpoint {path} has {len(optimizers)} optimizers, at {optimizers}; expected one")
     return fitting[0], optimizers[0] if optimizers else ""
-
-
-def _ask_for_model(
-    reader: Reader, saved: Any, prefix: str, entries: dict[str, Entry], path: Path
-) -> dict[str, Any]:
-    """Compares names, shapes and dtypes, and asks for this rank's parts; returns the staged tensors by raw name."""
-    problems = []
-    if missing := [name for name in entries if name not in saved]:
-        problems.append(f"the model has {listing(missing)}, which the checkpoint has not")
-    if unexpected := [name for name in saved if name not in entries]:
-        problems.append(f"the checkpoint has {listing(unexpected)}, which the model has not")
-    values: dict[str, Any] = {}
-    for name, entry in entries.items():
-        found = saved.get(name)
-        if found is None:
-            continue
-        if isinstance(found, BytesStorageMetadata) == isinstance(entry.value, Tensor):
-            problems.append(f"{name!r} is a tensor in the {'model' if isinstance(entry.value, Tensor) else 'checkpoint'} only")
-        elif isinstance(found, BytesStorageMetadata):
-            reader.value(prefix + name)
-        elif (told := difference(found, entry.value)) is not None:
-            problems.append(f"{name!r} {told}")
-        elif not problems:
-            values[entry.raw_name] = _ask_for_tensor(reader, prefix + name, staging_like(entry.value))
-    if problems:
-        raise CheckpointError(f"checkpoint {path} does not fit the model: " + "; ".join(problems[:12]))
-    return values
-
-
-def difference(found: TensorStorageMetadata, own: Tensor) -> str | None:
-    """In what a saved tensor differs from the model's; None if in nothing."""
-    if found.size != own.shape:
-        return f"has shape {tuple(found.size)} in the checkpoint and {tuple(own.shape)} in the model"
-    if found.properties.dtype != own.dtype:
-        return f"has dtype {found.properties.dtype} in the checkpoint and {own.dtype} in the model (convert one of them)"
-    return None
-
-
-def _ask_for_tensor(reader: Reader, key: str, staged: Tensor) -> Tensor:
-    offsets, _ = local_box(staged)
-    reader.tensor(Target(key, offsets, local_of(staged)))
-    return staged
-
-
-def _check_ties(model: nn.Module, values: dict[str, Any], path: Path) -> None:
-    """Names that stand for one parameter must have been saved with one value."""
-    first: dict[nn.Parameter, str] = {}
-    for name, param in model.named_parameters(remove_duplicate=False):
-        if name not in values:
-            continue
-        other = first.setdefault(param, name)
-        if other != name and not torch.equal(_bits(values[other]), _bits(values[name])):
-            raise CheckpointError(
-                f"checkpoint {path} has different values for {clean_name(other)!r} and {clean_name(name)!r}, which are "
-                "one parameter in the model; untie them, or load into the model that it was saved from"
-            )
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return local_of(tensor).reshape(-1).view(torch.uint8)  # so that NaN equals NaN
-
-
-class _OptimizerReading:
-    """The optimizer's part of a load: what the checkpoint has for each of its parameters."""
-
-    def __init__(
-        self, reader: Reader, saved: Any, prefix: str, model: nn.Module, optimizer: Optimizer, path: Path
-    ) -> None:
-        if not any(key.startswith("param_groups.") for key in saved):
-            raise CheckpointError(f"checkpoint {path} has no optimizer state; load it with optimizer=None")
-        self._reader = reader
-        self._prefix = prefix
-        self._optimizer = optimizer
-        names = parameter_names(model)
-        self._members = [group_names(names, group, i) for i, group in enumerate(optimizer.param_groups)]
-        self._params = {
-            name: param
-            for group, members in zip(optimizer.param_groups, self._members, strict=True)
-            for name, param in zip(members, group["params"], strict=True)
-        }
-        self._state: dict[str, dict[str, Any]] = {}
-        self._values: list[tuple[str, str]] = []
-        self._ask_for_state(saved, path)
-        self._hyper = [key for key in saved if key.startswith("param_groups.")]
-        self._staged_hyper: dict[str, Tensor] = {}
-        for key in self._hyper:
-            if isinstance(saved[key], TensorStorageMetadata):  # a learning rate held in a tensor
-                staged = torch.empty(saved[key].size, dtype=saved[key].properties.dtype)
-                self._staged_hyper[key] = _ask_for_tensor(reader, prefix + key, staged)
-            else:
-                reader.value(prefix + key)
-
-    def _ask_for_state(self, saved: Any, path: Path) -> None:
-        found = {key: split for key in saved if (split := self._split(key)) is not None}
-        unexpected = [key for key in saved if key.startswith("state.") and key not in found]
-        if unexpected:
-            raise CheckpointError(
-                f"checkpoint {path} has optimizer state {listing(unexpected)}, of parameters that the optimizer has not"
-            )
-        # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
-        scalars = {"step"} | {
-            entry
-            for key, (name, entry) in found.items()
-            if isinstance(saved[key], TensorStorageMetadata) and not saved[key].size and self._params[name].ndim
-        }
-        for key, (name, entry) in found.items():
-            state = self._state.setdefault(name, {})
-            kind = saved[key]
-            if isinstance(kind, TensorStorageMetadata):
-                held = self._optimizer.state.get(self._params[name], {}).get(entry)
-                staged = state_staging(
-                    self._params[name], tuple(kind.size), kind.properties.dtype, held, scalar=entry in scalars
-                )
-                state[entry] = _ask_for_tensor(self._reader, self._prefix + key, staged)
-            else:
-                self._reader.value(self._prefix + key)
-                self._values.append((name, entry))
-
-    def _split(self, key: str) -> tuple[str, str] | None:
-        """`state.<parameter>.<entry>` as (parameter, entry); None if it is of no parameter of the optimizer."""
-        rest = key.removeprefix("state.")
-        if rest == key:
-            return None
-        name, _, entry = rest.rpartition(".")
-        while name and name not in self._params:
-            name, _, more = name.rpartition(".")
-            entry = f"{more}.{entry}"
-        return (name, entry) if name else None
-
-    def finish(self) -> dict[str, Any]:
-        """The optimizer's state dict, with parameters numbered as the optimizer does."""
-        for name, entry in self._values:
-            self._state[name][entry] = self._reader.values[f"{self._prefix}state.{name}.{entry}"]
-        groups = merge_groups(self._optimizer, self._members, self._hyperparameters())
-        number = {name: i for i, name in enumerate(name for members in self._members for name in members)}
-        for group, members in zip(groups, self._members, strict=True):
-            group["params"] = [number[name] for name in members]
-        state = {number[name]: _nested(entries) for name, entries in self._state.items()}
-        return {"state": state, "param_groups": groups}
-
-    def _hyperparameters(self) -> dict[str, dict[str, Any]]:
-        """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
-        found = {
-            key.removeprefix("param_groups."): self._staged_hyper.get(key, self._reader.values.get(self._prefix + key))
-            for key in self._hyper
-        }
-        hyper: dict[str, dict[str, Any]] = {}
-        groups = [key.removesuffix(".params") for key in found if key.endswith(".params") and key.count(".") == 1]
-        if not groups:
-            for key, value in found.items():
-                name, _, entry = key.rpartition(".")
-                hyper.setdefault(name, {})[entry] = value
-        for index in groups:
-            values = {k.removeprefix(f"{index}."): v for k, v in found.items() if k.startswith(f"{index}.")}
-            for name in values.pop("params"):
-                hyper[name] = values
-        return hyper
-
-
-def _nested(entries: dict[str, Any]) -> dict[str, Any]:
-    """`{"a.b": x}` as `{"a": {"b": x}}`: some optimizers nest their state."""
-    nested: dict[str, Any] = {}
-    for key, value in entries.items():
-        *above, last = key.split(".")
-        place = nested
-        for part in above:
-            place = place.setdefault(part, {})
-        place[last] = value
-    return nested
-
-
-def commit_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in."""
-    optimizer.load_state_dict(state)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, entries in state["state"].items():
-        _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
-
-
-def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device) -> None:
-    # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
-    for name, value in loaded.items():
-        if isinstance(value, dict):
-            _restore_dtypes(held[name], value, device)
-        elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
-            held[name] = _moved(value, device)
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    if isinstance(value, DTensor):
-        return DTensor(value.to_local().to(device), value._spec, requires_grad=False)
-    return value.to(device)
-

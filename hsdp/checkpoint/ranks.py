@@ -69,6 +69,14 @@ class Ranks:
         """The CPU group that messages travel over; None for a process alone."""
         return self._talk
 
+    def rank_of(self, global_rank: int) -> int:
+        """The number in this group of a rank of the default group.
+
+        Raises:
+            ValueError: it is none of the group's ranks.
+        """
+        return global_rank if self.group is None else dist.get_group_rank(self.group, global_rank)
+
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
         """Does `action` on every rank; every rank gets all results, in rank order.
 

@@ -28,10 +28,9 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hsdp.checkpoint.contents import listing
+from hsdp.checkpoint.contents import listing, local_box, local_of
 from hsdp.checkpoint.ranks import CheckpointError
-from hsdp.checkpoint.saving import Progress
-from hsdp.checkpoint.store import METADATA
+from hsdp.checkpoint.store import METADATA, Progress
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},
@@ -85,7 +84,9 @@ def _check(found: Any) -> None:
         if not (isinstance(index, MetadataIndex) and isinstance(info, filesystem._StorageInfo)):
             raise CheckpointError("it does not say where its data is")
         if info.transform_descriptors:
-            raise CheckpointError(f"{index.fqn!r} was written through {info.transform_descriptors}, which hsdp cannot undo")
+            raise CheckpointError(
+                f"{index.fqn!r} was written through {info.transform_descriptors}, which hsdp cannot undo"
+            )
         if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
             raise CheckpointError(f"{index.fqn!r} is said to be at {info.relative_path!r}, byte {info.offset}")
     for key, described in found.state_dict_metadata.items():
@@ -113,7 +114,7 @@ def check_tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> Non
     full = []
     for offsets, sizes in boxes:
         inside = len(offsets) == len(sizes) == len(shape) and all(
-            0 <= o and 0 <= s and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
+            min(o, s) >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
         )
         if not inside:
             raise CheckpointError(f"a piece of {name!r} at {offsets} of shape {sizes} is not inside its shape {shape}")
@@ -136,15 +137,6 @@ def check_tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> Non
 
 
 # -- pieces --------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class Target:
-    """A place to read to: a part of the tensor saved as `key`, with its offsets in the whole."""
-
-    key: str
-    offsets: tuple[int, ...]
-    tensor: Tensor
 
 
 @dataclass(frozen=True)
@@ -186,21 +178,23 @@ class Reader:
 
         self._add(MetadataIndex(key), use)
 
-    def tensor(self, target: Target) -> None:
-        """Asks for a part of a tensor."""
-        described = self._metadata.state_dict_metadata[target.key]
+    def tensor(self, key: str, tensor: Tensor) -> Tensor:
+        """Asks for a tensor, of a DTensor for this rank's part, to be read into `tensor`, which it returns."""
+        described = self._metadata.state_dict_metadata[key]
         assert isinstance(described, TensorStorageMetadata), "the caller has checked what the checkpoint has"
-        wanted = ChunkStorageMetadata(torch.Size(target.offsets), target.tensor.shape)
-        self._expected[target.key] = self._expected.get(target.key, 0) + target.tensor.numel()
-        for item in create_read_items_for_chunk_list(target.key, described, [wanted]):
+        (offsets, _), local = local_box(tensor), local_of(tensor)
+        wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
+        self._expected[key] = local.numel()
+        for item in create_read_items_for_chunk_list(key, described, [wanted]):
             if not math.prod(item.lengths):
                 continue
             assert item.storage_index.index is not None, "made from the list of chunks"
             chunk = described.chunks[item.storage_index.index]
             source = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
             place = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-            use = _copier(target, chunk, described.properties.dtype, source, place)
-            self._add(MetadataIndex(target.key, chunk.offsets), use)
+            use = _copier(local[place], chunk, described.properties.dtype, source)
+            self._add(MetadataIndex(key, chunk.offsets), use)
+        return tensor
 
     def _add(self, index: MetadataIndex, use: Callable[[Any], int]) -> None:
         info = self._metadata.storage_data[index]
@@ -226,7 +220,9 @@ class Reader:
         self._tell(total, total)
         short = [key for key, numel in self._expected.items() if self._counted.get(key, 0) != numel]
         if short:
-            raise CheckpointError(f"checkpoint {self._path}: not every element of {listing(short)} was there to be read")
+            raise CheckpointError(
+                f"checkpoint {self._path}: not every element of {listing(short)} was there to be read"
+            )
 
     def _read(self, stream: io.BufferedReader, name: str, read: _Read) -> int:
         where = f"checkpoint {self._path}: {read.key!r} in {name}"
@@ -252,14 +248,15 @@ class Reader:
 
 
 def _copier(
-    target: Target, chunk: ChunkStorageMetadata, dtype: torch.dtype, source: tuple[slice, ...], place: tuple[slice, ...]
+    place: Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype, source: tuple[slice, ...]
 ) -> Callable[[Any], int]:
     def use(saved: Any) -> int:
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (chunk.sizes, dtype):
-            found = f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
+            found = (
+                f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
+            )
             raise CheckpointError(f"the metadata promises {dtype} of shape {tuple(chunk.sizes)}, the file has {found}")
-        part = target.tensor[place].copy_(saved[source])
-        return part.numel()
+        return place.copy_(saved[source]).numel()
 
     return use
 

@@ -25,24 +25,23 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint import DefaultSavePlanner, FileSystemWriter
-from torch.distributed.checkpoint.filesystem import FileSystem
+from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
+from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import store
-from hsdp.checkpoint.contents import model_entries, optimizer_state
+from hsdp.checkpoint.contents import model_entries
+from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import CheckpointError, Ranks
+from hsdp.checkpoint.store import Progress
 
 logger = logging.getLogger("hsdp.checkpoint")
 
 SAVE_ID = "hsdp"
 """Marks a DCP metadata file as one of hsdp's, which is not to be without its manifest."""
-
-Progress = Callable[[int, int], object]
-"""Called with the bytes that this rank has written or read so far, and those it will in all."""
 
 
 def save(
@@ -86,7 +85,9 @@ def save(
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"checkpoint.save(step={step!r}): expected the number of steps done, an int of at least 0")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(f"checkpoint.save(keep={keep!r}): expected the number of checkpoints to keep, at least 1, or None")
+        raise ValueError(
+            f"checkpoint.save(keep={keep!r}): expected the number of checkpoints to keep, at least 1, or None"
+        )
     settle()
     started = time.perf_counter()
     ranks = Ranks(process_group, background=async_)
@@ -294,7 +295,7 @@ class _Planner(DefaultSavePlanner):
     def _total(self) -> int:
         return sum(_size(item) for item in self.plan.items)
 
-    def transform_object(self, write_item: WriteItem, object: Any) -> Any:  # noqa: A002  (DCP's name)
+    def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Serialises what is no tensor, after checking that it can be read back without unpickling code."""
         if write_item.type == WriteItemType.BYTE_IO:
             return io.BytesIO(_to_bytes(object, write_item.index.fqn))
@@ -314,7 +315,7 @@ class _Writer(FileSystemWriter):
     def __init__(self, path: Path) -> None:
         super().__init__(path)
         self.path: Path = path
-        self.fs = _ChecksumFileSystem()
+        self.fs = self._files = _ChecksumFileSystem()
 
     def storage_meta(self) -> StorageMeta:
         """What DCP's metadata says of its origin."""
@@ -325,7 +326,7 @@ class _Writer(FileSystemWriter):
         # DCP writes its metadata under another name and renames it.
         return {
             store.METADATA if name == f"{store.METADATA}.tmp" else name: stream.record
-            for name, stream in self.fs.streams.items()
+            for name, stream in self._files.streams.items()
         }
 
 

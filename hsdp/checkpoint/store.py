@@ -21,7 +21,7 @@ import re
 import secrets
 import shutil
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
@@ -31,6 +31,9 @@ from hsdp.checkpoint.ranks import CheckpointError
 MANIFEST = "manifest.json"
 METADATA = ".metadata"
 EXTRA = "extra.pt"
+
+Progress = Callable[[int, int], object]
+"""Called with the bytes that this rank has written or read so far, and those it will in all."""
 
 _FORMAT = "hsdp-checkpoint"
 _VERSION = 1
@@ -66,7 +69,7 @@ class Manifest:
     def text(self) -> str:
         """As JSON, with a checksum of its own."""
         body = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return json.dumps({**body, "crc32": _checksum(body)}, indent=1) + "\n"
+        return json.dumps({**body, "crc32": _checksum(body)}, indent=1)  # no newline: the last byte counts
 
 
 class ChecksumStream:
@@ -132,7 +135,9 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     found, damaged = _scan(Path(directory))
     if damaged:
         path, error = damaged[0]
-        raise CheckpointError(f"{error}; move {path.name} out of {directory} to go on from another checkpoint") from error
+        raise CheckpointError(
+            f"{error}; move {path.name} out of {directory} to go on from another checkpoint"
+        ) from error
     return found[-1][1] if found else None
 
 
@@ -169,7 +174,9 @@ def read_manifest(path: Path) -> Manifest:
     if claimed != _checksum(fields):
         raise CheckpointError(f"{file} is damaged: its checksum does not fit its content")
     if fields["version"] > _VERSION:
-        raise CheckpointError(f"{file} has format version {fields['version']}; this hsdp reads up to {_VERSION}: update it")
+        raise CheckpointError(
+            f"{file} has format version {fields['version']}; this hsdp reads up to {_VERSION}: update it"
+        )
     files = {name: FileRecord(**record) for name, record in fields["files"].items()}
     return Manifest(fields["step"], fields["sequence"], fields["world_size"], files)
 
@@ -272,7 +279,9 @@ def publish(partial: Path, step: int, world_size: int, files: Mapping[str, FileR
     try:
         check_sizes(partial, manifest)
     except CheckpointError as error:
-        raise CheckpointError(f"{error}; is the directory shared by all ranks, and written by this run only?") from error
+        raise CheckpointError(
+            f"{error}; is the directory shared by all ranks, and written by this run only?"
+        ) from error
     write_file(partial / MANIFEST, manifest.text().encode())
     _sync(partial)
 

@@ -13,7 +13,7 @@ import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
-from typing import TypeVar
+from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -93,6 +93,13 @@ def on_rank_zero(action: Callable[[], T]) -> T:
     return result  # type: ignore[return-value]  # None only where T is None
 
 
+def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
+    """Add up each of the values over all ranks, in float64."""
+    total = torch.tensor(values, dtype=torch.float64, device=device)
+    dist.all_reduce(total)
+    return [float(value) for value in total.tolist()]
+
+
 class StopSignal:
     """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps.
 
@@ -150,6 +157,18 @@ def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
                 raise
             _say(f"{name}: interrupted")
             return EXIT_INTERRUPTED
+
+
+def leave(exit_code: int) -> NoReturn:
+    """End this process at once, without tearing the interpreter down.
+
+    A worker thread of gloo may still be letting go of the tensors of the last collective. It needs the GIL for
+    that, and in an interpreter that is going away this aborts the process after all work was done (PyTorch issue
+    190489). `destroy_process_group` does not join those threads while a mesh refers to their group.
+    """
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(exit_code)
 
 
 def _say(line: str) -> None:

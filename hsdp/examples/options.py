@@ -11,6 +11,8 @@ from typing import NoReturn
 from hsdp.examples.launch import JobError
 from hsdp.examples.llama import LlamaConfig
 
+FINAL_LR_FRACTION = 0.05
+
 
 @dataclass(frozen=True)
 class Options:
@@ -53,6 +55,12 @@ class Options:
             width=self.width, layers=self.layers, heads=self.heads, hidden=self.hidden, max_len=self.seq_len
         )
 
+    def learning_rate(self, step: int) -> float:
+        """Of ``step``, counted from 0: a linear warm-up, then half a cosine down to a twentieth of the peak."""
+        warm = min(1.0, (step + 1) / (self.warmup + 1))
+        cosine = 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
+        return self.lr * warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
+
 
 class _Parser(argparse.ArgumentParser):
     """Reports mistakes as exceptions, because under torchrun only one of the ranks should print them."""
@@ -78,6 +86,8 @@ def parse_options(argv: list[str] | None, world_size: int) -> Options:
             f"--batch {options.batch} must be a multiple of {rows} "
             f"({world_size} processes x --accumulate {options.accumulate})"
         )
+    if not options.prompt:
+        raise JobError("--prompt must have at least one character")
     try:
         _ = options.model
     except ValueError as mistake:
@@ -148,7 +158,7 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=240, help="optimizer steps in all")
+    training.add_argument("--steps", type=_positive, default=160, help="optimizer steps in all")
     training.add_argument("--batch", type=_positive, default=32, help="sequences per step over all ranks")
     training.add_argument("--accumulate", type=_positive, default=1, help="micro-batches per step")
     training.add_argument("--seq-len", type=_positive, default=128, help="bytes per sequence")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import resource
 import sys
 from contextlib import suppress
@@ -11,6 +12,7 @@ from pathlib import Path
 
 import torch
 
+from hsdp.examples.launch import JobError
 from hsdp.examples.picture import Curve, Level, loss_picture
 
 
@@ -126,6 +128,20 @@ def _read_history(metrics: Path) -> list[Progress]:
         with suppress(ValueError):  # a run that was killed may have left half a line
             history.append(Progress(**json.loads(line)))
     return history
+
+
+def prepare_folder(folder: Path) -> None:
+    """Make ``folder`` if it is not there.
+
+    Raises:
+        JobError: if it cannot be made or written to.
+    """
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise JobError(f"cannot make the folder {folder}: {error.strerror}") from None
+    if not os.access(folder, os.W_OK | os.X_OK):
+        raise JobError(f"cannot write to the folder {folder}")
 
 
 def peak_memory_bytes(device: torch.device) -> int:

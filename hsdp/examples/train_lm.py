@@ -1,7 +1,7 @@
 """The main job: a small Llama learns CPython's standard library, byte by byte, on a hybrid-sharded mesh.
 
     torchrun --nproc-per-node 4 -m hsdp.examples.train_lm
-    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 480 --resume
+    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 320 --resume
 
 What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on
 the seed, the step and the global batch, never on the mesh, so a run resumed on another mesh goes on as if it had
@@ -11,8 +11,8 @@ not stopped.
 from __future__ import annotations
 
 import math
-import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -39,20 +39,22 @@ from hsdp.examples.launch import (
     JobError,
     StopSignal,
     choose_device,
+    leave,
     on_rank_zero,
     process_group,
     run_job,
+    sum_over_ranks,
     world_size,
 )
 from hsdp.examples.llama import Llama, generate
 from hsdp.examples.options import Options, parse_options
-from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes
+from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes, prepare_folder
 
 NUM_QUICK_WINDOWS = 128  # held-out windows behind each progress line; the last figure takes all of them
 EVAL_WINDOWS_PER_RANK = 32  # in one forward
-FINAL_LR_FRACTION = 0.05
 MAX_GRAD_NORM = 1.0
 NUM_SAMPLE_BYTES = 240
+SAMPLE_TEMPERATURE = 0.8
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -67,26 +69,38 @@ def _main(argv: list[str] | None, stop: StopSignal) -> int:
         return run(options, device, stop)
 
 
+@dataclass(frozen=True)
+class Job:
+    """What a run is made of on this rank."""
+
+    options: Options
+    device: torch.device
+    corpus: Corpus
+    model: Llama
+    optimizer: Optimizer
+    report: Report
+
+
 def run(options: Options, device: torch.device, stop: StopSignal) -> int:
     """Train, evaluate on all held-out text, show a sample. Every rank calls this; returns the exit code."""
     started = time.perf_counter()
     corpus = _load_corpus(options)
     model, optimizer = build(options, device)
     first_step = _resume(options, model, optimizer) if options.resume else 0
-    report = _open_report(options, corpus, first_step)
-    _introduce(report, options, device, corpus, model)
+    job = Job(options, device, corpus, model, optimizer, _open_report(options, corpus, first_step))
+    _introduce(job)
 
-    num_done = train(options, device, corpus, (model, optimizer), report, stop, first_step)
+    num_done = train(job, first_step, stop)
     if num_done > first_step:
-        report.say(f"checkpoint: {_save(options, num_done, model, optimizer)}")
+        job.report.say(f"checkpoint: {_save(job, num_done)}")
     if num_done < options.steps:
-        report.say(f"interrupted after step {num_done}; --resume goes on from there")
+        job.report.say(f"interrupted after step {num_done}; --resume goes on from there")
         return EXIT_INTERRUPTED
 
     loss = evaluate(model, consecutive_windows(corpus.held_out, options.seq_len), device)
-    report.conclude(loss, num_steps=num_done, seconds=time.perf_counter() - started)
+    job.report.conclude(loss, num_steps=num_done, seconds=time.perf_counter() - started)
     if options.sample:
-        _show_sample(report, options, device, model)
+        _show_sample(job)
     return 0
 
 
@@ -109,27 +123,19 @@ def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
     return model, optimizer
 
 
-def train(
-    options: Options,
-    device: torch.device,
-    corpus: Corpus,
-    trained: tuple[Llama, Optimizer],
-    report: Report,
-    stop: StopSignal,
-    first_step: int,
-) -> int:
-    """Train up to ``options.steps`` or until any rank was asked to stop; returns the number of steps done."""
-    model, optimizer = trained
-    quick_windows = _spread(consecutive_windows(corpus.held_out, options.seq_len), NUM_QUICK_WINDOWS)
+def train(job: Job, first_step: int, stop: StopSignal) -> int:
+    """Train up to ``--steps`` or until any rank is asked to stop; returns the number of steps done."""
+    options, device, model = job.options, job.device, job.model
+    quick_windows = _spread(consecutive_windows(job.corpus.held_out, options.seq_len), NUM_QUICK_WINDOWS)
     losses: list[float] = []
     since = time.perf_counter()
     for step in range(first_step, options.steps):
-        learning_rate = options.lr * schedule(step, options.warmup, options.steps)
-        for group in optimizer.param_groups:
+        learning_rate = options.learning_rate(step)
+        for group in job.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss, grad_norm = train_step(model, optimizer, _rank_rows(options, corpus, step).to(device))
+        loss, grad_norm = train_step(model, job.optimizer, _rank_rows(job, step).to(device))
         # One small sum tells all ranks the loss of the global batch, and lets them stop after the same step.
-        loss_sum, num_stopping = _sum_over_ranks([loss.item(), float(stop.requested)], device)
+        loss_sum, num_stopping = sum_over_ranks([loss.item(), float(stop.requested)], device)
         losses.append(loss_sum / options.world_size)
         if not math.isfinite(losses[-1]):
             raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
@@ -148,10 +154,10 @@ def train(
                 tokens_per_second=tokens_per_second,
                 peak_memory_bytes=peak_memory_bytes(device),
             )
-            report.progress(progress, options.steps)
+            job.report.progress(progress, options.steps)
             losses, since = [], time.perf_counter()
         if options.save_every and num_done % options.save_every == 0 and num_done < options.steps:
-            _save(options, num_done, model, optimizer)
+            _save(job, num_done)
     return options.steps
 
 
@@ -192,21 +198,15 @@ def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
         if len(mine):
             loss_sum += loss.item()
             num_bytes += mine[:, 1:].numel()
-    total_loss, total_bytes = _sum_over_ranks([loss_sum, float(num_bytes)], device)
+    total_loss, total_bytes = sum_over_ranks([loss_sum, float(num_bytes)], device)
     return total_loss / total_bytes
 
 
-def schedule(step: int, warmup: int, num_steps: int) -> float:
-    """The share of the peak learning rate in ``step``: a linear warm-up, then half a cosine down to 5 %."""
-    warm = min(1.0, (step + 1) / (warmup + 1))
-    cosine = 0.5 * (1.0 + math.cos(math.pi * step / num_steps))
-    return warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
-
-
-def _rank_rows(options: Options, corpus: Corpus, step: int) -> Tensor:
+def _rank_rows(job: Job, step: int) -> Tensor:
     """This rank's part of the global batch: ``int64 [accumulate, rows, seq_len + 1]``."""
+    options = job.options
     windows = batch_windows(
-        corpus.train, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
+        job.corpus.train, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
     )
     return windows.view(options.accumulate, options.world_size, -1, options.seq_len + 1)[:, dist.get_rank()]
 
@@ -214,12 +214,6 @@ def _rank_rows(options: Options, corpus: Corpus, step: int) -> Tensor:
 def _spread(windows: Tensor, num_wanted: int) -> Tensor:
     """At most ``num_wanted`` of the windows, at even distances."""
     return windows[:: math.ceil(len(windows) / num_wanted)]
-
-
-def _sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    total = torch.tensor(values, dtype=torch.float64, device=device)
-    dist.all_reduce(total)
-    return [float(value) for value in total.tolist()]
 
 
 def _whole(tensor: Tensor) -> Tensor:
@@ -256,26 +250,28 @@ def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
     return saved.step
 
 
-def _save(options: Options, num_done: int, model: Llama, optimizer: Optimizer) -> Path:
+def _save(job: Job, num_done: int) -> Path:
+    options = job.options
     state = RunState(num_done, options.seed, options.batch, options.model)
-    return checkpoints.save(options.checkpoint_dir, state, model, optimizer)
+    return checkpoints.save(options.checkpoint_dir, state, job.model, job.optimizer)
 
 
 def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
     def measure() -> Baselines:
         # Folders first: a path that cannot be written should not cost the user a run.
-        options.out.mkdir(parents=True, exist_ok=True)
-        options.checkpoint_dir.mkdir(parents=True, exist_ok=True)
+        for folder in (options.out, options.checkpoint_dir):
+            prepare_folder(folder)
         return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))
 
     baselines = on_rank_zero(measure)
     return Report(options.out if dist.get_rank() == 0 else None, baselines, resumed_at=first_step)
 
 
-def _introduce(report: Report, options: Options, device: torch.device, corpus: Corpus, model: Llama) -> None:
-    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+def _introduce(job: Job) -> None:
+    options, corpus, report = job.options, job.corpus, job.report
+    num_parameters = sum(parameter.numel() for parameter in job.model.parameters())
     report.say(
-        f"{num_parameters:,} parameters, {options.dtype}, on {options.world_size} x {device.type}, "
+        f"{num_parameters:,} parameters, {options.dtype}, on {options.world_size} x {job.device.type}, "
         f"mesh (replicate={options.replicate}, shard={options.shard})"
     )
     report.say(
@@ -285,12 +281,19 @@ def _introduce(report: Report, options: Options, device: torch.device, corpus: C
     report.introduce()
 
 
-def _show_sample(report: Report, options: Options, device: torch.device, model: Llama) -> None:
-    prompt = torch.tensor(list(options.prompt.encode()), device=device)
-    text = generate(model, prompt, num_tokens=NUM_SAMPLE_BYTES, window=options.seq_len, seed=options.seed)
-    report.say("sample:")
-    report.say(bytes(text.tolist()).decode("utf-8", errors="replace"))
+def _show_sample(job: Job) -> None:
+    prompt = torch.tensor(list(job.options.prompt.encode()), device=job.device)
+    text = generate(
+        job.model,
+        prompt,
+        num_tokens=NUM_SAMPLE_BYTES,
+        window=job.options.seq_len,
+        seed=job.options.seed,
+        temperature=SAMPLE_TEMPERATURE,
+    )
+    job.report.say("sample:")
+    job.report.say(bytes(text.tolist()).decode("utf-8", errors="replace"))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave(main())

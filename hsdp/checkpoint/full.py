@@ -1,0 +1,354 @@
+"""Whole state dicts: gathered to one rank, or dealt out from one, one tensor at a time.
+
+    gather   ranks of dst's shard group --rows, point to point--> their places in one whole tensor on dst
+    deal     src --rows, point to point--> ranks of its shard group --broadcast--> their replicas
+
+So the rank that has the whole tensors holds one of them beside its shard (and what its caller keeps), ranks of its
+shard group hold nothing beside theirs, other replicas do not even take part in gathering.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.optim import Optimizer
+
+from hsdp.api import state_of
+from hsdp.checkpoint.contents import Entry, listing, local_of, model_entries
+from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
+from hsdp.checkpoint.ranks import CheckpointError, Ranks
+
+
+def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
+    """The model's state dict with whole tensors. Every rank that holds the model calls it.
+
+    Args:
+        model: any module, sharded or not.
+        rank0_only: only rank 0 (the first rank of the model's mesh) gets it; the others get an empty dict, and allocate
+            nothing.
+        cpu: whole tensors are moved to host memory one by one; else they stay on the device.
+
+    Returns:
+        Whole tensors, copies, by name; tied parameters are one tensor under all their names. Beside its shard, rank 0
+        holds at most the dict and, where `cpu` moves it, one whole tensor on the device.
+
+    Raises:
+        CheckpointError: a parameter is on the meta device.
+    """
+    entries = model_entries(model)
+    dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
+    state: dict[str, Any] = {}
+    for name, first in first_names(model, entries).items():
+        state[name] = state[first] if first in state else whole_value(entries[name].value, dst, cpu)
+    return state if dst is None or dst == _rank() else {}
+
+
+def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> Iterator[tuple[str, Any]]:
+    """As `full_state_dict`, one item at a time: rank 0 never holds more than one whole tensor beside its shard.
+
+    Every rank must go through all of them. Tied parameters come under each of their names, gathered anew.
+
+    Yields:
+        `(name, whole tensor)`; on ranks that do not get it `(name, None)`.
+    """
+    entries = model_entries(model)
+    dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
+    for name, entry in entries.items():
+        yield name, whole_value(entry.value, dst, cpu)
+
+
+def full_optimizer_state_dict(
+    model: nn.Module, optimizer: Optimizer, rank0_only: bool = True, cpu: bool = True
+) -> dict[str, Any]:
+    """The optimizer's state by parameter name, with whole tensors, arranged as torch's `get_optimizer_state_dict` has it.
+
+    Nothing is initialised, and no step is taken. Arguments as for `full_state_dict`; every rank calls it.
+    """
+    state = optimizer_state(model, optimizer)
+    dst = first_rank(model.parameters()) if rank0_only else None
+
+    def whole(value: Any) -> Any:
+        return (
+            {key: whole(item) for key, item in value.items()}
+            if isinstance(value, dict)
+            else whole_value(value, dst, cpu)
+        )
+
+    state["state"] = whole(state["state"])
+    return state if dst is None or dst == _rank() else {}
+
+
+def load_full_state_dict(
+    model: nn.Module,
+    state: Mapping[str, Any] | None,
+    src_rank: int = 0,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Loads whole tensors that one rank has into a model, in place. Every rank that holds the model calls it.
+
+    Args:
+        model: any module, sharded or not.
+        state: on `src_rank`, whole tensors by name; a lazy mapping or a memory-mapped `torch.load(mmap=True)` keeps the
+            peak at one tensor. Ignored on other ranks.
+        src_rank: the global rank that has it, one of the mesh's.
+        process_group: the ranks that hold the model; None: all.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed: names, shapes or dtypes differ.
+    """
+    ranks = Ranks(process_group)
+    source = ranks.rank_of(src_rank)
+    here = ranks.rank == source
+    entries = model_entries(model)
+    given: Mapping[str, Any] = (state or {}) if here else {}
+    what = "load_full_state_dict"
+    ranks.one(what, lambda: _check_state(given, {name: entry.value for name, entry in entries.items()}), source)
+    extras: dict[str, Any] = {}
+    firsts = first_names(model, entries)
+    with torch.no_grad():
+        for name, entry in entries.items():
+            if not isinstance(entry.value, Tensor):
+                extras[entry.raw_name] = ranks.one(what, partial(given.get, name), source)
+            elif firsts[name] == name:
+                deal(entry.value, given[name] if here else None, src_rank, ranks)
+    if extras:
+        model.load_state_dict(extras, strict=False)
+    tell_units(model)
+
+
+def load_full_optimizer_state_dict(
+    model: nn.Module,
+    optimizer: Optimizer,
+    state: Mapping[str, Any] | None,
+    src_rank: int = 0,
+    *,
+    process_group: ProcessGroup | None = None,
+) -> None:
+    """Loads an optimizer's whole state, which one rank has, as `full_optimizer_state_dict` returned it.
+
+    The optimizer may be fresh or stepped, and takes no step. Arguments as for `load_full_state_dict`.
+
+    Raises:
+        CheckpointError: on all ranks, before anything is changed: the state is of other parameters, or of another kind
+            of optimizer.
+    """
+    ranks = Ranks(process_group)
+    source = ranks.rank_of(src_rank)
+    given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}
+    what = "load_full_optimizer_state_dict"
+    described, groups = ranks.one(what, lambda: describe_state(given), source)
+    staging = OptimizerStaging(model, optimizer)
+    staged: dict[str, dict[str, Any]] = {}
+    ranks.each(what, lambda: staged.update(staging.allocate(described, on_device=True)))
+    merged: list[dict[str, Any]] = []
+    ranks.each(what, lambda: merged.extend(staging.groups(groups)))
+    with torch.no_grad():
+        for name, entries in staged.items():
+            for entry, value in entries.items():
+                if isinstance(value, Tensor):
+                    deal(value, given["state"][name][entry] if given else None, src_rank, ranks)
+    commit_optimizer(optimizer, staging.state_dict(staged, merged))
+
+
+def tell_units(model: nn.Module) -> None:
+    """Parameters were written in place: what their units have gathered is stale."""
+    for module in model.modules():
+        if (sharding := state_of(module)) is not None:
+            sharding.unit.epoch += 1
+
+
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+    problems = []
+    if missing := [name for name in own if name not in state]:
+        problems.append(f"the model has {listing(missing)}, which the state has not")
+    if unexpected := [name for name in state if name not in own]:
+        problems.append(f"the state has {listing(unexpected)}, which the model has not")
+    for name, value in own.items():
+        if isinstance(value, Tensor) and name in state and (told := _misfit(state[name], value)) is not None:
+            problems.append(f"{name!r} is {told}")
+    if problems:
+        raise CheckpointError("the state does not fit the model: " + "; ".join(problems[:12]))
+
+
+def _misfit(found: Any, own: Tensor) -> str | None:
+    if not isinstance(found, Tensor) or isinstance(found, DTensor):
+        return f"a {type(found).__name__}, not a whole tensor"
+    if (found.shape, found.dtype) != (own.shape, own.dtype):
+        return (
+            f"{found.dtype} of shape {tuple(found.shape)} in the state, {own.dtype} of shape {tuple(own.shape)} in the model"
+        )
+    return None
+
+
+def first_names(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, str]:
+    """Of each name, the first one of the same parameter: itself, but where weights are tied."""
+    firsts: dict[int, str] = {}
+    names = {}
+    for name, entry in entries.items():
+        module, _, leaf = entry.raw_name.rpartition(".")
+        try:
+            held = model.get_submodule(module)._parameters.get(leaf)
+        except AttributeError:  # a name that a state-dict hook made
+            held = None
+        names[name] = name if held is None else firsts.setdefault(id(held), name)
+    return names
+
+
+# -- one tensor ----------------------------------------------------------------------------------------------------
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
+def first_rank(values: Iterable[Any]) -> int:
+    """The first rank of the mesh that the tensors live on."""
+    for value in values:
+        if isinstance(value, DTensor):
+            return int(value.device_mesh.mesh.flatten()[0])
+    return 0
+
+
+def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
+    """A value with nothing sharded in it, for rank `dst` (None: for every rank); None for the others."""
+    if not isinstance(value, Tensor):
+        return value if dst is None or dst == _rank() else None
+    with torch.no_grad():
+        if isinstance(value, DTensor):
+            whole = gather_to(value, dst) if dst is not None else value.full_tensor()
+        else:
+            whole = value if dst is None or dst == _rank() else None
+        if whole is None:
+            return None
+        moved = whole.detach().cpu() if cpu else whole.detach()
+        shares = moved.untyped_storage().data_ptr() == local_of(value).untyped_storage().data_ptr()
+        return moved.clone() if shares else moved
+
+
+def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
+    """The whole tensor on global rank `dst`, on the tensor's device; None on other ranks.
+
+    Every rank of the mesh calls it. Ranks that do not share a shard group with `dst` return at once.
+    """
+    axis = _only_shard_axis(tensor)
+    if axis is None:
+        whole = tensor.full_tensor() if not _is_replicated(tensor) else tensor.to_local()
+        return whole if _rank() == dst else None
+    mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(axis)
+    members = dist.get_process_group_ranks(group)
+    if dst not in members:
+        return None
+    local = tensor.to_local()
+    if _rank() != dst:
+        if local.numel():
+            dist.send(_bytes(local.contiguous()), dst, group=group)
+        return None
+    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
+    for rank, place in zip(members, _rows(tensor, axis, whole, mesh), strict=True):
+        if not place.numel():
+            continue
+        if rank == dst:
+            place.copy_(local)
+        elif place.is_contiguous():
+            dist.recv(_bytes(place), rank, group=group)
+        else:
+            part = torch.empty(place.shape, dtype=place.dtype, device=place.device)
+            dist.recv(_bytes(part), rank, group=group)
+            place.copy_(part)
+    return whole
+
+
+def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
+    """Writes `whole`, which only global rank `src` has, into `target` on every rank."""
+    if isinstance(target, DTensor) and target.device_mesh.size() > 1:
+        if _only_shard_axis(target) is None and not _is_replicated(target):
+            _deal_by_torch(target, whole, src)
+        else:
+            _deal_rows(target, whole, src)
+        return
+    local = local_of(target)
+    value = torch.empty(local.shape, dtype=local.dtype) if whole is None else whole.cpu().contiguous()
+    if ranks.talk is not None and value.numel():
+        dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
+    local.copy_(value)
+
+
+def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
+    mesh, local, axis = target.device_mesh, target.to_local(), _only_shard_axis(target)
+    own = mesh.get_coordinate()
+    found = (mesh.mesh == src).nonzero()
+    if own is None or not len(found):
+        raise CheckpointError(f"load_full_state_dict(src_rank={src}): it is not a rank of the mesh {mesh}")
+    at = found[0].tolist()
+    # First along the shard axis from src, then along each other axis from those who have it to those who have not.
+    others = [a for a in range(mesh.ndim) if a != axis]
+    value = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
+    if all(own[a] == at[a] for a in others):
+        if axis is None:
+            if whole is not None:
+                value.copy_(whole)
+        else:
+            _deal_from(target, value, whole, src, axis)
+    for done, a in enumerate(others):
+        if all(own[b] == at[b] for b in others[done + 1 :]) and mesh.size(a) > 1 and value.numel():
+            dist.broadcast(_bytes(value), group=mesh.get_group(a), group_src=at[a])
+    if value is not local:
+        local.copy_(value)
+
+
+def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, axis: int) -> None:
+    mesh, group = target.device_mesh, target.device_mesh.get_group(axis)
+    if whole is None:
+        if value.numel():
+            dist.recv(_bytes(value), src, group=group)
+        return
+    for rank, rows in zip(dist.get_process_group_ranks(group), _rows(target, axis, whole, mesh), strict=True):
+        if rank == src:
+            value.copy_(rows)
+        elif rows.numel():
+            dist.send(_bytes(rows.to(value.device).contiguous()), rank, group=group)
+
+
+def _deal_by_torch(target: DTensor, whole: Tensor | None, src: int) -> None:
+    """Several axes shard it: PyTorch's own way, which holds the whole tensor on every rank."""
+    device = target.to_local().device
+    value = torch.empty(target.shape, dtype=target.dtype, device=device) if whole is None else whole.to(device)
+    dealt = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=src)
+    target.to_local().copy_(dealt.to_local())
+
+
+def _only_shard_axis(tensor: DTensor) -> int | None:
+    """The mesh axis that shards it, if there is exactly one and the others replicate."""
+    axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
+    rest = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
+    return axes[0] if len(axes) == len(rest) == 1 else None
+
+
+def _is_replicated(tensor: DTensor) -> bool:
+    return all(isinstance(placement, Replicate) for placement in tensor.placements)
+
+
+def _rows(tensor: DTensor, axis: int, whole: Tensor, mesh: DeviceMesh) -> list[Tensor]:
+    """The part of `whole` that each rank along the shard axis holds; torch.chunk's rule, empty ones included."""
+    placement = tensor.placements[axis]
+    assert isinstance(placement, Shard), "the axis shards"
+    dim, count = placement.dim, mesh.size(axis)
+    size = whole.shape[dim]
+    chunk = -(-size // count)
+    starts = [min(rank * chunk, size) for rank in range(count)]
+    return [whole.narrow(dim, start, min(chunk, size - start)) for start in starts]
+
+
+def _bytes(tensor: Tensor) -> Tensor:
+    """A contiguous tensor as bytes, which every backend carries whatever the dtype."""
+    return tensor.view(-1).view(torch.uint8)

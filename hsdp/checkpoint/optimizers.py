@@ -1,0 +1,308 @@
+"""An optimizer's state under its parameters' names: taken as it is, found again in a checkpoint, handed back.
+
+A fresh optimizer has no state, and PyTorch's own functions give it one by taking a step with learning rate zero. Here
+nothing steps: what the state looks like is read from the checkpoint.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.metadata import TensorStorageMetadata
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hsdp.checkpoint.contents import clean_name, listing, local_of, state_staging
+from hsdp.checkpoint.ranks import CheckpointError
+from hsdp.checkpoint.reading import Reader
+
+_NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
+"""Entries of an optimizer's groups that say how it computes here, not what: the loading optimizer keeps its own."""
+
+_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""Entries that learning rate schedulers add to groups."""
+
+
+def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """The optimizer's state by parameter name; nothing is initialised for it, and no step is taken.
+
+    Returns:
+        `{"state": {parameter: {name: value}}, "param_groups": [{..., "params": [parameter, ...]}]}`; of a parameter
+        that was never stepped there is no state.
+    """
+    names = parameter_names(model)
+    state: dict[str, Any] = {}
+    groups = []
+    for index, group in enumerate(optimizer.param_groups):
+        members = group_names(names, group, index)
+        for name, param in zip(members, group["params"], strict=True):
+            if optimizer.state.get(param):
+                state[name] = dict(optimizer.state[param])
+        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+    return {"state": state, "param_groups": groups}
+
+
+def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
+    """The clean name of each parameter: the first one, where weights are tied."""
+    return {param: clean_name(name) for name, param in model.named_parameters()}
+
+
+def group_names(names: Mapping[nn.Parameter, str], group: Mapping[str, Any], index: int) -> list[str]:
+    """The names of an optimizer group's parameters.
+
+    Raises:
+        CheckpointError: a parameter is not one of the model's.
+    """
+    found = []
+    for place, param in enumerate(group["params"]):
+        if param not in names:
+            raise CheckpointError(
+                f"parameter {place} of the optimizer's group {index}, of shape {tuple(param.shape)}, is not one of the "
+                "model's; make the optimizer from model.parameters() after fully_shard"
+            )
+        found.append(names[param])
+    return found
+
+
+def merge_groups(
+    optimizer: Optimizer, members: list[list[str]], saved: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups with the hyperparameters of a checkpoint.
+
+    Args:
+        optimizer: the optimizer that loads; its groups may be cut otherwise than those that were saved.
+        members: the names of the parameters of each of its groups.
+        saved: the saved hyperparameters, by parameter.
+
+    Raises:
+        CheckpointError: a parameter has none, or those of one group's parameters differ.
+    """
+    merged = []
+    for index, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+        if missing := [name for name in names if name not in saved]:
+            raise CheckpointError(
+                f"the checkpoint's optimizer does not know {listing(missing)} of the optimizer's group {index}"
+            )
+        values = [{k: v for k, v in saved[name].items() if k not in _NOT_TRAINING} for name in names]
+        for name, value in zip(names, values, strict=True):
+            if differing := [key for key in value if key not in values[0] or value[key] != values[0][key]]:
+                raise CheckpointError(
+                    f"group {index} of the optimizer has {names[0]!r} and {name!r} together, but the checkpoint has them "
+                    f"in groups that differ in {listing(differing)}; group the parameters as they were when it was saved"
+                )
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        if values:
+            _check_kind(optimizer, hyper.keys() - _NOT_TRAINING, values[0].keys())
+            hyper.update(values[0])
+        merged.append({key: _like(hyper[key], group.get(key)) for key in hyper})
+    return merged
+
+
+def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
+    """Refuses the state of another kind of optimizer. Versions of one kind differ in one direction only."""
+    only_own, only_saved = own - saved - _BY_SCHEDULERS, saved - own - _BY_SCHEDULERS
+    if only_own and only_saved:
+        raise CheckpointError(
+            f"the checkpoint's optimizer is of another kind: it has {listing(sorted(only_saved))}, where "
+            f"{type(optimizer).__name__} has {listing(sorted(only_own))}"
+        )
+
+
+def _like(saved: Any, own: Any) -> Any:
+    # `capturable` optimizers keep the learning rate in a tensor.
+    if isinstance(saved, Tensor) and isinstance(own, float):
+        return float(saved)
+    if isinstance(own, Tensor) and isinstance(saved, (int, float)):
+        return torch.full_like(own, saved)
+    return saved
+
+
+@dataclass(frozen=True)
+class Described:
+    """A state tensor that is yet to come: its whole shape and dtype."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+
+State = Mapping[str, Mapping[str, Any]]
+"""By parameter and entry: a `Described` tensor, or a value."""
+
+
+class OptimizerStaging:
+    """Makes places for a state that is on its way to an optimizer, and puts it together."""
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._optimizer = optimizer
+        names = parameter_names(model)
+        self._members = [group_names(names, group, i) for i, group in enumerate(optimizer.param_groups)]
+        self.params: dict[str, nn.Parameter] = {
+            name: param
+            for group, members in zip(optimizer.param_groups, self._members, strict=True)
+            for name, param in zip(members, group["params"], strict=True)
+        }
+
+    def allocate(self, state: State, on_device: bool = False) -> dict[str, dict[str, Any]]:
+        """Uninitialised tensors, sharded as the optimizer would have them, in the place of descriptions.
+
+        Raises:
+            CheckpointError: the state is of parameters that the optimizer does not have.
+        """
+        if unknown := [name for name in state if name not in self.params]:
+            raise CheckpointError(f"there is optimizer state of {listing(unknown)}, which the optimizer has not")
+        # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
+        scalars = {"step"}
+        for name, entries in state.items():
+            if self.params[name].ndim:
+                scalars |= {e for e, value in entries.items() if isinstance(value, Described) and not value.shape}
+        staged: dict[str, dict[str, Any]] = {}
+        for name, entries in state.items():
+            param, held = self.params[name], self._optimizer.state.get(self.params[name], {})
+            device = local_of(param).device if on_device else torch.device("cpu")
+            staged[name] = {
+                entry: state_staging(param, value.shape, value.dtype, held.get(entry), entry in scalars, device)
+                if isinstance(value, Described)
+                else value
+                for entry, value in entries.items()
+            }
+        return staged
+
+    def groups(self, hyper: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
+        """The optimizer's groups with hyperparameters given by parameter (see `merge_groups`)."""
+        return merge_groups(self._optimizer, self._members, hyper)
+
+    def state_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
+        """A state dict as the optimizer's own, with parameters numbered."""
+        number = {name: i for i, name in enumerate(name for members in self._members for name in members)}
+        numbered = [
+            {**group, "params": [number[name] for name in members]}
+            for group, members in zip(groups, self._members, strict=True)
+        ]
+        return {"state": {number[name]: _nested(entries) for name, entries in state.items()}, "param_groups": numbered}
+
+
+def describe_state(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
+    """A whole optimizer state without its tensors, and its hyperparameters by parameter."""
+    if not {"state", "param_groups"} <= state.keys():
+        raise CheckpointError("the optimizer's state has no 'state' and 'param_groups'")
+    described = {
+        name: {
+            entry: Described(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
+            for entry, value in entries.items()
+        }
+        for name, entries in state["state"].items()
+    }
+    hyper: dict[str, dict[str, Any]] = {}
+    for group in state["param_groups"]:
+        hyper.update((name, {k: v for k, v in group.items() if k != "params"}) for name in group["params"])
+    return described, hyper
+
+
+class OptimizerReading:
+    """The optimizer's part of a load: finds its state among a checkpoint's keys, and asks for it."""
+
+    def __init__(
+        self, reader: Reader, saved: Any, prefix: str, model: nn.Module, optimizer: Optimizer, path: Path
+    ) -> None:
+        if not any(key.startswith("param_groups.") for key in saved):
+            raise CheckpointError(f"checkpoint {path} has no optimizer state; load it with optimizer=None")
+        self._reader = reader
+        self._prefix = prefix
+        self._staging = OptimizerStaging(model, optimizer)
+        state: dict[str, dict[str, Any]] = {}
+        for key, kind in saved.items():
+            if key.startswith("state."):
+                name, entry = self._split(key)
+                is_tensor = isinstance(kind, TensorStorageMetadata)
+                state.setdefault(name, {})[entry] = (
+                    Described(tuple(kind.size), kind.properties.dtype) if is_tensor else None
+                )
+        self._state = self._staging.allocate(state)
+        for name, entries in self._state.items():
+            for entry, value in entries.items():
+                self._ask(f"state.{name}.{entry}", value)
+        self._hyper: dict[str, Tensor | None] = {}
+        for key, kind in saved.items():
+            if key.startswith("param_groups."):
+                is_tensor = isinstance(kind, TensorStorageMetadata)  # a learning rate held in a tensor
+                self._hyper[key] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
+                self._ask(key, self._hyper[key])
+
+    def _ask(self, key: str, place: Tensor | None) -> None:
+        if place is None:
+            self._reader.value(self._prefix + key)
+        else:
+            self._reader.tensor(self._prefix + key, place)
+
+    def _split(self, key: str) -> tuple[str, str]:
+        """`state.<parameter>.<entry>` as (parameter, entry); entries of nested state may have dots."""
+        name, _, entry = key.removeprefix("state.").rpartition(".")
+        above = name
+        while above and above not in self._staging.params:
+            above = above.rpartition(".")[0]
+        return (above, f"{name}.{entry}".removeprefix(above + ".")) if above else (name, entry)
+
+    def finish(self) -> dict[str, Any]:
+        """What was read, as a state dict of the optimizer's own."""
+        for name, entries in self._state.items():
+            for entry, value in entries.items():
+                if value is None:
+                    entries[entry] = self._reader.values[f"{self._prefix}state.{name}.{entry}"]
+        return self._staging.state_dict(self._state, self._staging.groups(self._hyperparameters()))
+
+    def _hyperparameters(self) -> dict[str, dict[str, Any]]:
+        """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
+        found: dict[str, Any] = {
+            key.removeprefix("param_groups."): self._reader.values[self._prefix + key] if value is None else value
+            for key, value in self._hyper.items()
+        }
+        hyper: dict[str, dict[str, Any]] = {}
+        groups = [key.removesuffix(".params") for key in found if key.endswith(".params") and key.count(".") == 1]
+        if not groups:
+            for key, value in found.items():
+                name, _, entry = key.rpartition(".")
+                hyper.setdefault(name, {})[entry] = value
+        for index in groups:
+            values = {k.removeprefix(f"{index}."): v for k, v in found.items() if k.startswith(f"{index}.")}
+            hyper.update((name, values) for name in values.pop("params"))
+        return hyper
+
+
+def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
+    """`{"a.b": x}` as `{"a": {"b": x}}`: some optimizers nest their state."""
+    nested: dict[str, Any] = {}
+    for key, value in entries.items():
+        *above, last = key.split(".")
+        place = nested
+        for part in above:
+            place = place.setdefault(part, {})
+        place[last] = value
+    return nested
+
+
+def commit_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
+    """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in."""
+    optimizer.load_state_dict(state)
+    params = [param for group in optimizer.param_groups for param in group["params"]]
+    for number, entries in state["state"].items():
+        _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
+
+
+def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device) -> None:
+    # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
+    for name, value in loaded.items():
+        if isinstance(value, dict):
+            _restore_dtypes(held[name], value, device)
+        elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
+            held[name] = _moved(value, device)
+
+
+def _moved(value: Tensor, device: torch.device) -> Tensor:
+    if isinstance(value, DTensor):
+        return DTensor(value.to_local().to(device), value._spec, requires_grad=False)
+    return value.to(device)

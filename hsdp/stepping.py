@@ -1,0 +1,74 @@
+"""What an optimizer's step means to units: reductions are joined before it, and parameters are new after it.
+
+Both are hooks that torch runs for every optimizer; the first `fully_shard` registers them.
+"""
+
+from __future__ import annotations
+
+import functools
+import weakref
+
+import torch
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hsdp.errors import StateError
+from hsdp.param import originals
+from hsdp.runtime import Runtime
+from hsdp.unit import Unit, unit_of
+
+_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
+_units_of_optimizer = weakref.WeakKeyDictionary()
+
+
+def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
+    """The units whose parameters the optimizer steps; looked up once."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    held = _units_of_optimizer.get(optimizer)
+    if held is None or held[:2] != (count, Runtime.generation):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stale = next((originals[param] for param in params if param in originals), None)
+        if stale is not None and (owner := stale[0]()) is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
+                f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
+            )
+        units = {unit_of(param) for param in params}
+        refs = [weakref.ref(unit) for unit in units if unit is not None]
+        held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
+    return held[2]
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raises the epoch of every unit whose parameters the optimizer stepped."""
+    for ref in _units_of(optimizer):
+        if (unit := ref()) is not None:
+            unit.epoch += 1
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
+    for ref in _units_of(optimizer):
+        unit = ref()
+        if unit is not None:
+            if unit.runtime is not None and len(unit.runtime.pipeline) and not unit.runtime.in_backward():
+                unit.runtime.drain()
+            check_communicated(unit, "the optimizer's step")
+
+
+def check_communicated(unit: Unit, before: str) -> None:
+    """Raises StateError if the unit has pending sums."""
+    if unit.owed or unit.owes_all_reduce:
+        pending = unit.gradients.pending()
+        if pending:
+            raise StateError(
+                f"{before}: unit {unit.name!r} has gradients that were not summed over all ranks ({', '.join(pending)}); "
+                "run the last micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call "
+                "model.flush(), or drop them with zero_grad()"
+            )
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Registers the hooks, once per process."""
+    register_optimizer_step_pre_hook(_before_optimizer_step)
+    register_optimizer_step_post_hook(_after_optimizer_step)

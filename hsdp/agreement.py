@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import json
 import weakref
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
 
@@ -44,6 +45,9 @@ class Agreement:
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float) -> None:
         store = dist.distributed_c10d._get_default_store()
+        # A client of its own: waiting locks the client, and another thread's model must be able to answer meanwhile.
+        with suppress(AttributeError, RuntimeError, NotImplementedError):
+            store = store.clone()  # type: ignore[attr-defined]
         self._store = PrefixStore(f"hsdp/{group.group_name}/", store)
         self._rank = rank
         self._size = size

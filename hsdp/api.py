@@ -106,7 +106,7 @@ def fully_shard(
         _move_buffers(m, axes.device, policy.buffer_dtype)
         m.__dict__["_hsdp_state"] = state
         m.__class__ = sharded_class(type(m))
-        m.register_load_state_dict_post_hook(_after_load)
+    _watch_loads(unit)
     Runtime.generation += 1
     watch_optimizers()
     return module
@@ -271,8 +271,18 @@ def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | 
                 child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
 
 
-def _after_load(module: nn.Module, keys: object) -> None:
-    module.__dict__["_hsdp_state"].unit.epoch += 1
+def _watch_loads(unit: Unit) -> None:
+    """Loading a state dict, into any module that holds one of the unit's parameters, makes them new."""
+    this = weakref.ref(unit)
+
+    def loaded(module: nn.Module, keys: object) -> None:
+        if (owner := this()) is not None:
+            owner.epoch += 1
+
+    holders = {place.module() for param in unit.params for place in param.places}
+    for module in holders:
+        if module is not None:
+            module.register_load_state_dict_post_hook(loaded)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

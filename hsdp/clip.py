@@ -8,7 +8,6 @@ Everything happens on local tensors: a DTensor operator costs the host tens of m
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Iterable, Iterator
 
 import torch
@@ -235,11 +234,8 @@ def _combine(a: Tensor, b: Tensor, order: float) -> Tensor:
 def _reduce(parts: dict[Groups, Tensor], order: float) -> Tensor:
     """Reduces every part over its groups and joins them: one all-reduce for each group, however many parts have it."""
     op = dist.ReduceOp.MAX if order == math.inf else dist.ReduceOp.SUM
-    while sharded := [groups for groups in parts if groups]:
-        # The group of the fewest first: what comes out of it can join in the others' all-reduce.
-        counts = Counter(group for groups in sharded for group in groups)
-        group = min(counts, key=counts.__getitem__)
-        members = [groups for groups in sharded if group in groups]
+    while (group := next((group for groups in parts for group in groups), None)) is not None:
+        members = [groups for groups in parts if group in groups]
         values = torch.cat([parts.pop(groups) for groups in members])
         dist.all_reduce(values, op, group)
         for groups, value in zip(members, values.view(len(members), -1), strict=True):

@@ -11,7 +11,7 @@ witness.py) by which we see that somebody called `zero_grad`; a parameter withou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import torch
@@ -20,13 +20,8 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.lane import Lane, LaneReduction, ReducePlan
-from hsdp.param import ManagedParam
+from hsdp.param import ManagedParam, new_dtensor
 from hsdp.witness import Witness
-
-_new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
-    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
-)
-"""DTensor's constructor without its Python `__init__`, which does nothing and costs more than the rest."""
 
 
 class Gradients:
@@ -48,6 +43,7 @@ class Gradients:
         self._stash: dict[int, Tensor] = {}
         self.partial: list[list[Tensor]] | None = None
         self._witnesses: dict[int, Any] = {}
+        self._running: list[LaneReduction] = []
         self._uncommitted: list[tuple[list[ManagedParam], list[Any]]] = []
 
     def arrange(self, lanes: list[Lane]) -> None:
@@ -75,13 +71,24 @@ class Gradients:
         """Forgets everything that has not landed."""
         self.drop()
         self._stash.clear()
+        self._running.clear()
         self.partial = None
         for slot in list(self._witnesses):
             self._dismiss(slot)
 
-    def choose(self, mask: tuple[bool, ...]) -> None:
-        """Sets which parameters take part in reductions."""
+    def choose(self, mask: tuple[bool, ...], unit: str) -> None:
+        """Sets which parameters take part in reductions.
+
+        Raises:
+            StateError: the choice changes while sums of the parameters chosen before are pending.
+        """
         if self._mask != mask:
+            if self._mask is not None and (self._stash or self._running or self.partial is not None):
+                changed = next(p.fqn for p, a, b in zip(self._params, self._mask, mask, strict=True) if a != b)
+                raise StateError(
+                    f"unit {unit!r}: requires_grad of parameter {changed!r} changed while gradients of earlier "
+                    "micro-batches have not been summed over all ranks; call model.flush() or zero_grad() first"
+                )
             self._mask = mask
             self._plans = []
             for lane in self._lanes:
@@ -93,8 +100,11 @@ class Gradients:
         """One plan per lane that has trainable parameters."""
         return self._plans
 
-    def take(self) -> list[LaneReduction]:
-        """Hands all gradients over as the operands of one reduction; every trainable parameter takes part."""
+    def take(self, runs_on: bool) -> list[LaneReduction]:
+        """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
+
+        `runs_on`: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
+        """
         if self._witnesses:
             self._heed_zero_grad()
         parts = []
@@ -103,6 +113,11 @@ class Gradients:
             parts.append(plan.fill(grads, [grad is not None for grad in grads]))
         self._stash.clear()
         self.drop()
+        if runs_on:
+            self._running += parts
+            for plan in self._plans:
+                for slot in plan.slots:
+                    self._witness(slot)
         return parts
 
     def stash(self) -> None:
@@ -119,8 +134,12 @@ class Gradients:
     def defer(self, parts: list[LaneReduction]) -> None:
         """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later."""
         self._heed_zero_grad()
+        for part in parts:
+            self._settle(part)
+            if part.dropped:
+                _zero(part.plan, part.operands, part.dropped)
         if self.partial is None:
-            self.partial = [[t.to(part.plan.lane.kind.accumulate) for t in part.operands] for part in parts]
+            self.partial = [[t.to(part.plan.kind.accumulate) for t in part.operands] for part in parts]
         else:
             for held, part in zip(self.partial, parts, strict=True):
                 torch._foreach_add_(held, part.operands)
@@ -174,7 +193,7 @@ class Gradients:
         grad: Any = param.sharded.grad
         if grad is None:
             local = Witness(param.local, None)
-            param.sharded.grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+            param.sharded.grad = new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
         else:
             grad._local_tensor = Witness(param.local, _local_grad(param))
         self._witnesses[slot] = param.sharded.grad
@@ -185,8 +204,15 @@ class Gradients:
         for slot in gone:
             self._dismiss(slot)
             self._stash.pop(slot, None)
-        if gone and self.partial is not None:
-            self._drop_partial(gone)
+        if gone:
+            for part in self._running:
+                part.dropped |= gone
+            if self.partial is not None:
+                self._drop_partial(gone)
+
+    def _settle(self, part: LaneReduction) -> None:
+        if part in self._running:
+            self._running.remove(part)
 
     def _is_gone(self, slot: int, grad: Any) -> bool:
         witness: Witness = grad._local_tensor
@@ -205,12 +231,7 @@ class Gradients:
     def _drop_partial(self, gone: set[int]) -> None:
         assert self.partial is not None, "checked by the caller"
         for plan, held in zip(self._plans, self.partial, strict=True):
-            part = LaneReduction(plan, [], [], held, [])
-            flags = part.flags()
-            for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
-                if slot in gone:
-                    local.zero_()
-                    flags[at] = 0
+            _zero(plan, held, gone)
         if len(gone) >= sum(len(plan.slots) for plan in self._plans):
             self.partial = None
 
@@ -218,14 +239,20 @@ class Gradients:
 
     def land(self, parts: Iterable[LaneReduction]) -> None:
         """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
+        if self._running:
+            self._heed_zero_grad()
+            for part in parts:
+                self._settle(part)
         self._retire_witnesses()
         for part in parts:
             plan = part.plan
-            storage = plan.lane.kind.storage
+            storage = plan.kind.storage
             used = part.used if self.unused == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
                 used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
+            if part.dropped:
+                used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
             values = part.values()
             if values[0].dtype != storage:
                 values = [value.to(storage) for value in values]
@@ -240,9 +267,13 @@ class Gradients:
             if was_used:
                 sharded = param.sharded
                 if sharded.grad is None:
-                    sharded.grad = grad = _new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+                    sharded.grad = grad = new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
                 else:
-                    _local_grad(param).add_(local)
+                    held = _local_grad(param)
+                    if isinstance(held, Witness):  # it stood for zeros; now it stands for the gradient
+                        held.base = local
+                    else:
+                        held.add_(local)
             fresh.append(grad)
         self._uncommitted.append((plan.params, fresh))
 
@@ -262,7 +293,7 @@ class Gradients:
         return True
 
     def _retire_witnesses(self) -> None:
-        if self._witnesses and self.partial is None:
+        if self._witnesses and self.partial is None and not self._running:
             for slot in [slot for slot in self._witnesses if slot not in self._stash]:
                 self._dismiss(slot)
 
@@ -277,6 +308,16 @@ class Gradients:
                 if grad is not None and param.sharded.grad is grad:
                     param.sharded.grad = None
         self._uncommitted.clear()
+
+
+def _zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
+    """Takes the parameters at `slots` out of reduced or partial sums."""
+    part = LaneReduction(plan, [], [], operands, [])
+    flags = part.flags()
+    for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
+        if slot in slots:
+            local.zero_()
+            flags[at] = 0
 
 
 def _local_grad(param: ManagedParam) -> Tensor:

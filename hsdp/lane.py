@@ -235,7 +235,10 @@ class ReducePlan:
     """
 
     def __init__(self, lane: Lane, trainable: tuple[int, ...]) -> None:
-        self.lane = lane
+        # Not the lane itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
+        self.kind = lane.kind
+        self.shards = lane.shards
+        self.device = lane.shard.device
         self.op = hash(trainable)
         self.params = [lane.params[i] for i in trainable]
         self.slots = [lane.slots[i] for i in trainable]
@@ -257,9 +260,9 @@ class ReducePlan:
 
     def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction."""
-        if self.lane.shards == 1:
+        if self.shards == 1:
             return self._fill_alone(grads, used)
-        layout, dtype, device = self.layout, self.lane.kind.reduce, self.lane.shard.device
+        layout, dtype, device = self.layout, self.kind.reduce, self.device
         pieces = layout.pieces
         buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
         rows = self._free_rows.pop() if self._free_rows else Rows(self, dtype, device)
@@ -304,14 +307,14 @@ class ReducePlan:
         self._free_rows.append(rows)
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
-        dtype, device = self.lane.kind.reduce, self.lane.shard.device
+        dtype, device = self.kind.reduce, self.device
         operands = [_flat(g, piece, dtype, device) for g, piece in zip(grads, self.layout.pieces, strict=True)]
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
         return LaneReduction(self, [], [], operands, used, None)
 
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
-        if self.lane.shards == 1:
+        if self.shards == 1:
             return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
         flat = values[0]
         return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._cuts]
@@ -343,9 +346,10 @@ class LaneReduction:
         operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
             gradient and the flags.
         used: which parameters this rank used.
+        dropped: slots whose gradients were zeroed by the user while the reduction was under way.
     """
 
-    __slots__ = ("inputs", "operands", "outputs", "plan", "rows", "used")
+    __slots__ = ("dropped", "inputs", "operands", "outputs", "plan", "rows", "used")
 
     def __init__(
         self,
@@ -362,6 +366,7 @@ class LaneReduction:
         self.operands = operands
         self.used = used
         self.rows = rows
+        self.dropped: set[int] = set()
 
     def release_inputs(self) -> None:
         """The reduce-scatter is over: lets the whole gradients go."""

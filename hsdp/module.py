@@ -101,8 +101,8 @@ class HSDPModule:
         wait for them.
         """
         flag = _check_flag("set_is_last_backward", is_last_backward)
-        for runtime in self._runtimes():
-            runtime.drains = flag
+        for unit in self._units():
+            unit.drains = flag
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:

@@ -24,6 +24,11 @@ from hsdp.mesh import MeshAxes
 
 PlacementFn = Callable[[nn.Parameter], Any]
 
+new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
+    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
+)
+"""DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo."""
+
 originals: Any = WeakIdKeyDictionary()
 """Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
 
@@ -90,7 +95,7 @@ class ManagedParam:
         stride = torch.empty(self.spec.shape, device="meta").stride()
         meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
         self.tensor_spec = DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
-        dtensor = DTensor(local, self.tensor_spec, requires_grad=False)
+        dtensor = new_dtensor(DTensor, local, self.tensor_spec, requires_grad=False)
         self.sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
         self.sharded.__dict__.update(vars(original))  # marks that users and libraries put on parameters

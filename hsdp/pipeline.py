@@ -245,7 +245,7 @@ def _scatter(bucket: Bucket) -> Flight:
     parts = [(part, _split_factor(r, part)) for r in bucket.reductions for part in r.parts]
     inputs = [tensor for part, _ in parts for tensor in part.inputs]
     outputs = [tensor for part, _ in parts for tensor in part.outputs]
-    whole = [t for part, _ in parts if part.plan.lane.kind.replicated for t in part.operands] if comm.size > 1 else []
+    whole = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
     for part, (before, _) in parts:
         if before != 1.0:
             torch._foreach_mul_(part.inputs or part.values(), before)
@@ -267,7 +267,7 @@ def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, flo
     vanish nor their sum overflows.
     """
     factor = reduction.unit.factor()
-    if part.plan.lane.kind.reduce is not torch.float16:
+    if part.plan.kind.reduce is not torch.float16:
         return 1.0, factor
     ranks = reduction.unit.axes.shard_size * reduction.unit.axes.replicate_size
     before = 0.5 ** (ranks.bit_length() // 2)

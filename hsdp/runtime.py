@@ -17,11 +17,11 @@ from torch import nn
 
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm
-from hsdp.errors import HSDPError, StaleParametersError
+from hsdp.errors import HSDPError
 from hsdp.order import Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
-from hsdp.unit import Residency, TrainingState, Unit
+from hsdp.unit import Residency, TrainingState, Unit, stale
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -41,6 +41,10 @@ class Visit(NamedTuple):
     last_node: int
 
 
+class _Token:
+    """Lives as long as the engine means to call back at the end of a graph task."""
+
+
 class Runtime:
     """What the units below one root share.
 
@@ -48,7 +52,6 @@ class Runtime:
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
         depth: forward calls under way.
-        drains: whether the end of a backward waits for every reduction (`set_is_last_backward`).
     """
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
@@ -57,7 +60,6 @@ class Runtime:
         self.units: list[Unit] = []
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
-        self.drains = True
         self._forward = Order()
         self._backward = Order()
         self._entered: dict[Unit, None] = {}
@@ -65,7 +67,7 @@ class Runtime:
         self._consumed = True
         self._unfinished = False
         self._keeps_graph = False
-        self._tasks: list[int] = []
+        self._tasks: dict[int, weakref.ref[_Token]] = {}
         self._reduces = True
         self._turns: deque[Unit] = deque()
         self._opened: dict[Unit, tuple[Visit | None, int]] = {}
@@ -111,7 +113,10 @@ class Runtime:
 
     def in_backward(self) -> bool:
         """Whether the caller runs inside a backward of this root (a recomputation, say)."""
-        return bool(self._tasks) and _graph_task() != -1
+        if not self._tasks or _graph_task() == -1:
+            return False
+        self._bury_tasks()
+        return bool(self._tasks)
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
@@ -138,12 +143,15 @@ class Runtime:
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
 
-    def leave_forward(self, unit: Unit, keep: bool) -> None:
-        """`unit`'s forward ended."""
+    def leave_forward(self, unit: Unit, keep: bool, more: bool) -> None:
+        """`unit`'s forward ended. `keep`: its parameters stay whole; `more`: other modules of it are still to run."""
         self._left.pop(unit, None)
         self._left[unit] = None
         unit.state = TrainingState.IDLE
+        if more:
+            return
         if keep:
+            unit.hide()
             return
         if torch.is_grad_enabled():
             unit.keep_part()
@@ -188,11 +196,23 @@ class Runtime:
         """Notes the graph task that the caller runs in; at its end the runtime is called back."""
         task = _graph_task()
         if task not in self._tasks:
+            self._bury_tasks()
             if not self._tasks:
+                if self._unfinished:
+                    self.abort("a backward pass failed")
                 self._begin_backward()
-            self._tasks.append(task)
-            _queue_callback(lambda: self._end_task(task))
+            elif not self._reduces:
+                self._reduces = self._accumulates()
+            token = _Token()
+            self._tasks[task] = weakref.ref(token)
+            _queue_callback(lambda: self._end_task(task, token))
         return task
+
+    def _bury_tasks(self) -> None:
+        """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
+        for task, token in list(self._tasks.items()):
+            if token() is None:
+                del self._tasks[task]
 
     def _begin_backward(self) -> None:
         self._consumed = self._unfinished = True
@@ -208,15 +228,16 @@ class Runtime:
             agreement.begin(0)
 
     def _accumulates(self) -> bool:
-        """Whether this backward accumulates gradients; `autograd.grad` does not, and the engine will not say then."""
-        node = next((p.node for unit in self.units for p in unit.params if p.node is not None), None)
-        if node is None:
-            return False
+        """Whether this graph task accumulates into a whole parameter; that of `autograd.grad` does not."""
+        will_execute = torch._C._will_engine_execute_node
         try:
-            torch._C._will_engine_execute_node(node)
-        except RuntimeError:
+            return any(
+                wanted and will_execute(param.node)
+                for unit in self.units
+                for param, wanted in zip(unit.params, unit.trainable, strict=True)
+            )
+        except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
-        return True
 
     def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
@@ -230,12 +251,8 @@ class Runtime:
             StaleParametersError: the parameters changed since the forward.
         """
         task = self.enter_task()
-        if visit is not None and visit.epoch != unit.epoch:
-            raise StaleParametersError(
-                f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a "
-                "forward and its backward, so its gradients would be wrong; run backward before the change, or forward "
-                "again after it"
-            )
+        if (visit is not None and visit.epoch != unit.epoch) or (not unit.open and unit.disturbed()):
+            raise stale(unit)
         # With create_graph=True the whole parameters are part of the new graph: they stay.
         self._keeps_graph = self._keeps_graph or creates_graph
         if self._reduces and task not in unit.remaining:
@@ -287,7 +304,7 @@ class Runtime:
         unit.state = TrainingState.BACKWARD_POST
         if unit.requires_grad_sync:
             with torch.no_grad():
-                parts = unit.gradients.take()
+                parts = unit.gradients.take(runs_on=not self.root.drains)
             unit.owed = unit.ready = False
             unit.owes_all_reduce = not unit.requires_all_reduce
             if parts:
@@ -298,11 +315,11 @@ class Runtime:
             with torch.no_grad():
                 unit.gradients.stash()
 
-    def _end_task(self, task: int) -> None:
+    def _end_task(self, task: int, token: _Token) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
         if task not in self._tasks:
             return  # of an iteration that was aborted
-        self._tasks.remove(task)
+        del self._tasks[task]
         if not self._tasks:
             self._end_backward()
             return
@@ -319,7 +336,7 @@ class Runtime:
                     self._reduce(unit)
         self._turns.clear()
         self._backward.end()
-        if self.drains:
+        if self.root.drains:
             self.drain()
         for unit in self.units:
             unit.remaining.clear()
@@ -343,7 +360,7 @@ class Runtime:
         for unit in self.units:
             if unit.owed or unit.owes_all_reduce:
                 with torch.no_grad():
-                    parts = unit.gradients.take()
+                    parts = unit.gradients.take(runs_on=False)
                     unit.owed = unit.owes_all_reduce = False
                     if parts:
                         self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
@@ -355,7 +372,6 @@ class Runtime:
 
     def abort(self, reason: str) -> None:
         """Forgets the iteration under way: waits for its work, frees its buffers, drops its gradients."""
-        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
         self.pipeline.abort()
         self._reshard_all()
         for unit in self.units:
@@ -370,6 +386,8 @@ class Runtime:
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False
+        # Last: where warnings are errors, the next iteration is fresh all the same.
+        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
 
 
 def _agreements(comms: Iterable[Comm]) -> list[Agreement]:

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.errors import StateError
 from hsdp.runtime import Runtime, Visit
 from hsdp.unit import Unit
 
@@ -79,6 +80,7 @@ class ModuleState:
         try:
             if policy.output_dtype is not None:
                 output = map_tensors(output, lambda t: t.to(policy.output_dtype) if t.is_floating_point() else t)
+            self._refuse_parameters(output)
             watched = torch.is_grad_enabled() and self._watch(output, runtime, first_node)
         except BaseException:
             self.forward_failed()
@@ -114,11 +116,10 @@ class ModuleState:
             unit.owed = True
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
             keep = keep or not watched
-        if len(self._run) < len(self.modules) or self._calls:
-            keep = True  # other modules of the unit are still to run
-        else:
+        more = len(self._run) < len(self.modules) or self._calls > 0
+        if not more:
             self._run.clear()
-        runtime.leave_forward(unit, keep)
+        runtime.leave_forward(unit, keep, more)
         if is_root:
             self._run.clear()
             runtime.end_forward()
@@ -129,12 +130,24 @@ class ModuleState:
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime
 
+    def _refuse_parameters(self, output: Any) -> None:
+        """A whole parameter is freed after forward: it, or a view of it, cannot be an output."""
+        for tensor in tensors_in(output):
+            base = tensor if tensor.is_leaf else tensor._base
+            name = None if base is None else self.unit.name_of_whole(base)
+            if name is not None:
+                raise StateError(
+                    f"the forward of unit {self.unit.name!r} returns its parameter {name!r}, or a view of it, which is "
+                    "freed when the forward ends; return a copy (.clone()), or compute with it inside the module"
+                )
+
     def _watch(self, output: Any, runtime: Runtime, first_node: int) -> bool:
         """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""
-        watched = [tensor for tensor in tensors_in(output) if tensor.requires_grad]
+        # Leaves do not lead into the unit, and hooks on them would outlive this iteration.
+        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
         if not watched:
             return False
-        last_node = min(0 if t.grad_fn is None else t.grad_fn._sequence_nr() for t in watched)
+        last_node = min(node._sequence_nr() for tensor in watched if (node := tensor.grad_fn) is not None)
         hook = _entry_hook(self.unit, runtime, Visit(self.unit.epoch, first_node, last_node))
         for tensor in watched:
             tensor.register_hook(hook)

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp.collectives import Comm, Flight, subgroup
-from hsdp.errors import StateError
+from hsdp.errors import StaleParametersError, StateError
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
@@ -51,6 +51,14 @@ def _forget(ids: list[int]) -> None:
             del _managed[key]
 
 
+def stale(unit: Unit) -> StaleParametersError:
+    """The error of a backward whose parameters are not those of its forward any more."""
+    return StaleParametersError(
+        f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a forward and "
+        "its backward, so its gradients would be wrong; run backward before the change, or forward again after it"
+    )
+
+
 class Residency(enum.Enum):
     """Where a unit's whole parameters are."""
 
@@ -78,7 +86,8 @@ class Unit:
         state: what it is doing.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
-        gathered_epoch: the epoch at the last gather; a gather is valid for one epoch.
+        gathered_epoch, forward_epoch: the epoch at the last gather and forward; a gather is valid for one epoch.
+        drains: whether the end of a backward of which it is the root waits for every reduction.
         gradients: this rank's gradients, on their way to `.grad`.
         trainable: which parameters want gradients, as of the last forward.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
@@ -119,6 +128,8 @@ class Unit:
         self.parent: Unit | None = None
         self.epoch = 0
         self.gathered_epoch = -1
+        self.forward_epoch = -1
+        self.drains = True
         self.gradients = Gradients(params)
         self.owed = False
         self.owes_all_reduce = False
@@ -143,6 +154,7 @@ class Unit:
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
         self._sharded: list[nn.Parameter] = []
+        self._names_of_wholes: dict[int, str] = {}
         self._shadows: list[tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = []
         self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
 
@@ -221,6 +233,7 @@ class Unit:
                 # The dict of parameters does not hold the module: no cycle.
                 self._registered.append((module._parameters, place.name, param.sharded, param.local))
         self._shadows = list(shadows.values())
+        self._names_of_wholes = {id(param.whole): param.fqn for param in self.params if param.whole is not None}
 
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into a whole parameter."""
@@ -298,7 +311,7 @@ class Unit:
             self.reshard()
             return
         if self.open:
-            self._hide()
+            self.hide()
         for lane in self.lanes:
             lane.keep_part(self.axes.shard_rank % self._parts)
         self._kept_epoch = self.gathered_epoch
@@ -344,9 +357,11 @@ class Unit:
 
     def choose_trainable(self) -> None:
         """Notes which parameters want gradients; users may change that between any two forwards."""
+        self.forward_epoch = self.epoch
         mask = tuple([param.requires_grad for param in self._sharded])
         if mask == self.trainable:
             return
+        self.gradients.choose(mask, self.name)
         self.trainable = mask
         for slot, (param, wanted) in enumerate(zip(self.params, mask, strict=True)):
             whole = param.whole
@@ -354,12 +369,11 @@ class Unit:
                 whole.requires_grad_(wanted)
                 if wanted and param.node is None:
                     self._watch(slot)
-        self.gradients.choose(mask)
 
     def reshard(self) -> None:
         """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
         if self.open:
-            self._hide()
+            self.hide()
         if self.residency is Residency.GATHERING:
             self.finish()
         if self.residency is Residency.WHOLE:
@@ -371,7 +385,8 @@ class Unit:
             for lane in self.lanes:
                 lane.drop_part()
 
-    def _hide(self) -> None:
+    def hide(self) -> None:
+        """Closes the unit; whole parameters stay where they are."""
         for module, shadows, rnn in self._shadows:
             there = module()
             if there is not None:
@@ -380,6 +395,10 @@ class Unit:
                     if rnn:
                         refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
         self.open = False
+
+    def name_of_whole(self, tensor: Tensor) -> str | None:
+        """The parameter whose whole tensor `tensor` is."""
+        return self._names_of_wholes.get(id(tensor))
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
@@ -413,6 +432,8 @@ class Unit:
         runtime = self.runtime
         if grad is None or runtime is None:
             return
+        if self.epoch != self.forward_epoch:
+            raise stale(self)
         task = runtime.enter_task()
         remaining = self.remaining
         if task not in remaining:

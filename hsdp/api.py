@@ -134,7 +134,9 @@ def _check_modules(module: Any) -> list[nn.Module]:
 def _check_reshard(value: Any, shards: int) -> None:
     where = f"fully_shard(reshard_after_forward={value!r})"
     if not (value is None or isinstance(value, (bool, int))):
-        raise TypeError(f"{where}: expected True, False, None (True, but False for the outermost unit) or an integer")
+        raise TypeError(
+            f"{where}: expected an integer, or True, False or None (None: True, but False for the outermost unit)"
+        )
     if value is not None and not isinstance(value, bool) and (value < 1 or shards % value):
         raise ValueError(
             f"{where}: an integer is the size of the groups that stay sharded after forward and must divide the {shards} "
@@ -198,16 +200,17 @@ def _check_one_device(found: list[tuple[list[Place], nn.Parameter]], unit: str) 
 def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
     owner = unit_of(param)
+    name = next((managed.fqn for managed in owner.params if managed.sharded is param), "?") if owner is not None else "?"
     if owner is not None and any(place.module() is module for managed in owner.params for place in managed.places):
         raise ValueError(
-            f"{where} belongs to unit {owner.name!r} already, which was sharded before this module inside it; call "
-            "fully_shard bottom-up: on inner modules first, then on the module that holds them"
+            f"{where} belongs to unit {owner.name!r} already, as {name!r}: that was sharded before this module inside "
+            "it; call fully_shard bottom-up: on inner modules first, then on the module that holds them"
         )
     if owner is not None or param in originals:
         ref, other = originals.get(param, (lambda: owner, "?"))
         held_by = owner or ref()
         if owner is not None:
-            other = next(managed.fqn for managed in owner.params if managed.sharded is param)
+            other = name
         raise ValueError(
             f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
             "shard the smallest module that holds both names as one unit, or untie them"

@@ -38,6 +38,7 @@ class Gradients:
         self._lanes: list[Lane] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
+        self._casts: list[torch.dtype | None] = [None] * len(params)
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
@@ -56,6 +57,9 @@ class Gradients:
 
     def put(self, slot: int, grad: Tensor) -> None:
         """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
+        cast = self._casts[slot]
+        if cast is not None:
+            grad = grad.to(cast)
         held = self.slots[slot]
         self.slots[slot] = grad if held is None else held + grad
 
@@ -91,10 +95,16 @@ class Gradients:
                 )
             self._mask = mask
             self._plans = []
+            self._casts = [None] * len(self._params)
             for lane in self._lanes:
                 trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
                 if trainable:
                     self._plans.append(lane.reduce_plan(trainable))
+            for plan in self._plans:
+                # What goes directly is cast as it comes, one gradient at a time; the packed rows cast as they are filled.
+                for slot, piece in zip(plan.slots, plan.layout.pieces, strict=True):
+                    if plan.kind.reduce != plan.kind.compute and (piece.direct_reduce or plan.shards == 1):
+                        self._casts[slot] = plan.kind.reduce
 
     def plans(self) -> list[ReducePlan]:
         """One plan per lane that has trainable parameters."""

@@ -8,7 +8,7 @@ from hsdp.unit import Unit
 
 
 class Order:
-    """The order in which units were entered in the last full pass, and where this pass is in it.
+    """The order in which units were gathered in the last full pass, and where this pass is in it.
 
     Attributes:
         plan: identifies the order; 0 before one was recorded.
@@ -34,6 +34,11 @@ class Order:
         if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
             self._follows = False
         return self._expected[at + 1 : at + 1 + window] if self._follows else []
+
+    def peek(self, window: int) -> list[Unit]:
+        """The units that would be next, for a unit that is whole already: it is no part of an order of gathers."""
+        at = len(self._seen)
+        return self._expected[at : at + window] if self._follows else []
 
     def cancel(self) -> None:
         """Ends a pass that failed: what is expected stays."""

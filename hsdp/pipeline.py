@@ -122,6 +122,18 @@ class ReductionPipeline:
             self._start_scatter()
         self.advance()
 
+    def make_room(self) -> None:
+        """Waits for what the next `submit` would wait for, before its operands are made: they would be memory on top.
+
+        On a device nothing is waited for here: the host goes on, and the streams keep the order.
+        """
+        if self.streams.active or self.policy.reduce_scatter_bucket_bytes:
+            return
+        while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
+            self._release(self._holding.popleft())
+        while len(self._reducing) >= self.policy.max_inflight_all_reduces:
+            self._land(self._reducing.popleft())
+
     def advance(self) -> None:
         """Lands whatever is done, without blocking the host. Starts no collective: what is done depends on timing."""
         while self._reducing and self._reducing[0].flight.done():

@@ -217,7 +217,7 @@ class Runtime:
     def _begin_backward(self) -> None:
         self._consumed = self._unfinished = True
         self._keeps_graph = False
-        self._backward.begin(reversed(self._left))
+        self._backward.begin(unit for unit in reversed(self._left) if unit.residency is Residency.SHARDED)
         # Static on every rank: who was entered first in forward reduces last. Not who completes first.
         self._turns = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         for unit in self._turns:
@@ -265,7 +265,10 @@ class Runtime:
         self.pipeline.advance()
         if visit is not None:
             self._close_before(visit)
-        ahead = self._backward.visit(unit, unit.comm_policy.prefetch)
+        window = unit.comm_policy.prefetch
+        # Only what is gathered counts: ranks may enter units that stayed whole in different orders, or not at all.
+        whole = unit.residency is Residency.WHOLE
+        ahead = self._backward.peek(window) if whole else self._backward.visit(unit, window)
         self._open(unit, ahead if unit.backward_prefetch is None else unit.backward_prefetch)
         self._opened[unit] = (visit, task)
 
@@ -304,6 +307,7 @@ class Runtime:
         unit.state = TrainingState.BACKWARD_POST
         if unit.requires_grad_sync:
             with torch.no_grad():
+                self.pipeline.make_room()
                 parts = unit.gradients.take(runs_on=not self.root.drains)
             unit.owed = unit.ready = False
             unit.owes_all_reduce = not unit.requires_all_reduce

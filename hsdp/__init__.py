@@ -11,13 +11,17 @@
 The training loop stays as it was.
 """
 
+from hsdp import checkpoint
 from hsdp.api import fully_shard, register_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
+from hsdp.full_params import full_params, gathered_apply
+from hsdp.init import init_sharded, sync_module_states
 from hsdp.module import HSDPModule
 from hsdp.pipeline import ReductionPipeline
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.replicas import AllReduce, ReplicaReduce
+from hsdp.units import by_numel, shard_units
 
 __all__ = [
     "AllReduce",
@@ -31,7 +35,14 @@ __all__ = [
     "ReplicaReduce",
     "StaleParametersError",
     "StateError",
+    "by_numel",
+    "checkpoint",
     "clip_grad_norm_",
+    "full_params",
     "fully_shard",
+    "gathered_apply",
+    "init_sharded",
     "register_forward_method",
+    "shard_units",
+    "sync_module_states",
 ]

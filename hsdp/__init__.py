@@ -11,7 +11,7 @@
 The training loop stays as it was.
 """
 
-from hsdp import checkpoint
+from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp.api import fully_shard, register_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
@@ -36,7 +36,6 @@ __all__ = [
     "StaleParametersError",
     "StateError",
     "by_numel",
-    "checkpoint",
     "clip_grad_norm_",
     "full_params",
     "fully_shard",

@@ -74,7 +74,7 @@ class Flight:
         """Whether waiting would not block the host (CPU) or the stream (device)."""
         if self._comm.streams.active:
             return self._event is None or bool(self._event.query())
-        return self._works is None or all(work.is_completed() for work in self._works)
+        return self._works is None or all(work is None or work.is_completed() for work in self._works)
 
     def wait(self) -> None:
         """Blocks until the results are there: the host on the CPU, the current stream on a device.
@@ -83,15 +83,13 @@ class Flight:
             CollectiveError: the collective failed or timed out.
             DivergenceError: another rank is about to start another collective in its place.
         """
-        try:
-            if self._comm.streams.active:
-                self._comm.streams.join(self._event)
-            elif self._works is not None:
-                self._settle()
-        finally:
-            flying.discard(self)
-            # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
-            self._keep = self._finish = None
+        if self._comm.streams.active:
+            self._comm.streams.join(self._event)
+        elif self._works is not None:
+            self._settle()
+        flying.discard(self)
+        # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
+        self._keep = self._finish = None
 
     @property
     def event(self) -> Event:
@@ -99,11 +97,11 @@ class Flight:
         return self._event
 
     def _settle(self) -> None:
-        works, self._works = self._works, None
-        assert works is not None, "a flight settles once"
-        for work in works:
+        assert self._works is not None, "a flight settles once"
+        for work in self._works:
             if work is not None:
                 self._wait_for(work)
+        self._works = None
         if self._finish is not None:
             self._finish()
 
@@ -129,6 +127,16 @@ class Flight:
                 f"the {self.kind} of unit {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank may have "
                 f"stopped, raised or taken another branch: see its log. This rank was waiting for: {waiting}"
             ) from error
+
+
+_abandoned: list[Flight] = []
+
+
+def abandon(flight: Flight) -> None:
+    """Keeps the buffers of a flight that nobody waits for any more until its collective has ended."""
+    _abandoned[:] = [other for other in _abandoned if not other.done()]
+    _abandoned.append(flight)
+    flying.discard(flight)
 
 
 def _describe_flying() -> str:

@@ -368,10 +368,10 @@ class LaneReduction:
         self.rows = rows
         self.dropped: set[int] = set()
 
-    def release_inputs(self) -> None:
-        """The reduce-scatter is over: lets the whole gradients go."""
+    def release_inputs(self, ended: bool = True) -> None:
+        """Lets the whole gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
-        if self.rows is not None:
+        if self.rows is not None and ended:
             self.plan.take_back(self.rows)
             self.rows = None
 

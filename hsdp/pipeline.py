@@ -18,13 +18,12 @@ from __future__ import annotations
 import enum
 import weakref
 from collections import deque
-from contextlib import suppress
 from functools import partial
 from typing import ClassVar
 
 import torch
 
-from hsdp.collectives import Flight
+from hsdp.collectives import Flight, abandon
 from hsdp.errors import HSDPError
 from hsdp.lane import LaneReduction
 from hsdp.policies import CommPolicy
@@ -130,36 +129,38 @@ class ReductionPipeline:
         if self.streams.active or self.policy.reduce_scatter_bucket_bytes:
             return
         while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
-            self._release(self._holding.popleft())
+            self._release()
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
-            self._land(self._reducing.popleft())
+            self._land()
 
     def advance(self) -> None:
         """Lands whatever is done, without blocking the host. Starts no collective: what is done depends on timing."""
         while self._reducing and self._reducing[0].flight.done():
-            self._land(self._reducing.popleft())
+            self._land()
 
     def drain(self) -> None:
         """Waits for every stage of every reduction; all gradients have landed after it."""
         if self._filling:
             self._start_scatter()
         while self._holding:
-            self._release(self._holding.popleft())
+            self._release()
         if self._scattered:
             self._start_all_reduce()
         while self._reducing:
-            self._land(self._reducing.popleft())
+            self._land()
 
     def abort(self) -> None:
         """Forgets every reduction. Work in flight is waited for; its errors are swallowed, as one was raised already."""
         for bucket in (*self._holding, *self._reducing):
             for flight in {bucket.scatter, bucket.flight}:
-                with suppress(HSDPError):
+                try:
                     flight.wait()
+                except HSDPError:
+                    abandon(flight)
         for bucket in self._holding:
             for reduction in bucket.reductions:
                 for part in reduction.parts:
-                    part.release_inputs()
+                    part.release_inputs(ended=bucket.scatter.done())
         self._filling, self._scattered = [], []
         self._holding.clear()
         self._reducing.clear()
@@ -168,7 +169,7 @@ class ReductionPipeline:
 
     def _start_scatter(self) -> None:
         while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
-            self._release(self._holding.popleft())
+            self._release()
         bucket, self._filling = Bucket(self._filling), []
         with self.streams.on("scatter"):
             bucket.scatter = bucket.flight = _scatter(bucket)
@@ -178,9 +179,11 @@ class ReductionPipeline:
         if self.streams.active:
             self._queue_all_reduce(bucket)
 
-    def _release(self, bucket: Bucket) -> None:
-        """The shards are summed: lets the whole gradients go. On the CPU the next stage can start only now."""
+    def _release(self) -> None:
+        """The oldest bucket's shards are summed: its whole gradients go. On the CPU the next stage can start only now."""
+        bucket = self._holding[0]
         bucket.scatter.wait()
+        self._holding.popleft()
         for reduction in bucket.reductions:
             for part in reduction.parts:
                 part.release_inputs()
@@ -215,7 +218,7 @@ class ReductionPipeline:
 
     def _start_all_reduce_of(self, reductions: list[Reduction]) -> None:
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
-            self._land(self._reducing.popleft())
+            self._land()
         bucket = Bucket(reductions)
         unit = reductions[0].unit
         with self.streams.after("replicate", self._behind):
@@ -233,8 +236,10 @@ class ReductionPipeline:
 
     # -- REDUCING -> LANDED --------------------------------------------------------------------------------------
 
-    def _land(self, bucket: Bucket) -> None:
+    def _land(self) -> None:
+        bucket = self._reducing[0]
         bucket.flight.wait()
+        self._reducing.popleft()
         for reduction in bucket.reductions:
             reduction.unit.gradients.land(reduction.parts)
             reduction.stage = Stage.LANDED

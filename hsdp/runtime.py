@@ -188,7 +188,7 @@ class Runtime:
             try:
                 unit.reshard()
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
-                unit.reshard()
+                unit.discard_gather()
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -345,12 +345,13 @@ class Runtime:
         for unit in self.units:
             unit.remaining.clear()
             unit.ready = False
-            unit.gradients.commit()
             unit.state = TrainingState.IDLE
             if unit.residency is Residency.GATHERING or (
                 unit.holds_whole and unit.reshard_after_backward and not self._keeps_graph
             ):
                 unit.reshard()
+        for unit in self.units:
+            unit.gradients.commit()
         self._opened = {}
         self._unfinished = False
 
@@ -381,6 +382,9 @@ class Runtime:
         for unit in self.units:
             unit.gradients.clear()
             unit.gradients.roll_back()
+            for param in unit.params:
+                if param.whole is not None:
+                    param.whole.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
             unit.owed = unit.ready = unit.in_turn = unit.owes_all_reduce = False
         self._tasks.clear()

@@ -33,83 +33,59 @@ class ModuleState:
         self.unit = unit
         self.modules = [weakref.ref(module) for module in modules]
         self._own_runtime: Runtime | None = None
-        self._recomputing = 0
         self._calls = 0
         self._run: set[int] = set()
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
-        args, kwargs = self.before_forward(module, args, kwargs)
-        first_node = _next_node()
-        try:
-            output = call(*args, **kwargs)
-        except BaseException:
-            self.forward_failed()
-            raise
-        return self.after_forward(module, output, first_node)
-
-    def before_forward(self, module: nn.Module, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        """The module is called: opens its unit; returns its inputs, cast if the policy says so."""
-        unit = self.unit
-        runtime = unit.runtime
+        runtime = self.unit.runtime
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
-            self._recomputing += 1
-            runtime.enter_backward(unit, None, creates_graph=False)
-            return self._cast_inputs(args, kwargs)
+            runtime.enter_backward(self.unit, None, creates_graph=False)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            first_node = _next_node()
+            return self.after_forward(runtime, call(*args, **kwargs), first_node)[0]
         if runtime is None or runtime.depth == 0:
             runtime = self._become_root()
             runtime.begin_forward()
-        runtime.depth += 1
-        self._calls += 1
+        depth, calls = runtime.depth, self._calls
         try:
-            runtime.enter_forward(unit)
-            return self._cast_inputs(args, kwargs)
+            runtime.depth, self._calls = depth + 1, calls + 1
+            runtime.enter_forward(self.unit)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            first_node = _next_node()
+            output, watched = self.after_forward(runtime, call(*args, **kwargs), first_node)
+            runtime.depth, self._calls = depth, calls
+            self._leave(module, runtime, watched)
         except BaseException:
-            self.forward_failed()
+            # Set back, not counted down: the exception may have come at any point.
+            runtime.depth, self._calls = depth, calls
+            if depth == 0:
+                self._run.clear()
+                runtime.forget_forward()
             raise
-
-    def after_forward(self, module: nn.Module, output: Any, first_node: int) -> Any:
-        """The module's forward returned: watches its outputs for the backward, and closes its unit.
-
-        `first_node` is the number that autograd gave, or would have given, to the first node of this forward.
-        """
-        unit, policy = self.unit, self.unit.mp_policy
-        runtime = unit.runtime
-        assert runtime is not None, "a forward began before it ends"
-        try:
-            if policy.output_dtype is not None:
-                output = map_tensors(output, lambda t: t.to(policy.output_dtype) if t.is_floating_point() else t)
-            self._refuse_parameters(output)
-            watched = torch.is_grad_enabled() and self._watch(output, runtime, first_node)
-        except BaseException:
-            self.forward_failed()
-            raise
-        if self._recomputing:
-            self._recomputing -= 1
-            return output
-        self._leave(module, runtime, watched)
         return output
 
-    def forward_failed(self) -> None:
-        """The module's forward raised: its unit is closed; the outermost one makes the root forget the iteration."""
-        runtime = self.unit.runtime
-        if self._recomputing:
-            self._recomputing -= 1
-            return
-        if runtime is None or self._calls == 0:
-            return
-        self._calls -= 1
-        runtime.depth -= 1
-        if runtime.depth == 0:
-            self._run.clear()
-            runtime.forget_forward()
+    def after_forward(self, runtime: Runtime, output: Any, first_node: int) -> tuple[Any, bool]:
+        """The module's forward returned: casts its outputs and watches them for the backward.
+
+        Args:
+            runtime: that of the root.
+            output: what the forward returned.
+            first_node: the number that autograd gave, or would have given, to the first node of this forward.
+
+        Returns:
+            The outputs, and whether gradients can enter the unit through one of them.
+        """
+        dtype = self.unit.mp_policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        self._refuse_parameters(output)
+        return output, torch.is_grad_enabled() and self._watch(output, runtime, first_node)
 
     def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
         unit = self.unit
-        self._calls -= 1
         self._run.add(id(module))
-        runtime.depth -= 1
         is_root = runtime.depth == 0
         keep = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and unit is runtime.root)
         if torch.is_grad_enabled() and any(unit.trainable):

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from hsdp.collectives import Comm, Flight, subgroup
+from hsdp.collectives import Comm, Flight, abandon, subgroup
 from hsdp.errors import StaleParametersError, StateError
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
@@ -330,13 +330,25 @@ class Unit:
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> WHOLE."""
         assert self._flight is not None and self.residency is Residency.GATHERING, f"unit {self.name!r} is not gathering"
+        # If this raises, the gather may still be writing: the unit keeps the flight, and nothing is freed.
+        self._flight.wait()
+        self._flight = None
+        for lane in self.lanes:
+            lane.release_transients()
+        self.residency = Residency.WHOLE
+
+    def discard_gather(self) -> None:
+        """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
         flight, self._flight = self._flight, None
-        try:
-            flight.wait()
-        finally:
-            for lane in self.lanes:
-                lane.release_transients()
-            self.residency = Residency.WHOLE
+        self.hide()
+        self.residency = Residency.SHARDED
+        if flight is not None and not flight.done():
+            abandon(flight)
+            self.rebuild()
+            return
+        for lane in self.lanes:
+            lane.release_transients()
+            lane.release_whole()
 
     def show(self) -> None:
         """Opens the unit: whole parameters in front of the sharded ones, gathered first if they are not whole."""

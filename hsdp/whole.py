@@ -22,7 +22,7 @@ from hsdp.errors import StateError
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place
-from hsdp.unit import Residency, Unit, unit_of
+from hsdp.unit import Unit, unit_of
 
 _on_loan: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -82,7 +82,7 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
     Raises:
         StateError: the unit is still on the meta device.
     """
-    if any(param.moved() for param in unit.params):
+    if unit.disturbed():
         unit.rebuild()
     wholes: dict[int, Tensor] = {}
     with torch.inference_mode(False):
@@ -163,7 +163,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
 @torch.no_grad()
 def spread(unit: Unit) -> None:
     """Makes the shards of the first replica everybody's, and what every rank holds whole that of the first rank."""
-    if any(param.moved() for param in unit.params):
+    if unit.disturbed():
         unit.rebuild()
     for lane in unit.lanes:
         broadcast(unit.replicate_comm, lane.shard, unit.axes.device)
@@ -185,7 +185,7 @@ def broadcast(comm: Comm, tensor: Tensor, device: torch.device) -> None:
 def changed(unit: Unit) -> None:
     """The shards have new values: whatever was gathered before is void."""
     unit.epoch += 1
-    if unit.residency is not Residency.SHARDED:
+    if unit.holds_whole:
         unit.reshard()
 
 
@@ -211,7 +211,7 @@ class Loan:
             for place in param.places:
                 module = place.module()
                 assert module is not None, f"the module of {place.fqn!r} is gone"
-                # A unit that its forward left open has shadows, and they would hide what is registered.
+                # A unit that somebody opened (unshard) has shadows, and they would hide what is registered.
                 shadow = module.__dict__.pop(place.name, None)
                 self._before.append((slot, place, module._parameters[place.name], shadow))
                 module._parameters[place.name] = self.params[slot]

@@ -14,6 +14,7 @@ The training loop stays as it was.
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp.api import fully_shard, register_forward_method
 from hsdp.clip import clip_grad_norm_
+from hsdp.describe import describe
 from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.full_params import full_params, gathered_apply
 from hsdp.init import init_sharded, sync_module_states
@@ -37,6 +38,7 @@ __all__ = [
     "StateError",
     "by_numel",
     "clip_grad_norm_",
+    "describe",
     "full_params",
     "fully_shard",
     "gathered_apply",

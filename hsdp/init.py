@@ -127,17 +127,23 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
         for lane in unit.lanes:
             for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
                 rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
-                _fill(param.sharded, DTensor(rows, param.tensor_spec, requires_grad=False))
+                _fill(param.sharded, DTensor(rows, param.tensor_spec, requires_grad=False), param.fqn)
     unit.rebuild()
     if any(other != prints for row in told for other in row):
         write_first(unit, wholes)  # fn does not depend on torch's generators alone
 
 
-def _fill(param: nn.Parameter, value: Tensor) -> None:
+def _fill(param: nn.Parameter, value: Tensor, fqn: str) -> None:
     """Turns a parameter on the meta device into a real one; optimizers that know it will not notice."""
     real = nn.Parameter(value, requires_grad=param.requires_grad)
     real.__dict__.update(vars(param))
-    torch.utils.swap_tensors(param, real)
+    try:
+        torch.utils.swap_tensors(param, real)
+    except RuntimeError as error:
+        raise StateError(
+            f"init_sharded: parameter {fqn!r} cannot be made real, because something refers to it weakly or by autograd "
+            f"({error}); initialise the model before it is used"
+        ) from error
 
 
 def _is_meta(unit: Unit) -> bool:
@@ -245,14 +251,14 @@ def _check_written(
 def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) -> None:
     device = unit.axes.device
     settled: dict[int, Tensor] = {}
-    for _, store, name, tensor in loose:
+    for fqn, store, name, tensor in loose:
         now = store[name]
         if id(now) not in settled:
             data = now.detach() if isinstance(now, nn.Parameter) else now
             settled[id(now)] = data.to(device)
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
-                _fill(tensor, settled[id(now)])
+                _fill(tensor, settled[id(now)], fqn)
             store[name] = tensor
         else:
             store[name] = settled[id(now)]

@@ -47,6 +47,14 @@ class HSDPModule:
             "torch.distributed.checkpoint"
         )
 
+    def extra_repr(self) -> str:
+        """What the module's own class says, and its unit: mesh, number of parameters, dtypes."""
+        own = super().extra_repr()  # type: ignore[misc]
+        unit: Unit = self.__dict__["_hsdp_state"].unit
+        kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
+        told = f"hsdp unit of {len(unit.params)} parameters, {unit.axes}, {' and '.join(kinds) or 'none of its own'}"
+        return f"{own}, {told}" if own else told
+
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super()._apply(fn, recurse)  # type: ignore[misc]
         unit: Unit = self.__dict__["_hsdp_state"].unit

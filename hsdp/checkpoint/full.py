@@ -184,9 +184,8 @@ def _misfit(found: Any, own: Tensor) -> str | None:
     if not isinstance(found, Tensor) or isinstance(found, DTensor):
         return f"a {type(found).__name__}, not a whole tensor"
     if (found.shape, found.dtype) != (own.shape, own.dtype):
-        return (
-            f"{found.dtype} of shape {tuple(found.shape)} in the state, {own.dtype} of shape {tuple(own.shape)} in the model"
-        )
+        shapes = tuple(found.shape), tuple(own.shape)
+        return f"{found.dtype} of shape {shapes[0]} in the state, {own.dtype} of shape {shapes[1]} in the model"
     return None
 
 

@@ -159,13 +159,13 @@ def _read_metadata(path: Path, manifest: store.Manifest | None) -> Metadata:
     if manifest is not None:
         store.check_bytes(path, manifest, store.METADATA, data)
     described = parse_metadata(data, path)
-    for index, info in described.storage_data.items():
-        if manifest is not None and info.relative_path not in manifest.files:
+    for name in {info.relative_path for info in described.storage_data.values()}:
+        if manifest is not None and name not in manifest.files:
             raise CheckpointError(
-                f"checkpoint {path}: {index.fqn!r} is in {info.relative_path}, which is no file of it"
+                f"checkpoint {path}: {store.METADATA} says there are tensors in {name}, no file of it"
             )
-        if not (path / info.relative_path).is_file():
-            raise CheckpointError(f"checkpoint {path}: {info.relative_path}, with {index.fqn!r} in it, is missing")
+        if not (path / name).is_file():
+            raise CheckpointError(f"checkpoint {path}: {name} is missing")
     return described
 
 

@@ -14,7 +14,7 @@ import zipfile
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path, PurePosixPath
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor
@@ -192,7 +192,7 @@ class Reader:
             chunk = described.chunks[item.storage_index.index]
             source = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
             place = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-            use = _copier(local[place], chunk, described.properties.dtype, source)
+            use = _copier(local, place, chunk, described.properties.dtype, source)
             self._add(MetadataIndex(key, chunk.offsets), use)
         return tensor
 
@@ -226,18 +226,17 @@ class Reader:
 
     def _read(self, stream: io.BufferedReader, name: str, read: _Read) -> int:
         where = f"checkpoint {self._path}: {read.key!r} in {name}"
-        stream.seek(read.offset)
         size = os.fstat(stream.fileno()).st_size
         if read.offset + read.length > size:
             raise CheckpointError(
                 f"{where} should reach to byte {read.offset + read.length}, but the file ends at {size}: it is truncated"
             )
-        piece = io.BytesIO(stream.read(read.length))
+        piece = _Slice(stream, read.offset, read.length)
         try:
             if self._check_zip and (bad := zipfile.ZipFile(piece).testzip()) is not None:
                 raise CheckpointError(f"the checksum of {bad} does not fit")
             piece.seek(0)
-            return read.use(torch.load(piece, weights_only=True, map_location="cpu"))
+            return read.use(torch.load(cast(IO[bytes], piece), weights_only=True, map_location="cpu"))
         except Exception as error:  # torch.load raises whatever the damage leads to
             text = str(error).partition("Please file an issue")[0].strip()[:500]
             raise CheckpointError(f"{where} is damaged or foreign: {text}") from error
@@ -248,17 +247,57 @@ class Reader:
 
 
 def _copier(
-    place: Tensor, chunk: ChunkStorageMetadata, dtype: torch.dtype, source: tuple[slice, ...]
+    local: Tensor,
+    place: tuple[slice, ...],
+    chunk: ChunkStorageMetadata,
+    dtype: torch.dtype,
+    source: tuple[slice, ...],
 ) -> Callable[[Any], int]:
+    """Puts what was read, `source` of a saved chunk, to its `place` in `local`; returns the number of elements."""
+
     def use(saved: Any) -> int:
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (chunk.sizes, dtype):
             found = (
                 f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
             )
             raise CheckpointError(f"the metadata promises {dtype} of shape {tuple(chunk.sizes)}, the file has {found}")
-        return place.copy_(saved[source]).numel()
+        part = saved[source]
+        if part.shape == saved.shape == local.shape and saved.is_contiguous():
+            local.set_(saved)  # type: ignore[call-overload]  # all of both: no copy
+            return saved.numel()
+        return local[place].copy_(part).numel()
 
     return use
+
+
+class _Slice(io.RawIOBase):
+    """A part of a file as a file of its own."""
+
+    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
+        self._stream = stream
+        self._start = start
+        self._length = length
+        self._at = 0
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
+        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
+        return self._at
+
+    def readinto(self, buffer: Any) -> int:
+        view = memoryview(buffer).cast("B")
+        self._stream.seek(self._start + self._at)
+        count = self._stream.readinto(view[: max(0, self._length - self._at)])
+        self._at += count
+        return count
 
 
 def keys_below(described: Metadata, prefix: str) -> Mapping[str, Any]:

@@ -5,8 +5,8 @@
     writing ranks    one file each, checksummed on its way to disk
     rank 0           sizes and checksums of all --> .metadata, extra.pt, manifest.json --> rename --> retention
 
-The tensors go through torch.distributed.checkpoint's own planner and file writer, so what they leave is an ordinary DCP
-checkpoint.
+torch.distributed.checkpoint's own planner decides, and what is left is an ordinary DCP checkpoint. Only the writing itself
+is done here: DCP's writer keeps a copy of every piece until the last one is written, this one lets go of each.
 """
 
 from __future__ import annotations
@@ -14,22 +14,23 @@ from __future__ import annotations
 import io
 import logging
 import os
+import pickle
+import secrets
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.checkpoint.default_planner import DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, StorageMeta
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
-from torch.distributed.checkpoint.storage import WriteResult
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import store
@@ -39,6 +40,9 @@ from hsdp.checkpoint.ranks import CheckpointError, Ranks
 from hsdp.checkpoint.store import Progress
 
 logger = logging.getLogger("hsdp.checkpoint")
+
+_DCP_VERSION = "1.0.0"
+"""The format that is written, as DCP numbers it."""
 
 SAVE_ID = "hsdp"
 """Marks a DCP metadata file as one of hsdp's, which is not to be without its manifest."""
@@ -94,15 +98,15 @@ def save(
     what = f"saving step {step} to {directory}"
     partial = ranks.one(what, lambda: store.begin(Path(directory), step))
     with _discarding(partial, ranks):
-        writer, planner = _Writer(partial), _Planner(progress)
-        plan, blob = _plan(what, ranks, writer, planner, model, optimizer, extra)
+        planner = _Planner(progress)
+        plan, extras = _plan(what, ranks, partial, planner, model, optimizer, extra)
         if async_:
             ranks.each(what, planner.stage)
     handle = SaveHandle(Path(directory) / f"step-{step:06d}", step)
 
     def finish() -> Path:
         with _discarding(partial, ranks):
-            path = _write(what, ranks, writer, planner, plan, blob, partial, step, keep)
+            path = _write(what, ranks, planner, plan, extras, partial, step, keep)
         if ranks.rank == 0:
             logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
         return path
@@ -197,22 +201,21 @@ def _discarding(partial: Path, ranks: Ranks) -> Iterator[None]:
 def _plan(
     what: str,
     ranks: Ranks,
-    writer: _Writer,
+    partial: Path,
     planner: _Planner,
     model: nn.Module,
     optimizer: Optimizer | None,
     extra: Any,
 ) -> tuple[SavePlan, bytes]:
-    """Decides who writes what; returns this rank's part, and its `extra` as bytes."""
+    """Decides who writes what; returns this rank's part and, on rank 0, the content of the file with all `extra`s."""
 
     def mine() -> tuple[SavePlan, bytes]:
-        if not writer.path.is_dir():
-            raise CheckpointError(f"{writer.path}, which rank 0 made, is not there: all ranks must share the directory")
+        if not partial.is_dir():
+            raise CheckpointError(f"{partial}, which rank 0 made, is not there: all ranks must share the directory")
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
         if optimizer is not None:
             state["optimizer"] = optimizer_state(model, optimizer)
-        planner.set_up_planner(state, writer.storage_meta(), is_coordinator=ranks.rank == 0)
-        writer.set_up_storage_writer(ranks.rank == 0, rank=ranks.rank)
+        planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
         return planner.create_local_plan(), _to_bytes(extra, "extra")
 
     blobs: list[bytes] = []
@@ -220,7 +223,7 @@ def _plan(
     def everyones(held: list[tuple[SavePlan, bytes]]) -> list[SavePlan]:
         blobs[:] = [blob for _, blob in held]
         plans, planner.metadata = planner.create_global_plan([plan for plan, _ in held])
-        return writer.prepare_global_plan(plans)
+        return plans
 
     plan = planner.finish_plan(ranks.meet(what, mine, everyones))
     return plan, _pack_extras(blobs) if ranks.rank == 0 else b""
@@ -229,7 +232,6 @@ def _plan(
 def _write(
     what: str,
     ranks: Ranks,
-    writer: _Writer,
     planner: _Planner,
     plan: SavePlan,
     extras: bytes,
@@ -237,26 +239,59 @@ def _write(
     step: int,
     keep: int | None,
 ) -> Path:
-    def mine() -> _Written:
-        # Ranks of other replicas have nothing to write: not even an empty file.
-        results = writer.write_data(plan, planner).wait() if plan.items else []
-        planner.report_end()
-        return _Written(results, writer.records())
+    """Writes this rank's part; rank 0 then writes what describes all parts, and gives the checkpoint its name."""
 
     def complete(written: list[_Written]) -> list[Path]:
         files = {name: record for one in written for name, record in one.files.items()}
-        writer.finish(planner.metadata, [one.results for one in written])
-        files[store.METADATA] = writer.records()[store.METADATA]
+        metadata = planner.metadata
+        metadata.storage_data = {index: info for one in written for index, info in one.places.items()}
+        metadata.storage_meta = StorageMeta(save_id=f"{SAVE_ID}-{secrets.token_hex(8)}")
+        metadata.version = _DCP_VERSION
+        files[store.METADATA] = store.write_file(partial / store.METADATA, pickle.dumps(metadata))
         files[store.EXTRA] = store.write_file(partial / store.EXTRA, extras)
         return [store.publish(partial, step, ranks.size, files, keep)] * ranks.size
 
-    return ranks.meet(what, mine, complete)
+    # Ranks of other replicas have nothing to write: not even an empty file.
+    name = f"__{ranks.rank}_0.distcp"
+    return ranks.meet(what, lambda: _write_file(partial / name, plan, planner), complete)
 
 
 @dataclass(frozen=True)
 class _Written:
-    results: list[WriteResult]
+    """What one rank wrote: its file, and where in it each item is."""
+
     files: dict[str, store.FileRecord]
+    places: dict[MetadataIndex, _StorageInfo]
+
+
+def _write_file(path: Path, plan: SavePlan, planner: _Planner) -> _Written:
+    """Writes the items of a plan one after the other, as DCP does, each as `torch.save` has it."""
+    if not plan.items:
+        planner.report(0)
+        return _Written({}, {})
+    places: dict[MetadataIndex, _StorageInfo] = {}
+    done = 0
+    with path.open("wb") as raw:
+        stream = store.ChecksumStream(raw)
+        for item in plan.items:
+            planner.report(done)
+            start, data = stream.tell(), planner.resolve_data(item)
+            if isinstance(data, Tensor):
+                torch.save(_compact(data), cast(IO[bytes], stream))
+            else:
+                stream.write(data.getbuffer())
+            places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)
+            done += _size(item)
+            del data
+        os.fsync(stream.fileno())
+    planner.report(done)
+    return _Written({path.name: stream.record}, places)
+
+
+def _compact(tensor: Tensor) -> Tensor:
+    """The tensor on the CPU, with no more storage than it needs: torch.save writes storages whole."""
+    tensor = tensor.detach().cpu()
+    return tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
 
 
 class _Planner(DefaultSavePlanner):
@@ -268,7 +303,6 @@ class _Planner(DefaultSavePlanner):
         super().__init__(dedup_save_to_lowest_rank=True)
         self._staged: dict[MetadataIndex, Tensor | io.BytesIO] | None = None
         self._progress = progress
-        self._done = 0
 
     def stage(self) -> None:
         """Copies what this rank will write to host memory, and lets go of the model."""
@@ -281,19 +315,13 @@ class _Planner(DefaultSavePlanner):
         self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:
-        """What to write for an item; told as progress when the next one is asked for."""
-        if self._progress is not None:
-            self._progress(self._done, self._total())
-            self._done += _size(write_item)
+        """What to write for an item: the staged copy, which is then let go, or the model's own."""
         return super().resolve_data(write_item) if self._staged is None else self._staged.pop(write_item.index)
 
-    def report_end(self) -> None:
-        """Tells that everything is written."""
+    def report(self, done: int) -> None:
+        """Tells how many bytes of tensors are written."""
         if self._progress is not None:
-            self._progress(self._total(), self._total())
-
-    def _total(self) -> int:
-        return sum(_size(item) for item in self.plan.items)
+            self._progress(done, sum(_size(item) for item in self.plan.items))
 
     def transform_object(self, write_item: WriteItem, object: Any) -> Any:
         """Serialises what is no tensor, after checking that it can be read back without unpickling code."""
@@ -309,38 +337,6 @@ def _size(item: WriteItem) -> int:
     return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)
 
 
-class _Writer(FileSystemWriter):
-    """DCP's file writer; keeps the checksum of each file it writes, and no path of this machine."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__(path)
-        self.path: Path = path
-        self.fs = self._files = _ChecksumFileSystem()
-
-    def storage_meta(self) -> StorageMeta:
-        """What DCP's metadata says of its origin."""
-        return StorageMeta(save_id=f"{SAVE_ID}-{self.save_id}")
-
-    def records(self) -> dict[str, store.FileRecord]:
-        """Every file written so far."""
-        # DCP writes its metadata under another name and renames it.
-        return {
-            store.METADATA if name == f"{store.METADATA}.tmp" else name: stream.record
-            for name, stream in self._files.streams.items()
-        }
-
-
-class _ChecksumFileSystem(FileSystem):
-    def __init__(self) -> None:
-        self.streams: dict[str, store.ChecksumStream] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        with Path(path).open(mode) as raw:
-            stream = self.streams[Path(path).name] = store.ChecksumStream(raw)
-            yield stream
-
-
 # -- what is no tensor ---------------------------------------------------------------------------------------------
 
 
@@ -348,6 +344,8 @@ def _to_bytes(value: Any, name: str) -> bytes:
     stream = io.BytesIO()
     torch.save(value, stream)
     data = stream.getvalue()
+    if _is_plain(value):
+        return data
     try:
         torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
     except Exception as error:
@@ -357,6 +355,13 @@ def _to_bytes(value: Any, name: str) -> bytes:
             f"bytes, and tuples, lists and dicts of them ({' '.join(reason)[:300]})"
         ) from error
     return data
+
+
+def _is_plain(value: Any) -> bool:
+    """Whether it is of types that are surely read back: what most hyperparameters are."""
+    if type(value) in (tuple, list):
+        return all(_is_plain(item) for item in value)
+    return type(value) in (int, float, bool, str, type(None))
 
 
 def _pack_extras(blobs: list[bytes]) -> bytes:

@@ -19,8 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hsdp import shard_units
 from hsdp.examples.launch import choose_device, process_group, rank, world_size
-from hsdp.units import shard_units
 
 NUM_MODES = 8
 NOISE = 8

@@ -21,11 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-from hsdp.clip import clip_grad_norm_
+from hsdp import clip_grad_norm_, full_params, shard_units
 from hsdp.examples.launch import choose_device, process_group, rank, world_size
 from hsdp.examples.llama import Llama, LlamaConfig
-from hsdp.full_params import full_params
-from hsdp.units import shard_units
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, hidden=128, max_len=16)
 GLOBAL_BATCH = 16

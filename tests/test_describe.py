@@ -1,0 +1,45 @@
+"""`describe` and `repr` tell what a model's units are and which path each parameter takes."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from hsdp import CommPolicy, MixedPrecisionPolicy, describe, fully_shard
+from tests.rig import fake_world
+
+
+def _lines(model: nn.Module) -> dict[str, str]:
+    return {line.split()[0]: line for line in describe(model).splitlines()}
+
+
+def test_describe_shows_the_path_of_each_parameter() -> None:
+    with fake_world(8) as env:
+        model = nn.Sequential(nn.Linear(64, 64), nn.Linear(64, 3))
+        policy = CommPolicy(direct_gather_bytes=1024, direct_reduce_bytes=4096)
+        fully_shard(model[0], mesh=env.mesh((2, 4)), comm_policy=policy)
+        fully_shard(model, mesh=env.mesh((2, 4)), replicate_params=[model[1].bias])
+        lines = _lines(model)
+        whole = describe(model[0]).splitlines()[1]
+    assert "gathered direct, reduced direct" in whole, whole  # 64 / 4 rows of 64 floats: 4096 bytes
+    assert "2 replicas x 4 shards" in lines["HSDPSequential:"]
+    assert "gathered packed, reduced packed" in lines["1.weight"]  # 3 rows do not go on 4 ranks
+    assert "kept whole" in lines["1.bias"]
+
+
+def test_describe_shows_dtypes_and_what_is_frozen() -> None:
+    with fake_world(4) as env:
+        model = nn.Linear(8, 8)
+        model.bias.requires_grad_(False)
+        fully_shard(model, mesh=env.mesh((4,)), mp_policy=MixedPrecisionPolicy(torch.bfloat16, torch.float32))
+        lines = _lines(model)
+        assert "fp32 / bf16 / fp32" in lines["weight"]
+        assert lines["bias"].endswith("frozen")
+        assert "in_features=8" in repr(model)
+        assert "hsdp unit of 2 parameters, 4 shards on cpu, float32 as bfloat16" in repr(model)
+
+
+def test_describe_refuses_a_model_that_is_not_sharded() -> None:
+    with pytest.raises(ValueError, match=r"describe\(Linear\).*fully_shard"):
+        describe(nn.Linear(2, 2))

@@ -5,6 +5,9 @@ plain / hsdp / FSDP2, plain / hsdp / FSDP2, ..., and each round gives one ratio 
 
     (hsdp - plain) / (FSDP2 - plain)
 
+torch's fake backend copies each gathered tensor into its output rank by rank, a small operator each: work that no real
+backend does on the host, and more of it the more tensors a call has. Its cost is measured and taken off both: `net`.
+
 A `pass` is forward, backward and gradients set to None; a `step` adds clipping and AdamW. `direct` rows force the path
 that large weights take (tiny ones would all be packed, for which `auto` stands). `--instructions` counts instructions
 under valgrind instead: slower, but the same at every run and on a busy machine.
@@ -20,6 +23,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -29,7 +33,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from benchmarks.harness import Spread, Step, header, positive, progress
+from benchmarks.valgrind import count_in_child
 from hsdp.clip import clip_grad_norm_
+from tests.counting import CollectiveCounter
 from tests.rig import fake_world
 
 WORLD = 8
@@ -110,22 +116,64 @@ def _shard(library: str, setup: Setup, model: nn.Sequential, mesh: DeviceMesh) -
 
 @dataclass(frozen=True)
 class Row:
-    """One setup: per contender the CPU seconds (or instructions) of a step, round by round."""
+    """One setup: per contender the CPU seconds (or instructions) of a step, round by round.
+
+    `fake` is what of them the fake backend's own copies took.
+    """
 
     setup: Setup
     units: int
     spent: dict[str, list[float]]
+    fake: dict[str, float]
 
-    @property
-    def ratio(self) -> Spread:
-        """What hsdp adds over what FSDP2 adds."""
-        plain, ours, theirs = (self.spent[name] for name in CONTENDERS)
-        return Spread.of([(a - p) / (b - p) for p, a, b in zip(plain, ours, theirs, strict=True)])
-
-    def added(self, library: str) -> float:
-        """Median of what a library adds, per unit and step."""
+    def added(self, library: str, net: bool) -> list[float]:
+        """What a library adds to the plain model, per unit and step, round by round."""
+        fake = self.fake[library] if net else 0.0
         pairs = zip(self.spent[library], self.spent["plain"], strict=True)
-        return statistics.median(mine - plain for mine, plain in pairs) / self.units
+        return [(mine - fake - plain) / self.units for mine, plain in pairs]
+
+    def ratio(self, net: bool) -> Spread:
+        """What hsdp adds over what FSDP2 adds."""
+        return Spread.of([a / b for a, b in zip(self.added("hsdp", net), self.added("fsdp2", net), strict=True)])
+
+
+Meter = Callable[[Step, int], float]
+"""(run, times) -> what one run takes."""
+
+
+def cpu_time(run: Step, times: int) -> float:
+    """CPU seconds of one run."""
+    start = time.process_time()
+    for _ in range(times):
+        run()
+    return (time.process_time() - start) / times
+
+
+class FakeCopies:
+    """What the fake backend's own copies take: so much per rank of each tensor in a call."""
+
+    def __init__(self, meter: Meter, meshes: dict[str, DeviceMesh]) -> None:
+        pieces, small, large = 9, meshes["2x4"].get_group("shard"), meshes["8"].get_group()
+        self._each = {}
+        for kind in ("all_gather", "reduce_scatter"):
+            took = []
+            for group in (small, large):
+                parts = [torch.zeros(64) for _ in range(pieces)]
+                wholes = [torch.zeros(64 * group.size()) for _ in range(pieces)]
+                if kind == "all_gather":
+                    run = partial(group.allgather_into_tensor_coalesced, wholes, parts)
+                else:
+                    run = partial(group.reduce_scatter_tensor_coalesced, parts, wholes)
+                run()
+                took.append(min(meter(run, 20) for _ in range(5)))
+            # The two calls differ in nothing but the number of ranks.
+            self._each[kind] = (took[1] - took[0]) / (pieces * (large.size() - small.size()))
+
+    def of(self, run: Step) -> float:
+        """Their share in one run."""
+        with CollectiveCounter() as counter:
+            run()
+        return sum(call.transfers * call.size * self._each.get(call.kind, 0.0) for call in counter.calls)
 
 
 @contextmanager
@@ -136,53 +184,42 @@ def fake_meshes() -> Iterator[dict[str, DeviceMesh]]:
         yield {name: env.mesh(shape) for name, shape in MESHES.items()}
 
 
-def measure(setup: Setup, mesh: DeviceMesh, units: int, rounds: int, steps: int) -> Row:
-    """CPU time of the three contenders in turns."""
+def measure(setup: Setup, mesh: DeviceMesh, units: int, rounds: int, steps: int, meter: Meter, fake: FakeCopies) -> Row:
+    """The three contenders in turns."""
     runs = {name: prepare(name, setup, units, mesh) for name in CONTENDERS}
     for run in runs.values():
         for _ in range(3):
             run()
+    copies = {name: fake.of(run) for name, run in runs.items()}
     spent: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, run in runs.items():
             gc.collect()  # nobody pays for another's garbage, everybody for their own
-            start = time.process_time()
-            for _ in range(steps):
-                run()
-            spent[name].append((time.process_time() - start) / steps)
-    return Row(setup, units, spent)
+            spent[name].append(meter(run, steps))
+    return Row(setup, units, spent, copies)
 
 
-def count(setup: Setup, units: int, steps: int) -> Row:
-    """Instructions of the three contenders, each in a process of its own under valgrind."""
-    from torch.utils.benchmark import Timer
-
-    spent = {}
-    for name in CONTENDERS:
-        progress(f"  {name} under valgrind ...")
-        start = (
-            "from benchmarks.host import Setup, fake_meshes, prepare\n"
-            "held = fake_meshes()\n"
-            f"setup = {setup!r}\n"
-            f"run = prepare({name!r}, setup, {units}, held.__enter__()[setup.mesh])\n"
-            "for _ in range(3): run()"
-        )
-        stats = Timer("run()", start).collect_callgrind(number=steps, collect_baseline=False)
-        assert not isinstance(stats, tuple), "one repeat"
-        spent[name] = [stats.counts() / steps]
-    return Row(setup, units, spent)
+def measure_all(setups: Sequence[Setup], args: argparse.Namespace, meter: Meter) -> list[Row]:
+    """One row per setup."""
+    rows = []
+    with fake_meshes() as meshes:
+        fake = FakeCopies(meter, meshes)
+        for setup in setups:
+            progress(f"{setup} ...")
+            rows.append(measure(setup, meshes[setup.mesh], args.units, args.rounds, args.steps, meter, fake))
+    return rows
 
 
 def table(rows: Sequence[Row], unit: str, scale: float) -> str:
     """The ratios as text."""
     lines = [
-        f"added per unit and step, {unit}; ratio hsdp / fsdp2, both less the plain model (round by round)",
-        f"{'':48}    hsdp   fsdp2     min median    max",
+        f"added per unit and step, {unit} (net, median); ratio hsdp / fsdp2, both less the plain model, round by round",
+        f"{'':45}    hsdp   fsdp2  net: min median    max    raw: median",
     ]
     for row in rows:
-        lines.append(
-            f"{row.setup!s:48} {row.added('hsdp') * scale:7.0f} {row.added('fsdp2') * scale:7.0f}  {row.ratio}"
-        )
+        ours, theirs = (statistics.median(row.added(name, net=True)) * scale for name in CONTENDERS[1:])
+        raw = row.ratio(net=False).median
+        lines.append(f"{row.setup!s:45} {ours:7.0f} {theirs:7.0f}    {row.ratio(net=True)}         {raw:6.2f}")
     return "\n".join(lines)
 
 
@@ -201,14 +238,11 @@ def setups(args: argparse.Namespace) -> list[Setup]:
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     args = parse(argv)
-    rows = []
     if args.instructions:
-        rows = [count(setup, args.units, args.steps) for setup in setups(args)]
+        progress("counting instructions under valgrind takes minutes ...")
+        rows = count_in_child(measure_all, setups(args), argparse.Namespace(**vars(args) | {"rounds": 1}))
     else:
-        with fake_meshes() as meshes:
-            for setup in setups(args):
-                progress(f"{setup} ...")
-                rows.append(measure(setup, meshes[setup.mesh], args.units, args.rounds, args.steps))
+        rows = measure_all(setups(args), args, cpu_time)
     told = header()
     print("benchmarks.host: " + ", ".join(f"{key} {value}" for key, value in told.items()))
     print(table(rows, *(("1000 instructions", 1e-3) if args.instructions else ("us of CPU time", 1e6))))
@@ -235,4 +269,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 if __name__ == "__main__":
-    main()
+    from benchmarks import host  # under its own name, where a child process finds what is sent to it
+
+    host.main()

@@ -255,7 +255,9 @@ def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) ->
         now = store[name]
         if id(now) not in settled:
             data = now.detach() if isinstance(now, nn.Parameter) else now
-            settled[id(now)] = data.to(device)
+            # A buffer that fn put in place of another keeps the dtype that was chosen (`buffer_dtype`).
+            keep = now.is_floating_point() and tensor.is_floating_point()
+            settled[id(now)] = data.to(device, tensor.dtype if keep else None)
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
                 _fill(tensor, settled[id(now)], fqn)

@@ -117,13 +117,17 @@ def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
     return torch.cat(parts, piece.spec.dim)
 
 
-@torch.no_grad()
 def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
     """Keeps this rank's rows of whole parameters as its shards. No communication: all ranks hold the same, or should."""
+    _keep_rows(unit, wholes)
+    changed(unit)
+
+
+@torch.no_grad()
+def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
     for lane in unit.lanes:
         for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
             param.local.copy_(rows_of(wholes[slot], piece, lane.rank))
-    changed(unit)
 
 
 def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
@@ -137,8 +141,8 @@ def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
     """Makes the mesh's first rank's whole parameters everybody's; others may pass None. Every rank must call it."""
     if unit.axes.replicate_rank == 0:
-        write(unit, _from_first(unit, wholes))
-    spread(unit)
+        _keep_rows(unit, _from_first(unit, wholes))
+    spread(unit)  # raises the epoch, as often on every rank
 
 
 @torch.no_grad()

@@ -36,15 +36,13 @@ def pool_for(request: pytest.FixtureRequest, shape: Sequence[int]) -> Pool:
 
 def shard(model: nn.Module, mesh: DeviceMesh | None, **options: Any) -> nn.Module:
     """One unit for each of what `model.units()` gives, or of `model.blocks`, and one for the rest."""
-    units: Any = model.units() if hasattr(model, "units") else getattr(model, "blocks", ())  # type: ignore[operator]
+    units: Any = model.units() if hasattr(model, "units") else getattr(model, "blocks", ())
     for unit in units:
         hsdp.fully_shard(unit, mesh=mesh, **options)
     return hsdp.fully_shard(model, mesh=mesh, **options)
 
 
-def check_grads(
-    model: nn.Module, plain: nn.Module, run: Run, rank: int, world: int, tolerance: float = 1e-11
-) -> None:
+def check_grads(model: nn.Module, plain: nn.Module, run: Run, rank: int, world: int, tolerance: float = 1e-11) -> None:
     """Gradients of `run(model, rank)` are the mean of those that `run(plain, r)` makes for each rank r."""
     model.zero_grad()
     plain.zero_grad()
@@ -62,7 +60,7 @@ def check_rest(model: nn.Module) -> None:
     for name, module in model.named_modules():
         shown = module._parameters.keys() & module.__dict__.keys()
         assert not shown, f"whole parameters still show in {name!r}: {shown}"
-    for unit in model._units():  # type: ignore[operator,union-attr]
+    for unit in model._units():
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
         assert not unit.gradients.waiting(), f"{unit.name} holds gradients"
         for lane in unit.lanes:
@@ -80,5 +78,5 @@ def check_sharded(model: nn.Module) -> None:
         for what, tensor in {"parameter": param, "gradient": param.grad, "state": state[name]}.items():
             if tensor is not None:
                 assert isinstance(tensor, DTensor), f"{what} {name} is a {type(tensor).__name__}"
-                assert tensor.placements == param.placements, f"{what} {name}: {tensor.placements}"  # type: ignore[attr-defined]
-                assert tensor.to_local().shape == param.to_local().shape, f"{what} {name}: local shape"  # type: ignore[attr-defined]
+                assert tensor.placements == param.placements, f"{what} {name}: {tensor.placements}"
+                assert tensor.to_local().shape == param.to_local().shape, f"{what} {name}: local shape"

@@ -81,7 +81,7 @@ def test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save(tmp_p
         handle.wait()
     assert list(tmp_path.iterdir()) == []
     checkpoint.save(tmp_path, model, step=2, async_=True, progress=fail)
-    with pytest.raises(CheckpointError, match="saving step 2 to .*disk full"):
+    with pytest.raises(CheckpointError, match=r"saving step 2 to .*disk full"):
         checkpoint.save(tmp_path, model, step=3)
     checkpoint.save(tmp_path, model, step=4)  # told once
     assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]

@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hsdp import checkpoint
+from hsdp.errors import StaleParametersError
 from tests import checkpoint_models as cm
 from tests.rig import Pool
 from tests.rig_worker import RankEnv
@@ -146,13 +147,53 @@ def test_fresh_optimizer_saves_and_loads_as_fresh(pools: dict[int, Pool], tmp_pa
     on_mesh("2x1", pools, load_fresh, str(tmp_path))
 
 
-def only_first_replica_wrote(env: RankEnv, shape: cm.Shape, directory: str) -> None:
+def two_jobs(env: RankEnv, directory: str) -> None:
+    """Ranks 0, 1 and ranks 2, 3 hold a model each, and save and load without the others."""
+    mesh = env.mesh((2, 2), ("job", "shard"))["shard"]
+    job, group = env.rank // 2, mesh.get_group()
+    model = cm.build(mesh, seed=job)
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, range(job + 1), env.rank % 2, 2)
+    expected = cm.whole_state(model, optimizer)
+    mine = f"{directory}/{job}"
+    if job == 1:  # the other job is long done, or has not begun
+        checkpoint.save(mine, model, optimizer, step=1, process_group=group, async_=True).wait()
+    dist.barrier()
+    if job == 0:
+        checkpoint.save(mine, model, optimizer, step=1, process_group=group)
+    other = cm.build(mesh, seed=7)
+    fresh = cm.two_groups(other)
+    checkpoint.load(mine, other, fresh, process_group=group)
+    cm.assert_equal(cm.whole_state(other, fresh), expected)
+    checkpoint.load_full_state_dict(other, checkpoint.full_state_dict(model), src_rank=2 * job, process_group=group)
+    checkpoint.save_safetensors(mine, model, process_group=group)
+    cm.assert_equal(cm.whole_state(other), cm.whole_state(model))
+
+
+def test_models_on_other_ranks_do_not_take_part(pool4: Pool, tmp_path: Path) -> None:
+    pool4.run(two_jobs, str(tmp_path))
+
+
+def stale_backward(env: RankEnv, directory: str) -> None:
+    model = cm.build(env.mesh((1, 2)))
+    checkpoint.save(directory, model, step=1)
+    loss = model(torch.zeros(1, 2, dtype=torch.int64)).sum()
+    checkpoint.load(directory, model)
+    with pytest.raises(StaleParametersError):
+        loss.backward()
+
+
+def test_loading_between_a_forward_and_its_backward_is_noticed(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(stale_backward, str(tmp_path))
+
+
+def save_once(env: RankEnv, shape: cm.Shape, directory: str) -> None:
     model = cm.build(env.mesh(shape))
     checkpoint.save(directory, model, cm.two_groups(model), step=1)
 
 
 @pytest.mark.parametrize(("name", "writers"), [("2x2", [0, 1]), ("4x1", [0]), ("1x4", [0, 1, 2, 3])])
 def test_only_the_first_replica_writes(pools: dict[int, Pool], tmp_path: Path, name: str, writers: list[int]) -> None:
-    on_mesh(name, pools, partial(only_first_replica_wrote), str(tmp_path))
+    on_mesh(name, pools, save_once, str(tmp_path))
     files = sorted(path.name for path in (tmp_path / "step-000001").glob("*.distcp"))
     assert files == [f"__{rank}_0.distcp" for rank in writers]

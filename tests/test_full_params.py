@@ -41,6 +41,12 @@ def _check_whole(model: nn.Module, plain: nn.Module) -> None:
             assert mine is None or torch.equal(mine, other), f"{name}.{key}"
 
 
+def _sharded(name: str, mesh: Any) -> nn.Module:
+    """The case's model; of the transformer some parameters are kept whole."""
+    model = make_case(name).model()
+    return shard(model, mesh, replicate_params=[p for n, p in model.named_parameters() if "norm" in n])
+
+
 def _check_back(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
     check_sharded(model)
     for name, param in model.named_parameters():
@@ -49,8 +55,7 @@ def _check_back(model: nn.Module, before: dict[str, nn.Parameter]) -> None:
 
 def _read(env: RankEnv, shape: tuple[int, ...]) -> None:
     for name in CASES:
-        case = make_case(name)
-        model, plain = shard(case.model(), env.mesh(shape)), case.model()
+        model, plain = _sharded(name, env.mesh(shape)), make_case(name).model()
         next(model.parameters()).requires_grad_(False)
         next(plain.parameters()).requires_grad_(False)
         before = dict(model.named_parameters())
@@ -70,16 +75,14 @@ def _read(env: RankEnv, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2), (4, 1), (1, 4)], ids=mesh_id)
-def test_parameters_are_whole_inside_and_sharded_afterwards(
-    request: pytest.FixtureRequest, shape: tuple[int, ...]
-) -> None:
+def test_parameters_are_whole_inside_and_sharded_afterwards(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(_read, shape)
 
 
 def _change(env: RankEnv, shape: tuple[int, ...], writeback: Any, rank0_only: bool) -> None:
     for name in CASES:
         case = make_case(name)
-        model, plain = shard(case.model(), env.mesh(shape)), case.model()
+        model, plain = _sharded(name, env.mesh(shape)), case.model()
         before = dict(model.named_parameters())
         batch = case.batch(0, 0)
         with torch.no_grad():
@@ -213,13 +216,13 @@ def test_refused_in_the_middle_of_an_iteration(pool2: Pool) -> None:
 
 
 def _between(env: RankEnv) -> None:
-    model: Any = shard(MLP(), env.mesh(2))
+    model: Any = hsdp.fully_shard(MLP(), mesh=env.mesh(2))
     before = dict(model.named_parameters())
     x = torch.ones(2, 8)
     y = model(x)
-    with full_params(model):  # between a forward and its backward, when the root is still open: reading is fine
+    with full_params(model):
         assert type(model.blocks[2].weight) is nn.Parameter
-    y.sum().backward()
+    y.sum().backward()  # to read in between does no harm
     _check_back(model, before)
     y = model(x)
     with full_params(model, writeback="local"):
@@ -229,6 +232,16 @@ def _between(env: RankEnv) -> None:
     model(x).sum().backward()
     _check_back(model, before)
     assert full(model.blocks[0].weight.detach()).abs().sum() == 0
+    model.unshard()
+    shown = model.blocks[2].weight
+    assert type(shown) is nn.Parameter
+    with full_params(model):
+        registered = dict(model.named_parameters())["blocks.2.weight"]
+        assert model.blocks[2].weight is registered is not shown
+        assert torch.equal(registered, shown)
+    assert model.blocks[2].weight is shown, "what was open before is not open any more"
+    model.reshard()
+    _check_back(model, before)
 
 
 def test_rule_9_written_between_forward_and_backward(pool2: Pool) -> None:

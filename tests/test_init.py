@@ -17,6 +17,7 @@ import hsdp
 from hsdp.errors import StateError
 from hsdp.full_params import full_params
 from hsdp.init import init_sharded, sync_module_states
+from tests.counting import CollectiveCounter
 from tests.models import MLP, ConvNet, Transformer
 from tests.rig import Pool, RankEnv
 from tests.sharded import check_sharded, mesh_id, pool_for, shard
@@ -52,8 +53,7 @@ class Mixed(nn.Module):
         super().__init__()
         self.embed = nn.Embedding(7, 4)
         self.blocks = nn.ModuleList(
-            nn.ModuleDict({"norm": nn.BatchNorm1d(5), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4)})
-            for _ in range(2)
+            nn.ModuleDict({"norm": nn.BatchNorm1d(5), "up": nn.Linear(4, 6), "down": nn.Linear(6, 4)}) for _ in range(2)
         )
         self.positions = Positions()
         self.attention = nn.MultiheadAttention(4, 2, batch_first=True)
@@ -79,7 +79,8 @@ def _on_meta(build: Callable[[], nn.Module], mesh: Any) -> nn.Module:
             module, nn.modules.linear.NonDynamicallyQuantizableLinear
         ):
             hsdp.fully_shard(module, mesh=mesh)
-    return hsdp.fully_shard(model, mesh=mesh)
+    kept = [p for name, p in model.named_parameters() if "norm" in name]
+    return hsdp.fully_shard(model, mesh=mesh, replicate_params=kept)
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:
@@ -132,7 +133,10 @@ def _equal_states_stay_equal(env: RankEnv) -> None:
     dist.all_gather(told, numbers)
     assert torch.equal(told[0], told[1])
     again = _on_meta(MLP, env.mesh(2))
-    init_sharded(again)
+    torch.manual_seed(env.rank)
+    with CollectiveCounter() as counter:
+        init_sharded(again)
+    assert len(counter.select("broadcast")) == 1, "more than the random state was sent"
     assert not torch.equal(full(next(model.parameters())), full(next(again.parameters())))
 
 

@@ -47,8 +47,8 @@ def test_pieces_do_not_overlap_and_lie_in_the_buffers(lane: tuple[list[ParamSpec
     assert [piece.spec for piece in layout.pieces] == lane[0]
     assert not _overlaps([(p.offset, p.numel) for p in layout.pieces])
     assert not _overlaps([(p.whole_offset, p.spec.numel) for p in layout.pieces])
-    assert all(0 <= p.offset and p.offset + p.numel <= layout.numel for p in layout.pieces)
-    assert all(0 <= p.whole_offset and p.whole_offset + p.spec.numel <= layout.whole_numel for p in layout.pieces)
+    assert all(p.offset >= 0 and p.offset + p.numel <= layout.numel for p in layout.pieces)
+    assert all(p.whole_offset >= 0 and p.whole_offset + p.spec.numel <= layout.whole_numel for p in layout.pieces)
 
 
 @given(_LANES)
@@ -156,7 +156,9 @@ def _pack(layout: Layout, wholes: list[torch.Tensor]) -> torch.Tensor:
 
 
 @given(_LANES)
-@example(([ParamSpec((3, 5), 1), ParamSpec((4, 6), 1), ParamSpec((), None), ParamSpec((0, 4), 0)], 2, Thresholds(0, 4, 0, 4)))
+@example(
+    ([ParamSpec((3, 5), 1), ParamSpec((4, 6), 1), ParamSpec((), None), ParamSpec((0, 4), 0)], 2, Thresholds(0, 4, 0, 4))
+)
 def test_rows_hold_the_shards_and_give_the_wholes_back(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
     specs, shards, _ = lane
     layout = plan(*lane)

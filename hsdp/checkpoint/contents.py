@@ -62,7 +62,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
 
 def local_of(tensor: Tensor) -> Tensor:
     """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, else the tensor itself."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    # Not `to_local()`, which returns another view of it where gradients are enabled.
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

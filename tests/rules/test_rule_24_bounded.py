@@ -1,0 +1,126 @@
+"""Rule 24: nothing grows with the number of steps or, transiently, of layers; all-reduced buffers land when they are done."""
+
+from __future__ import annotations
+
+import gc
+from collections import Counter
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+import hsdp
+from hsdp.collectives import Flight, flying
+from hsdp.pipeline import ReductionPipeline
+from hsdp.unit import Residency
+from tests.rig import Pool, RankEnv
+from tests.rules.support import Deep, never_done, seeded, step
+from tests.sharded import shard
+
+
+def _census() -> Counter[str]:
+    gc.collect()
+    kinds = Counter(type(one).__name__ for one in gc.get_objects())
+    return Counter({kind: count for kind, count in kinds.items() if kind not in ("Counter", "frame", "cell")})
+
+
+def check_steps(env: RankEnv, shape: tuple[int, ...]) -> None:
+    model = shard(seeded(Deep), env.mesh(shape))
+    optimizer = torch.optim.AdamW(model.parameters())
+    store: Any = dist.distributed_c10d._get_default_store()
+    seen: list[tuple[Counter[str], int]] = []
+    for k in range(20):
+        with model.accumulate(last=k % 2 == 1):  # type: ignore[operator]
+            step(model, env.rank, k % 2)
+        if k % 2:
+            optimizer.step()
+            optimizer.zero_grad()
+        if k in (7, 13, 19):  # the first time torch and the census itself fill caches
+            dist.barrier()  # nobody is about to write to the store
+            seen.append((_census(), store.num_keys()))
+            dist.barrier()
+    _, (before, keys_before), (after, keys_after) = seen
+    grown = {kind: after[kind] - before[kind] for kind in after if after[kind] > before[kind]}
+    assert sum(grown.values()) <= 3, f"objects left by six more steps: {grown}"
+    assert keys_after <= keys_before, f"{keys_after - keys_before} keys more in the store"
+    assert not flying
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_rule_24_nothing_grows_with_the_steps(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(check_steps, shape)
+
+
+def _peaks(env: RankEnv, layers: int, policy: hsdp.CommPolicy) -> tuple[int, ...]:
+    """What there was most of at a time: reductions with whole gradients, reductions, bytes of whole gradients, units
+    with whole parameters.
+    """
+    submit = ReductionPipeline.submit
+    alive: list[Any] = []
+    peaks = [0, 0, 0, 0]
+
+    def watching(pipeline: ReductionPipeline, reduction: Any) -> None:
+        alive.append(reduction)
+        submit(pipeline, reduction)
+        alive[:] = [one for one in alive if one.stage.value != "landed"]
+        inputs = [sum(t.nbytes for part in one.parts for t in part.inputs) for one in alive]
+        whole = sum(unit.residency is not Residency.SHARDED for unit in model._units())  # type: ignore[operator]
+        for at, now in enumerate((sum(map(bool, inputs)), len(pipeline), sum(inputs), whole)):
+            peaks[at] = max(peaks[at], now)
+
+    model = shard(seeded(lambda: Deep(layers=layers)), env.mesh((2, 2)), comm_policy=policy)
+    step(model, env.rank)  # with an order, units are gathered ahead
+    with mock.patch.object(ReductionPipeline, "submit", watching):
+        step(model, env.rank)
+    return tuple(peaks)
+
+
+def check_layers(env: RankEnv, policy: hsdp.CommPolicy) -> None:
+    with never_done():
+        few, many = _peaks(env, 10, policy), _peaks(env, 20, policy)
+    scatters, reduces = policy.max_inflight_reduce_scatters, policy.max_inflight_all_reduces
+    assert few == many
+    assert many[0] == scatters
+    assert many[1] == scatters + reduces
+    assert many[3] <= 1 + 2 + policy.prefetch, "the root, the unit at hand, the one before it, those gathered ahead"
+
+
+POLICIES = [
+    hsdp.CommPolicy(),
+    hsdp.CommPolicy(max_inflight_reduce_scatters=2, max_inflight_all_reduces=1),
+    hsdp.CommPolicy(max_inflight_reduce_scatters=1, max_inflight_all_reduces=6),
+]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["default", "2-1", "1-6"])
+def test_rule_24_the_queue_does_not_grow_with_the_layers(pool4: Pool, policy: hsdp.CommPolicy) -> None:
+    pool4.run(check_layers, policy)
+
+
+def check_landing(env: RankEnv) -> None:
+    """With all-reduces that are done at once, one reduction at most waits behind its reduce-scatter."""
+
+    def settled(flight: Flight) -> bool:
+        flight.wait()
+        return True
+
+    landed: list[int] = []
+    with mock.patch.object(Flight, "done", settled):
+        model = shard(seeded(lambda: Deep(layers=8)), env.mesh((2, 2)))
+
+        def watch(grad: Tensor) -> None:
+            landed.append(sum(param.grad is not None for param in model.parameters()))
+
+        for block in model.blocks:  # type: ignore[union-attr]
+            block.register_forward_hook(lambda module, args, out: out.register_hook(watch) and None)
+        step(model, env.rank)
+    # Two parameters a unit: one unit is being reduce-scattered, the one before lands at the hook after.
+    assert landed[-1] >= 2 * (8 - 3), landed
+    assert landed == sorted(landed)
+
+
+def test_rule_24_all_reduced_buffers_land_when_they_are_done(pool4: Pool) -> None:
+    pool4.run(check_landing)

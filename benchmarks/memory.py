@@ -186,6 +186,11 @@ def run(env: RankEnv, todo: Sequence[Setup], layers: Sequence[int]) -> list[list
     return found
 
 
+def _largest(peaks: Sequence[Peaks]) -> Peaks:
+    """Of all ranks."""
+    return Peaks(peaks[0].layers, max(one.forward for one in peaks), max(one.backward for one in peaks))
+
+
 def table(todo: Sequence[Setup], found: Sequence[Sequence[Peaks]]) -> str:
     """Forward and backward for each number of layers."""
     heads = "  ".join(f"{f'L={peaks.layers}':^13}" for peaks in found[0])
@@ -211,10 +216,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     if args.gloo:
         ranks = run_procs(run, WORLD, todo, args.layers, timeout=600)
         # The largest peak of all ranks: they differ by what has arrived when.
-        found = [
-            [Peaks(p[0].layers, max(one.forward for one in p), max(one.backward for one in p)) for p in zip(*rows)]
-            for rows in zip(*ranks)
-        ]
+        found = [[_largest(peaks) for peaks in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
     else:
         with fake_world(WORLD) as env:
             found = run(env, todo, args.layers)

@@ -74,7 +74,9 @@ def makespan(tasks: list[Task]) -> float:
     return max(task.end for task in tasks)
 
 
-def best_step(times: Durations, units: int, micro_batches: int = 1, deferred: bool = False, keep_last: bool = True) -> float:
+def best_step(
+    times: Durations, units: int, micro_batches: int = 1, deferred: bool = False, keep_last: bool = True
+) -> float:
     """The shortest step found.
 
     Args:

@@ -149,11 +149,14 @@ class Agreement:
         return f"{self._asked}/{rank}"
 
     def _divergence(self, told: list[Any]) -> DivergenceError:
-        groups: dict[str, list[int]] = {}
+        groups: dict[tuple[str, int, int], list[int]] = {}
         for rank, value in enumerate(told):
-            what = "a known collective, as recorded" if value is None else f"the {value[1]}"
-            groups.setdefault(what, []).append(self._ranks[rank])
-        listed = "; ".join(f"rank(s) {ranks}: {what}" for what, ranks in groups.items())
+            key = ("a known collective, as recorded", 0, 0) if value is None else (f"the {value[1]}", value[0], value[2])
+            groups.setdefault(key, []).append(self._ranks[rank])
+        listed = "; ".join(
+            f"rank(s) {ranks}: {what}" + (f" (its number {count}, variant {op & 0xFFFF:04x})" if count else "")
+            for (what, count, op), ranks in groups.items()
+        )
         return DivergenceError(
             f"the ranks disagree about collective number {self.count} of their group: {listed}. They took different "
             "branches or changed different parameters; make every rank run the same modules in the same order"

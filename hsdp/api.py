@@ -243,7 +243,21 @@ def _choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | 
 
 def _agree(unit: Unit, params: list[ManagedParam]) -> None:
     """All ranks of the mesh shard the same parameters, from the same values."""
-    shape = [(p.fqn, p.spec.shape, str(p.dtype), p.spec.dim, p.sharded.requires_grad) for p in params]
+    shape: list[tuple[Any, ...]] = [
+        (
+            p.fqn,
+            p.spec.shape,
+            str(p.dtype),
+            p.spec.dim,
+            p.replicated,
+            p.sharded.requires_grad,
+            p.sharded.is_meta,
+            len(p.places),
+        )
+        for p in params
+    ]
+    # What decides the sizes of transfers must be equal too.
+    shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward)))
     prints = [None if p.sharded.is_meta else fingerprint(p.sharded) for p in params]
     rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints)))
     ranks = [(f"rank {r * len(row) + s} of the mesh", told) for r, row in enumerate(rows) for s, told in enumerate(row)]
@@ -255,7 +269,7 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             )
             first, second = (str(s[at]) if at < len(s) else "nothing" for s in (shape0, other))
             raise DivergenceError(
-                f"fully_shard({unit.name}): the ranks build different models: parameter {at} is {first} on the mesh's "
+                f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the mesh's "
                 f"first rank and {second} on {who}; build the same module everywhere, in the same order"
             )
     with torch.no_grad():
@@ -270,8 +284,9 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
 def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
     for child in module.modules():
         for name, buffer in child._buffers.items():
-            if buffer is not None and not buffer.is_meta:
-                child._buffers[name] = buffer.to(device, dtype if buffer.is_floating_point() else None)
+            if buffer is not None:
+                where = buffer.device if buffer.is_meta else device  # init_sharded materialises it, in this dtype
+                child._buffers[name] = buffer.to(where, dtype if buffer.is_floating_point() else None)
 
 
 def _watch_loads(unit: Unit) -> None:

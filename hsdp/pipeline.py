@@ -58,7 +58,8 @@ class Reduction:
         self.parts = parts
         self.all_reduce = all_reduce
         self.stage = Stage.FILLED
-        self.op = hash((unit.op + 1, *(part.plan.op for part in parts)))
+        # The factor too: ranks that scale differently would train on gradients that do not fit together.
+        self.op = hash((unit.op + 1, unit.factor(), *(part.plan.op for part in parts)))
 
     def scatter_bytes(self) -> int:
         """Bytes of whole gradients that it holds."""

@@ -29,10 +29,13 @@ class ReplicaReduce(Protocol):
 
 
 class AllReduce:
-    """The default: one coalesced all-reduce in the reduce dtype."""
+    """The default: one coalesced all-reduce in the reduce dtype. It has no state: units share `DEFAULT`."""
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> Flight:
         """Sums `tensors` over the ranks of `comm`, in place."""
         return comm.all_reduce(owner, op, tensors, finish)
+
+
+DEFAULT = AllReduce()

@@ -24,7 +24,7 @@ from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
 from hsdp.param import ManagedParam, refresh_flat_weights
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
-from hsdp.replicas import AllReduce, ReplicaReduce
+from hsdp.replicas import DEFAULT, ReplicaReduce
 from hsdp.streams import Streams
 
 if TYPE_CHECKING:
@@ -117,7 +117,7 @@ class Unit:
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0
         self.divide_factor: float | None = None
-        self.replica_reduce: ReplicaReduce = AllReduce()
+        self.replica_reduce: ReplicaReduce = DEFAULT
         self.all_reduce_hook: Callable[[Tensor], None] | None = None
         self.forward_prefetch: list[Unit] | None = None
         self.backward_prefetch: list[Unit] | None = None
@@ -423,8 +423,7 @@ class Unit:
         if self.lanes and self.lanes[0].shard.is_meta:
             raise StateError(
                 f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
-                "model.to_empty(device=...) and initialise them (reset_parameters, load_state_dict) before the first "
-                "forward"
+                "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
             )
 
     # -- gradients -----------------------------------------------------------------------------------------------

@@ -158,7 +158,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
         else:
             numel = sum(spec.numel for spec in specs)
             flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
-        unit.shard_comm.broadcast(flat)
+        broadcast(unit.shard_comm, flat, unit.axes.device)
         for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
             found[slot] = part.view(spec.shape)
     return [found[slot] for slot in range(len(unit.params))]

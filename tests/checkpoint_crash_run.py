@@ -15,6 +15,7 @@ call of the code that saves, so that also the shortest stretches (between two re
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import json
 import multiprocessing
 import os
@@ -62,6 +63,7 @@ class Orders:
 
 def worker(rank: int, orders: Orders, pipe: Connection) -> None:
     """One rank of one launch; tells the parent where it is."""
+    faulthandler.register(signal.SIGUSR1, all_threads=True)  # how the parent asks a rank that hangs where it is
     torch.set_num_threads(1)
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     store = dist.TCPStore("127.0.0.1", orders.port, is_master=False, wait_for_workers=False)
@@ -283,6 +285,9 @@ class CrashRun:
         while running.read(0):
             pass
         took = time.monotonic() - killed
+        for rank in survived:
+            os.kill(running.processes[rank].pid, signal.SIGUSR1)
+            time.sleep(1)
         running.end()
         assert not survived, f"ranks {survived} hung for {took:.1f} s after rank {victim} was killed {where}"
         other = running.told[1 - victim][-1]

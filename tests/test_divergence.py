@@ -56,7 +56,7 @@ def test_ranks_that_agree_are_left_alone(request: pytest.FixtureRequest, shape: 
     """The same loop with nobody who deviates: no error, so the errors above are about what deviates."""
     pool: Pool = request.getfixturevalue("pool4" if len(shape) == 2 else "pool2")
     told = pool.run(disagree, Case("nobody deviates", shape, ()))
-    assert set(told) == {"no error in 4 steps"}
+    assert set(told) == {"no error in 6 steps"}
 
 
 def test_the_cases_are_ways_that_exist() -> None:

@@ -35,7 +35,7 @@ def _fail_alone(env: RankEnv, where: str, shape: tuple[int, ...], warm: bool) ->
             # The failed rank's last reduction may have come through: the next iteration is the latest to notice.
             step(model, env.rank, 1)
         text = f"{type(caught.value).__name__}: {caught.value}"
-    assert time.monotonic() - start < 12, "it took much longer than the group's timeout of 2 s"
+    assert time.monotonic() - start < 30, "it took much longer than the timeout of the group, 4 s"
     check_sharded(model)
     for name, param in model.named_parameters():
         assert torch.equal(param.to_local(), before[name]), name
@@ -48,7 +48,7 @@ def test_an_error_on_one_rank_ends_the_others_within_the_timeout(
     request: pytest.FixtureRequest, where: str, warm: bool, shape: tuple[int, ...]
 ) -> None:
     pool = pool_for(request, shape)
-    for outcome in pool.run_raw(_fail_alone, where, shape, warm, group_timeout=2):
+    for outcome in pool.run_raw(_fail_alone, where, shape, warm, group_timeout=4):
         assert outcome.error == "Finished", f"{outcome.error}: {outcome.message}\n{outcome.traceback}"
         if outcome.rank != 1:
             assert "unit '" in outcome.message

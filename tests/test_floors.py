@@ -26,7 +26,7 @@ MOST_LINES = 450
 _UNORDERED: list[set[str]] = [
     {"layout", "mesh", "policies", "streams", "errors", "memory"},
 ]
-_SIDE_DOORS = ["whole", "units", "clip", "checkpoint", "full_params", "init", "planning", "tracing", "optim"]
+_SIDE_DOORS = ["whole", "units", "clip", "checkpoint", "full_params", "init", "describe", "planning", "tracing", "optim"]
 _ORDERED: list[list[str]] = [
     ["agreement", "param", "collectives"],
     ["lane", "witness", "gradients", "replicas", "unit", "pipeline"],

@@ -58,7 +58,7 @@ def test_ranks_may_leave_different_units_out_of_backward_if_these_stay_whole(poo
 
 
 def test_ranks_that_gather_different_units_in_backward_get_an_error_with_their_names(pool4: Pool) -> None:
-    for outcome in pool4.run_raw(_leave_units_out, {"reshard_after_forward": True}, group_timeout=3):
+    for outcome in pool4.run_raw(_leave_units_out, {"reshard_after_forward": True}, group_timeout=6):
         assert outcome.error == "DivergenceError"
         assert "blocks." in outcome.message
         assert "rank(s)" in outcome.message

@@ -99,11 +99,11 @@ class Clock:
 
     # -- as a device module ------------------------------------------------------------------------------------
 
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:  # noqa: N802
+    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
         self._streams.append(Stream(self))
         return self._streams[-1]
 
-    def Event(self) -> Event:  # noqa: N802
+    def Event(self) -> Event:
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:

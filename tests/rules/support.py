@@ -127,5 +127,5 @@ def log_backward(model: nn.Module, log: list[str]) -> None:
 @contextmanager
 def never_done() -> Iterator[None]:
     """Flights seem under way until they are waited for: nothing lands because a poll came late enough."""
-    with mock.patch.object(Flight, "done", lambda flight: False):
+    with mock.patch.object(Flight, "done", return_value=False):
         yield

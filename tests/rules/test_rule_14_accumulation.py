@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from functools import partial
-from typing import Any
 
 import pytest
 import torch
@@ -81,12 +81,12 @@ SCRIPTS = [
 ]
 
 
-def check_script(env: RankEnv, script: str, shapes: list[tuple[int, ...]], options: dict[str, Any]) -> None:
+def check_script(env: RankEnv, script: str, shapes: Sequence[tuple[int, ...]], policy: hsdp.CommPolicy | None) -> None:
     run = partial(play, script)
     expected = mean_grads(seeded(Choosy), run, env.world_size)
     zeros = {name: torch.zeros_like(param) for name, param in seeded(Choosy).named_parameters()}
     for shape in shapes:
-        model = shard(seeded(Choosy), env.mesh(shape), **options)
+        model = shard(seeded(Choosy), env.mesh(shape), comm_policy=policy)
         model(floats(env.rank)).sum().backward()  # so that there is a root, and an order
         model.zero_grad()
         with never_done():
@@ -102,12 +102,12 @@ def check_script(env: RankEnv, script: str, shapes: list[tuple[int, ...]], optio
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_rule_14_accumulation_equals_the_twin(pool4: Pool, script: str) -> None:
-    pool4.run(check_script, script, [(4,), (2, 2)], {})
+    pool4.run(check_script, script, [(4,), (2, 2)], None)
 
 
 def test_rule_14_accumulation_in_buckets(pool4: Pool) -> None:
     policy = hsdp.CommPolicy(reduce_scatter_bucket_bytes=1 << 20, all_reduce_bucket_bytes=1 << 20)
-    pool4.run(check_script, "local:a scatter:abc full:bc full:ab", [(2, 2)], {"comm_policy": policy})
+    pool4.run(check_script, "local:a scatter:abc full:bc full:ab", [(2, 2)], policy)
 
 
 def check_wide_sums(env: RankEnv, level: str, shape: tuple[int, ...]) -> None:
@@ -177,7 +177,7 @@ def test_rule_14_requires_grad_changes_between_micro_batches(pool2: Pool) -> Non
 
 
 def check_one_all_reduce(env: RankEnv) -> None:
-    """`accumulate` sums over replicas once, at the last micro-batch, and pending sums can be seen, stepped over, flushed."""
+    """`accumulate` sums over replicas once, at the last micro-batch; pending sums are seen, refused by a step, flushed."""
     model = shard(seeded(Choosy), env.mesh((2, 1)))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     with collectives() as log:

@@ -1,0 +1,413 @@
+"""Planted bugs, each with the check that must fail under it: what shows that the rules' tests test something.
+
+    mutant  a patch of the engine, applied inside the workers      check  a worker function of tests/rules, with arguments
+
+`tests/test_mutants.py` runs every check twice: as it is, when it must pass, and under its mutants, when it must fail with
+the words that tell that it failed for the mutant's sake.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Any
+from unittest import mock
+
+import torch
+
+import hsdp.pipeline
+import hsdp.stepping
+from hsdp.agreement import Agreement
+from hsdp.collectives import Comm, Flight
+from hsdp.gradients import Gradients
+from hsdp.lane import LaneKind, LaneReduction
+from hsdp.pipeline import ReductionPipeline
+from hsdp.runtime import Runtime
+from hsdp.unit import Unit
+from tests.divergence_soak import Case, disagree
+from tests.rig import RankEnv
+from tests.rules import test_rule_11_unused as rule_11
+from tests.rules import test_rule_12_passes as rule_12
+from tests.rules import test_rule_13_recompute as rule_13
+from tests.rules import test_rule_14_accumulation as rule_14
+from tests.rules import test_rule_15_scaling as rule_15
+from tests.rules import test_rule_16_waiting as rule_16
+from tests.rules import test_rule_18_two_models as rule_18
+from tests.rules import test_rule_19_modules as rule_19
+from tests.rules import test_rule_20_failures as rule_20
+from tests.rules import test_rule_21_divergence as rule_21
+from tests.rules import test_rule_24_bounded as rule_24
+from tests.rules.support import Deep
+
+WRONG_NUMBERS = "differ|not close"
+
+
+@dataclass(frozen=True)
+class Check:
+    """A worker function with its arguments; it ends with error `ends` on every rank (None: it returns)."""
+
+    run: Callable[..., Any]
+    args: tuple[Any, ...] = ()
+    world: int = 2
+    ends: str | None = None
+
+
+@dataclass(frozen=True)
+class Mutant:
+    """A planted bug. `kill` is a pattern that the failed check's error, as "Type: message", matches on some rank."""
+
+    name: str
+    plant: Callable[[], AbstractContextManager[Any]] = field(repr=False)
+    check: Check
+    kill: str = WRONG_NUMBERS
+
+
+MUTANTS: dict[str, Mutant] = {}
+
+
+def mutant(
+    check: Check, kill: str = WRONG_NUMBERS
+) -> Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]]:
+    """Registers a function that plants a bug, under its own name."""
+
+    def register(plant: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
+        name = plant.__name__.replace("_", " ")
+        MUTANTS[name] = Mutant(name, plant, check, kill)
+        return plant
+
+    return register
+
+
+def run_mutated(env: RankEnv, name: str) -> None:
+    """On a worker: the check of a mutant, under the mutant."""
+    planted = MUTANTS[name]
+    with planted.plant():
+        planted.check.run(env, *planted.check.args)
+
+
+def script(text: str, *shapes: tuple[int, ...]) -> Check:
+    """A schedule of micro-batches against the twin."""
+    return Check(rule_14.check_script, (text, shapes or ((2, 1),), None))
+
+
+def replaced(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
+    """Patches a method by what `change` makes of it."""
+    return mock.patch.object(owner, name, change(getattr(owner, name)))
+
+
+# -- sums -----------------------------------------------------------------------------------------------------------
+
+
+@mutant(script("local:abc scatter:abc full:abc"))
+def drops_partial_sums() -> Any:
+    return mock.patch.object(Gradients, "join_partial", lambda gradients, parts: setattr(gradients, "partial", None))
+
+
+@mutant(script("scatter:abc local:abc scatter:abc full:abc"))
+def adds_partial_sums_twice() -> Any:
+    def change(join: Callable[..., Any]) -> Callable[..., Any]:
+        def twice(gradients: Gradients, parts: list[LaneReduction]) -> None:
+            partial = gradients.partial
+            join(gradients, parts)
+            if partial is not None:
+                for held, part in zip(partial, parts, strict=True):
+                    torch._foreach_add_(part.operands, held)
+
+        return twice
+
+    return replaced(Gradients, "join_partial", change)
+
+
+@mutant(script("full:abc local:abc full:abc scatter:abc full:abc"))
+def counts_the_stash_again() -> Any:
+    def change(take: Callable[..., Any]) -> Callable[..., Any]:
+        def keeping(gradients: Gradients, *args: Any, **kwargs: Any) -> Any:
+            stash = {slot: held.clone() for slot, held in gradients._stash.items()}
+            parts = take(gradients, *args, **kwargs)
+            gradients._stash.update(stash)
+            return parts
+
+        return keeping
+
+    return replaced(Gradients, "take", change)
+
+
+@mutant(script("local:abc scatter:abc full:abc"))
+def forgets_the_stash() -> Any:
+    return mock.patch.object(Gradients, "stash", Gradients.drop)
+
+
+@mutant(Check(rule_12.check_passes, ("F B B", (2,), Deep)))
+def lands_twice() -> Any:
+    def change(land: Callable[..., Any]) -> Callable[..., Any]:
+        def twice(gradients: Gradients, parts: list[LaneReduction]) -> None:
+            land(gradients, parts)
+            land(gradients, parts)
+
+        return twice
+
+    return replaced(Gradients, "land", change)
+
+
+@mutant(Check(rule_16.check_end_of_backward, ((2, 1), hsdp.CommPolicy())))
+def reduces_twice() -> Any:
+    def change(start: Callable[..., Any]) -> Callable[..., Any]:
+        def twice(comm: Comm, *args: Any) -> Flight:
+            start(comm, *args).wait()
+            return start(comm, *args)  # type: ignore[no-any-return]
+
+        return twice
+
+    return replaced(Comm, "all_reduce", change)
+
+
+@mutant(Check(rule_14.check_wide_sums, ("local", (2,))), kill="AssertionError")
+def sums_in_the_reduce_dtype() -> Any:
+    return mock.patch.object(LaneKind, "accumulate", property(lambda kind: kind.reduce))
+
+
+@mutant(script("local:abc zero full:abc"))
+def does_not_heed_zero_grad() -> Any:
+    return mock.patch.object(Gradients, "_heed_zero_grad", return_value=None)
+
+
+@mutant(script("async full:abc zero drain full:abc"))
+def lands_what_was_zeroed_meanwhile() -> Any:
+    def change(take: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda gradients, runs_on: take(gradients, False)
+
+    return replaced(Gradients, "take", change)
+
+
+@mutant(Check(rule_14.check_frozen_then_thawed), kill="Error")
+def does_not_follow_requires_grad() -> Any:
+    def change(choose: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda unit: None if unit.trainable else choose(unit)
+
+    return replaced(Unit, "choose_trainable", change)
+
+
+# -- factors --------------------------------------------------------------------------------------------------------
+
+
+@mutant(Check(rule_15.check_factors, ((2,), "packed")))
+def skips_the_divide() -> Any:
+    return mock.patch.object(Unit, "factor", lambda unit: unit.gradient_scale)
+
+
+@mutant(Check(rule_15.check_factors, ((2, 1), "packed")))
+def forgets_the_scale() -> Any:
+    def change(factor: Callable[..., float]) -> Callable[..., float]:
+        return lambda unit: factor(unit) / unit.gradient_scale
+
+    return replaced(Unit, "factor", change)
+
+
+@mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
+def divides_fp16_behind_the_sum() -> Any:
+    return mock.patch.object(hsdp.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.unit.factor()))
+
+
+# -- order, waiting, sweeping ---------------------------------------------------------------------------------------
+
+
+@mutant(Check(rule_16.check_end_of_backward, ((2,), hsdp.CommPolicy())))
+def lands_early() -> Any:
+    def change(land: Callable[..., Any]) -> Callable[..., Any]:
+        def early(pipeline: ReductionPipeline) -> None:
+            for reduction in pipeline._reducing[0].reductions:
+                reduction.unit.gradients.land(reduction.parts)
+            with mock.patch.object(Gradients, "land", return_value=None):
+                land(pipeline)
+
+        return early
+
+    return replaced(ReductionPipeline, "_land", change)
+
+
+@mutant(Check(rule_16.check_end_of_backward, ((2,), hsdp.CommPolicy())), kill="AssertionError")
+def skips_the_final_drain() -> Any:
+    return mock.patch.object(Runtime, "drain", return_value=None)
+
+
+@mutant(Check(rule_16.check_joined, ((2,), "step")))
+def steps_without_joining() -> Any:
+    return mock.patch.object(hsdp.stepping, "_units_of", return_value=[])
+
+
+@mutant(Check(rule_11.check_ranks_reduce_in_one_order), kill="DivergenceError|AssertionError")
+def reduces_out_of_turn() -> Any:
+    def at_once(runtime: Runtime, unit: Unit) -> None:
+        if unit.in_turn:
+            runtime._turns.remove(unit)
+            unit.in_turn = False
+        runtime._reduce(unit)
+
+    return mock.patch.object(Runtime, "completed", at_once)
+
+
+@mutant(Check(rule_12.check_passes, ("F F B B", (2,), Deep)), kill="AssertionError: Counter")
+def reduces_at_the_first_gradient() -> Any:
+    return mock.patch.object(Unit, "begin_task", lambda unit, task: unit.remaining.__setitem__(task, 1))
+
+
+@mutant(Check(rule_11.check_case, ("inner loss", (2,))))
+def does_not_sweep() -> Any:
+    def change(end: Callable[..., Any]) -> Callable[..., Any]:
+        def swept(runtime: Runtime) -> None:
+            runtime._reduces = False
+            end(runtime)
+
+        return swept
+
+    return replaced(Runtime, "_end_backward", change)
+
+
+@mutant(Check(rule_11.check_case, ("several outputs", (2,))), kill="idle.*should not be|never.*should not be")
+def ignores_used_flags() -> Any:
+    def change(land: Callable[..., Any]) -> Callable[..., Any]:
+        def all_used(gradients: Gradients, parts: list[LaneReduction]) -> None:
+            for part in parts:
+                part.used = [True] * len(part.used)
+            land(gradients, parts)
+
+        return all_used
+
+    return replaced(Gradients, "land", change)
+
+
+@mutant(Check(rule_11.check_forward_alone_leaves_no_prefetch), kill="AssertionError")
+def leaves_prefetched_units_behind() -> Any:
+    return mock.patch.object(Runtime, "end_forward", lambda runtime: runtime._forward.end())
+
+
+@mutant(Check(rule_12.check_input_gradients), kill="AssertionError")
+def reduces_under_autograd_grad() -> Any:
+    return mock.patch.object(Runtime, "_accumulates", return_value=True)
+
+
+@mutant(Check(rule_13.check_gathers, ("around, not reentrant", (2,), 0)), kill="Error")
+def takes_recomputation_for_forward() -> Any:
+    return mock.patch.object(Runtime, "in_backward", return_value=False)
+
+
+@mutant(Check(rule_18.check_pair, ("nested", (2,))), kill="Error")
+def takes_the_other_models_backward_for_its_own() -> Any:
+    return mock.patch.object(Runtime, "in_backward", lambda runtime: torch._C._current_graph_task_id() != -1)
+
+
+# -- freshness and failure ------------------------------------------------------------------------------------------
+
+
+@mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole")
+def uses_a_stale_gather() -> Any:
+    return mock.patch.object(Unit, "holds_whole", property(lambda unit: False))
+
+
+@mutant(Check(rule_20.check_stale), kill="DID NOT RAISE")
+def forgets_the_epoch() -> Any:
+    return mock.patch.object(Unit, "epoch", property(lambda unit: 0, lambda unit, value: None), create=True)
+
+
+@mutant(Check(rule_20.check_failed_forward, (rule_20.BoomError,)), kill="whole parameters still show")
+def keeps_shadows_after_a_failure() -> Any:
+    return mock.patch.object(Runtime, "_reshard_all", return_value=None)
+
+
+@mutant(Check(rule_20.check_failed_backward, ((2,),)), kill="Error")
+def does_not_abort_a_failed_iteration() -> Any:
+    def forget(runtime: Runtime, reason: str) -> None:
+        runtime._unfinished = False
+        runtime._tasks.clear()
+
+    return mock.patch.object(Runtime, "abort", forget)
+
+
+@mutant(Check(rule_20.check_failed_backward, ((2,),)))
+def does_not_roll_back() -> Any:
+    return mock.patch.object(Gradients, "roll_back", Gradients.commit)
+
+
+@mutant(Check(rule_20.check_nothing_held), kill="AssertionError")
+def remembers_failed_flights() -> Any:
+    kept: list[Flight] = []
+
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        def keeping(flight: Flight, *args: Any) -> None:
+            init(flight, *args)
+            kept.append(flight)
+
+        return keeping
+
+    return replaced(Flight, "__init__", change)
+
+
+# -- agreement ------------------------------------------------------------------------------------------------------
+
+SKIPS = Case("without sync", (2,), (1,), step=3)  # by then the ranks know what follows, and do not ask
+
+
+@mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|Hung|Died|^None")
+def asks_nobody() -> Any:
+    def count(agreement: Agreement, *args: Any) -> None:
+        agreement.count += 1
+
+    return mock.patch.object(Agreement, "check", count)
+
+
+@mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|DivergenceError.*did not come")
+def does_not_look_while_it_waits() -> Any:
+    return mock.patch.object(Agreement, "look", return_value=None)
+
+
+@mutant(Check(rule_21.check_steady_loop, ((2, 2),), world=4), kill="asked")
+def asks_all_the_time() -> Any:
+    return mock.patch.object(Agreement, "begin", return_value=None)
+
+
+# -- bounds ---------------------------------------------------------------------------------------------------------
+
+BOUNDS = Check(rule_24.check_layers, (hsdp.CommPolicy(),), world=4)
+
+
+@mutant(BOUNDS, kill="AssertionError")
+def queues_without_bounds() -> Any:
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        def unbounded(pipeline: ReductionPipeline, streams: Any, policy: hsdp.CommPolicy) -> None:
+            many = dataclasses.replace(policy, max_inflight_reduce_scatters=999, max_inflight_all_reduces=999)
+            init(pipeline, streams, many)
+
+        return unbounded
+
+    return replaced(ReductionPipeline, "__init__", change)
+
+
+@mutant(BOUNDS, kill="AssertionError")
+def keeps_whole_gradients() -> Any:
+    return mock.patch.object(LaneReduction, "release_inputs", return_value=None)
+
+
+@mutant(BOUNDS, kill="AssertionError")
+def keeps_whole_parameters() -> Any:
+    return mock.patch.object(Runtime, "_close", return_value=None)
+
+
+@mutant(Check(rule_24.check_landing, (), world=4), kill="AssertionError")
+def lands_at_the_end_only() -> Any:
+    return mock.patch.object(ReductionPipeline, "advance", return_value=None)
+
+
+@mutant(Check(rule_18.check_deleted), kill="AssertionError")
+def holds_units_strongly() -> Any:
+    kept: list[Any] = []
+
+    def change(join: Callable[..., None]) -> Callable[..., None]:
+        def keeping(unit: Unit, *args: Any) -> None:
+            join(unit, *args)
+            kept.append(unit)
+
+        return keeping
+
+    return replaced(Unit, "join", change)

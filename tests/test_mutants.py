@@ -1,0 +1,34 @@
+"""Every planted bug is found by the test that is there for it, and by what it is there for."""
+
+from __future__ import annotations
+
+import re
+
+import pytest
+
+from tests.mutants import MUTANTS, Check, Mutant, run_mutated
+from tests.rig import Outcome, Pool
+
+GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
+_CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS.values()))
+
+
+def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) -> list[Outcome]:
+    pool: Pool = request.getfixturevalue(f"pool{check.world}")
+    run, args = (run_mutated, (mutant.name,)) if mutant is not None else (check.run, check.args)
+    return pool.run_raw(run, *args, group_timeout=GROUP_TIMEOUT, timeout=30.0)
+
+
+@pytest.mark.parametrize("check", _CHECKS, ids=lambda check: f"{check.run.__name__}-{check.world}")
+def test_checks_end_well_without_a_mutant(request: pytest.FixtureRequest, check: Check) -> None:
+    for one in _run(request, check, None):
+        assert one.error == check.ends, f"rank {one.rank}: {one.error}: {one.message}"
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_killed(request: pytest.FixtureRequest, name: str) -> None:
+    mutant = MUTANTS[name]
+    outcomes = _run(request, mutant.check, mutant)
+    told = [f"{one.error}: {one.message}" for one in outcomes if one.error != mutant.check.ends]
+    assert told, "the mutant lives: its check ended as it does without it"
+    assert any(re.search(mutant.kill, text, re.DOTALL) for text in told), f"killed for another reason: {told}"

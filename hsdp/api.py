@@ -19,10 +19,11 @@ from hsdp.mesh import resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
 from hsdp.stepping import watch_optimizers
-from hsdp.unit import Unit, unit_of
+from hsdp.unit import Unit
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -269,8 +270,8 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             )
             first, second = (str(s[at]) if at < len(s) else "nothing" for s in (shape0, other))
             raise DivergenceError(
-                f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the mesh's "
-                f"first rank and {second} on {who}; build the same module everywhere, in the same order"
+                f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the "
+                f"mesh's first rank and {second} on {who}; build the same module everywhere, in the same order"
             )
     with torch.no_grad():
         for i, param in enumerate(params):

@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hsdp.registry import unit_of
 from hsdp.stepping import check_communicated
-from hsdp.unit import unit_of
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""

@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
-from hsdp.lane import Lane, LaneReduction, ReducePlan
+from hsdp.lane import Lane
 from hsdp.param import ManagedParam, new_dtensor
+from hsdp.reduce_plan import LaneReduction, ReducePlan
 from hsdp.witness import Witness
 
 
@@ -38,6 +39,7 @@ class Gradients:
         self._lanes: list[Lane] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
+        self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
         self._casts: list[torch.dtype | None] = [None] * len(params)
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
@@ -51,6 +53,7 @@ class Gradients:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._lanes = lanes
         self._mask = None
+        self._made.clear()
         self.clear()
 
     # -- towards a reduction -------------------------------------------------------------------------------------
@@ -99,12 +102,19 @@ class Gradients:
             for lane in self._lanes:
                 trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
                 if trainable:
-                    self._plans.append(lane.reduce_plan(trainable))
+                    self._plans.append(self._plan_for(lane, trainable))
             for plan in self._plans:
                 # What goes directly is cast as it comes, one gradient at a time; the packed rows cast as they are filled.
                 for slot, piece in zip(plan.slots, plan.layout.pieces, strict=True):
                     if plan.kind.reduce != plan.kind.compute and (piece.direct_reduce or plan.shards == 1):
                         self._casts[slot] = plan.kind.reduce
+
+    def _plan_for(self, lane: Lane, trainable: tuple[int, ...]) -> ReducePlan:
+        key = (id(lane), trainable)
+        found = self._made.get(key)
+        if found is None:
+            found = self._made[key] = ReducePlan(lane, trainable)
+        return found
 
     def plans(self) -> list[ReducePlan]:
         """One plan per lane that has trainable parameters."""

@@ -19,7 +19,8 @@ from torch.distributed.tensor import DTensor
 from hsdp.collectives import fingerprint
 from hsdp.errors import StateError
 from hsdp.full_params import visit
-from hsdp.unit import Unit, unit_of
+from hsdp.registry import unit_of
+from hsdp.unit import Unit
 from hsdp.whole import Loan, broadcast, check_idle, gather, rows_of, spread, units_below, write_first
 
 InitFn = Callable[[nn.Module], object]

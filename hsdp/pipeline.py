@@ -25,8 +25,8 @@ import torch
 
 from hsdp.collectives import Flight, abandon
 from hsdp.errors import HSDPError
-from hsdp.lane import LaneReduction
 from hsdp.policies import CommPolicy
+from hsdp.reduce_plan import LaneReduction
 from hsdp.streams import Event, Streams
 from hsdp.unit import Unit
 

@@ -13,8 +13,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.errors import StateError
 from hsdp.param import originals
+from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
-from hsdp.unit import Unit, unit_of
+from hsdp.unit import Unit
 
 _units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
 _units_of_optimizer = weakref.WeakKeyDictionary()

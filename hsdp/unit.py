@@ -24,6 +24,7 @@ from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
 from hsdp.param import ManagedParam, refresh_flat_weights
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
+from hsdp.registry import forget, register
 from hsdp.replicas import DEFAULT, ReplicaReduce
 from hsdp.streams import Streams
 
@@ -31,24 +32,6 @@ if TYPE_CHECKING:
     from hsdp.runtime import Runtime
 
 _gradient_edge = torch.autograd.graph.get_gradient_edge
-
-
-_managed: dict[int, weakref.ref[Unit]] = {}
-
-
-def unit_of(param: object) -> Unit | None:
-    """The unit that manages a sharded parameter."""
-    ref = _managed.get(id(param))
-    unit = ref() if ref is not None else None
-    if unit is None or not any(managed.sharded is param for managed in unit.params):
-        return None
-    return unit
-
-
-def _forget(ids: list[int]) -> None:
-    for key in ids:
-        if (ref := _managed.get(key)) is not None and ref() is None:
-            del _managed[key]
 
 
 def stale(unit: Unit) -> StaleParametersError:
@@ -208,12 +191,12 @@ class Unit:
         self.gradients.arrange(self.lanes)
         this = weakref.ref(self)
         self._sharded = [param.sharded for param in self.params]
-        weakref.finalize(self, _forget, [id(param) for param in self._sharded])
+        weakref.finalize(self, forget, [id(param) for param in self._sharded])
         for lane in self.lanes:
             lane.arrange()
         for slot, param in enumerate(self.params):
             param.node = None
-            _managed[id(param.sharded)] = this
+            register(param.sharded, this)
             if param.whole is not None and param.whole.requires_grad:
                 self._watch(slot)
         self._note_places()

@@ -22,7 +22,8 @@ from hsdp.errors import StateError
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place
-from hsdp.unit import Unit, unit_of
+from hsdp.registry import unit_of
+from hsdp.unit import Unit
 
 _on_loan: weakref.WeakSet[Unit] = weakref.WeakSet()
 

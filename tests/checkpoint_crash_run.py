@@ -136,6 +136,8 @@ class _Death:
 
     def __exit__(self, *_: object) -> None:
         sys.setprofile(None)
+        if self._at is not None:  # this save took fewer calls than the one they were counted in
+            os.kill(os.getpid(), signal.SIGKILL)
 
 
 # -- the parent --------------------------------------------------------------------------------------------------------

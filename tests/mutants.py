@@ -22,8 +22,9 @@ import hsdp.stepping
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm, Flight
 from hsdp.gradients import Gradients
-from hsdp.lane import LaneKind, LaneReduction
+from hsdp.lane import LaneKind
 from hsdp.pipeline import ReductionPipeline
+from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
 from tests.divergence_soak import Case, disagree

@@ -30,8 +30,8 @@ from typing import Any, TextIO
 import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
-from torch.distributed.tensor import DTensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 _AXIS_NAMES = {1: ("shard",), 2: ("replicate", "shard")}

@@ -70,7 +70,8 @@ def run_schedule(
     torch.manual_seed(7)
     twin = Net().double()
     model = copy.deepcopy(twin)
-    kwargs: dict[str, Any] = {"mesh": env.mesh(shape), "comm_policy": CommPolicy(**policy), "reshard_after_forward": reshard}
+    kwargs: dict[str, Any] = {"mesh": env.mesh(shape), "comm_policy": CommPolicy(**policy)}
+    kwargs["reshard_after_forward"] = reshard
     for block in model.blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)

@@ -70,9 +70,7 @@ def step(model: nn.Module, rank: int, k: int = 0) -> None:
     loss_of(model, rank, k).backward()
 
 
-def mean_grads(
-    plain: nn.Module, run: Callable[[nn.Module, int], object], world: int
-) -> dict[str, Tensor | None]:
+def mean_grads(plain: nn.Module, run: Callable[[nn.Module, int], object], world: int) -> dict[str, Tensor | None]:
     """The mean over ranks of the gradients that `run(plain, rank)` makes; None where no rank makes one."""
     sums: dict[str, Tensor | None] = {name: None for name, _ in plain.named_parameters()}
     for rank in range(world):

@@ -18,7 +18,6 @@ from tests.rules.support import Deep, floats, loss_of, mean_grads, seeded, step
 from tests.sharded import check_rest, mesh_id, shard
 from tests.twin import assert_same, full_grads, full_params
 
-
 T = TypeVar("T")
 
 

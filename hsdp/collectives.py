@@ -31,8 +31,9 @@ class Named(Protocol):
     name: str
 
 
-_GLOO_COALESCE_BYTES = 512 * 1024
-"""Measured: from this size per rank on, gloo is faster with a call per tensor than with one for all."""
+_GLOO_GATHER_ALONE_BYTES = 512 * 1024
+_GLOO_REDUCE_ALONE_BYTES = 1024 * 1024
+"""Measured: from these sizes per rank on, gloo is faster with a call per tensor than with one for all."""
 
 _TICK = timedelta(seconds=1)
 """How often a rank that waits looks whether another one asks."""
@@ -202,7 +203,7 @@ class Comm:
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
-        for outs, ins in self._calls(outputs, inputs):
+        for outs, ins in self._calls(outputs, inputs, _GLOO_GATHER_ALONE_BYTES):
             if len(ins) == 1:
                 works.append(group._allgather_base(outs[0], ins[0], self._all_gather_options))
             else:
@@ -276,21 +277,21 @@ class Comm:
 
     def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
         for alike, _ in _by_dtype(tensors, tensors):
-            for same, _ in self._calls(alike, alike):
+            for same, _ in self._calls(alike, alike, _GLOO_REDUCE_ALONE_BYTES):
                 if len(same) == 1:
                     works.append(group.allreduce(same, self._all_reduce_options))
                 else:
                     works.append(group.allreduce_coalesced(same, self._all_reduce_coalesced_options))
 
-    def _calls(self, first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    def _calls(self, first: list[Tensor], second: list[Tensor], alone: int) -> list[tuple[list[Tensor], list[Tensor]]]:
         """How pairs of tensors share calls: all in one, but on gloo large ones go alone.
 
         gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only.
         """
         if self.backend != "gloo" or len(second) <= 1:
             return [(first, second)] if second else []
-        large = [([a], [b]) for a, b in zip(first, second, strict=True) if b.nbytes >= _GLOO_COALESCE_BYTES]
-        small = [(a, b) for a, b in zip(first, second, strict=True) if b.nbytes < _GLOO_COALESCE_BYTES]
+        large = [([a], [b]) for a, b in zip(first, second, strict=True) if b.nbytes >= alone]
+        small = [(a, b) for a, b in zip(first, second, strict=True) if b.nbytes < alone]
         return [*large, ([a for a, _ in small], [b for _, b in small])] if small else large
 
     def exchange(self, value: Any) -> list[Any]:

@@ -59,11 +59,11 @@ class Layer(nn.Module):
         return x
 
 
-def build(library: str, precision: str, mesh: DeviceMesh) -> nn.Module:
+def build(library: str, precision: str, mesh: DeviceMesh, units: int = UNITS) -> nn.Module:
     """The model, sharded as "fsdp2" or "hsdp <fusion>" says; "plain": not sharded."""
     mixed = precision != "fp32"
     dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
-    model = nn.Sequential(*(Layer(torch.bfloat16 if mixed else torch.float32) for _ in range(UNITS)))
+    model = nn.Sequential(*(Layer(torch.bfloat16 if mixed else torch.float32) for _ in range(units)))
     for module in (*model, model):
         if library == "fsdp2":
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))

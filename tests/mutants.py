@@ -98,6 +98,12 @@ def replaced(owner: Any, name: str, change: Callable[[Callable[..., Any]], Calla
     return mock.patch.object(owner, name, change(getattr(owner, name)))
 
 
+def remembering(owner: type, name: str) -> Any:
+    """Patches a method so that every object it was called on is held, until the mutant is gone."""
+    held: list[Any] = []
+    return replaced(owner, name, lambda call: lambda one, *args: (held.append(one), call(one, *args))[1])
+
+
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
@@ -142,26 +148,12 @@ def forgets_the_stash() -> Any:
 
 @mutant(Check(rule_12.check_passes, ("F B B", (2,), Deep)))
 def lands_twice() -> Any:
-    def change(land: Callable[..., Any]) -> Callable[..., Any]:
-        def twice(gradients: Gradients, parts: list[LaneReduction]) -> None:
-            land(gradients, parts)
-            land(gradients, parts)
-
-        return twice
-
-    return replaced(Gradients, "land", change)
+    return replaced(Gradients, "land", lambda land: lambda *args: (land(*args), land(*args)))
 
 
 @mutant(Check(rule_16.check_end_of_backward, ((2, 1), hsdp.CommPolicy())))
 def reduces_twice() -> Any:
-    def change(start: Callable[..., Any]) -> Callable[..., Any]:
-        def twice(comm: Comm, *args: Any) -> Flight:
-            start(comm, *args).wait()
-            return start(comm, *args)  # type: ignore[no-any-return]
-
-        return twice
-
-    return replaced(Comm, "all_reduce", change)
+    return replaced(Comm, "all_reduce", lambda start: lambda *args: (start(*args).wait(), start(*args))[1])
 
 
 @mutant(Check(rule_14.check_wide_sums, ("local", (2,))), kill="AssertionError")
@@ -176,18 +168,12 @@ def does_not_heed_zero_grad() -> Any:
 
 @mutant(script("async full:abc zero drain full:abc"))
 def lands_what_was_zeroed_meanwhile() -> Any:
-    def change(take: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda gradients, runs_on: take(gradients, False)
-
-    return replaced(Gradients, "take", change)
+    return replaced(Gradients, "take", lambda take: lambda gradients, runs_on: take(gradients, False))
 
 
 @mutant(Check(rule_14.check_frozen_then_thawed), kill="Error")
 def does_not_follow_requires_grad() -> Any:
-    def change(choose: Callable[..., Any]) -> Callable[..., Any]:
-        return lambda unit: None if unit.trainable else choose(unit)
-
-    return replaced(Unit, "choose_trainable", change)
+    return replaced(Unit, "choose_trainable", lambda choose: lambda unit: None if unit.trainable else choose(unit))
 
 
 # -- factors --------------------------------------------------------------------------------------------------------
@@ -200,10 +186,7 @@ def skips_the_divide() -> Any:
 
 @mutant(Check(rule_15.check_factors, ((2, 1), "packed")))
 def forgets_the_scale() -> Any:
-    def change(factor: Callable[..., float]) -> Callable[..., float]:
-        return lambda unit: factor(unit) / unit.gradient_scale
-
-    return replaced(Unit, "factor", change)
+    return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.gradient_scale)
 
 
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
@@ -294,9 +277,19 @@ def takes_recomputation_for_forward() -> Any:
     return mock.patch.object(Runtime, "in_backward", return_value=False)
 
 
-@mutant(Check(rule_18.check_pair, ("nested", (2,))), kill="Error")
-def takes_the_other_models_backward_for_its_own() -> Any:
-    return mock.patch.object(Runtime, "in_backward", lambda runtime: torch._C._current_graph_task_id() != -1)
+@mutant(Check(rule_18.check_failure_stays_apart))
+def queues_all_models_together() -> Any:
+    queues: list[ReductionPipeline] = []
+
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        def shared(runtime: Runtime, *args: Any) -> None:
+            init(runtime, *args)
+            queues.append(runtime.pipeline)
+            runtime.pipeline = queues[0]
+
+        return shared
+
+    return replaced(Runtime, "__init__", change)
 
 
 # -- freshness and failure ------------------------------------------------------------------------------------------
@@ -304,7 +297,7 @@ def takes_the_other_models_backward_for_its_own() -> Any:
 
 @mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole")
 def uses_a_stale_gather() -> Any:
-    return mock.patch.object(Unit, "holds_whole", property(lambda unit: False))
+    return mock.patch.object(Unit, "holds_whole", property(lambda unit: None))
 
 
 @mutant(Check(rule_20.check_stale), kill="DID NOT RAISE")
@@ -333,16 +326,7 @@ def does_not_roll_back() -> Any:
 
 @mutant(Check(rule_20.check_nothing_held), kill="AssertionError")
 def remembers_failed_flights() -> Any:
-    kept: list[Flight] = []
-
-    def change(init: Callable[..., None]) -> Callable[..., None]:
-        def keeping(flight: Flight, *args: Any) -> None:
-            init(flight, *args)
-            kept.append(flight)
-
-        return keeping
-
-    return replaced(Flight, "__init__", change)
+    return remembering(Flight, "__init__")
 
 
 # -- agreement ------------------------------------------------------------------------------------------------------
@@ -402,13 +386,4 @@ def lands_at_the_end_only() -> Any:
 
 @mutant(Check(rule_18.check_deleted), kill="AssertionError")
 def holds_units_strongly() -> Any:
-    kept: list[Any] = []
-
-    def change(join: Callable[..., None]) -> Callable[..., None]:
-        def keeping(unit: Unit, *args: Any) -> None:
-            join(unit, *args)
-            kept.append(unit)
-
-        return keeping
-
-    return replaced(Unit, "join", change)
+    return remembering(Unit, "join")

@@ -6,7 +6,7 @@ import pytest
 
 from benchmarks.schedule import Durations, best_step
 from tests.rig import fake_world
-from tests.virtual import Clock, Mode, micro_batch, steady_trace, use_device, virtual_model
+from tests.virtual import Clock, Mode, fsdp2_model, micro_batch, steady_trace, use_device, virtual_model
 
 UNITS = 16
 CASES = {
@@ -36,6 +36,20 @@ def test_the_schedule_is_the_best_one(monkeypatch: pytest.MonkeyPatch, bound: st
     # Every unit is gathered twice, also the last one, as the policy has it.
     best = best_step(times, UNITS, keep_last=False)
     assert took <= 1.03 * best, f"{took / best:.3f} of the best schedule ({took:g}, {best:g})"
+
+
+@pytest.mark.xfail(reason="the last unit is gathered again for its backward with nothing to hide behind", strict=False)
+@pytest.mark.parametrize("bound", CASES)
+def test_on_a_device_fsdp2_is_not_faster(monkeypatch: pytest.MonkeyPatch, bound: str) -> None:
+    times = CASES[bound]
+    with monkeypatch.context() as patches:
+        took = virtual_step(patches, "device", times)
+    clock = Clock("device")
+    with monkeypatch.context() as patches, fake_world(4) as env:
+        use_device(patches, clock)
+        model = fsdp2_model(patches, clock, env.mesh((2, 2)), times, UNITS)
+        theirs = steady_trace(clock, lambda: micro_batch(model))
+    assert took <= theirs, f"{took / theirs:.3f} of FSDP2 ({took:g}, {theirs:g})"
 
 
 def test_the_best_schedule_is_known_where_it_is_easy() -> None:

@@ -12,6 +12,7 @@ A group's collectives share its link: one at a time, in the order in which they 
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -19,7 +20,9 @@ from typing import Any, Literal
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
@@ -65,6 +68,11 @@ class Stream:
     def wait_event(self, event: Event) -> None:
         self.end = max(self.end, event.time)
 
+    def record_event(self) -> Event:
+        event = Event(self._clock)
+        event.record(self)
+        return event
+
 
 class Event:
     """A device event."""
@@ -73,8 +81,9 @@ class Event:
         self._clock = clock
         self.time = 0.0
 
-    def record(self, stream: Stream) -> None:
-        self.time = stream.end
+    def record(self, stream: Stream | None = None) -> Event:
+        self.time = (stream or self._clock.current_stream()).end
+        return self
 
     def query(self) -> bool:
         return self._clock.now >= self.time
@@ -252,6 +261,36 @@ def virtual_model(clock: Clock, mesh: DeviceMesh, times: Durations, units: int, 
         hsdp.fully_shard(module, mesh=mesh, **options)
     costs = {"all-gather": times.gather, "reduce-scatter": times.scatter, "all-reduce": times.all_reduce}
     install(model, clock, lambda kind, nbytes: costs[kind])
+    return model
+
+
+def fsdp2_model(monkeypatch: pytest.MonkeyPatch, clock: Clock, mesh: DeviceMesh, times: Durations, units: int) -> Any:
+    """The same chain sharded by FSDP2, its streams and collectives on the clock too (device mode only)."""
+    for name in ("collectives", "param_group", "state"):
+        module = importlib.import_module(f"torch.distributed.fsdp._fully_shard._fsdp_{name}")
+        monkeypatch.setattr(module, "_get_device_handle", lambda kind: clock)
+    costs = {"all-gather": times.gather, "reduce-scatter": times.scatter, "all-reduce": times.all_reduce}
+    links = {name: Group(clock, lambda kind, nbytes: costs[kind]) for name in ("shard", "replicate")}
+    # torch 2.13 has new names for two of them.
+    verbs = {
+        "all_gather_single": "all-gather",
+        "all_gather_into_tensor": "all-gather",
+        "reduce_scatter_single": "reduce-scatter",
+        "reduce_scatter_tensor": "reduce-scatter",
+        "all_reduce": "all-reduce",
+    }
+    for verb, kind in verbs.items():
+
+        def start(*args: Any, kind: str = kind, **kwargs: Any) -> None:
+            link = links["replicate" if kind == "all-reduce" else "shard"]
+            link.starting = (kind, "")
+            link._start([])
+
+        if hasattr(dist, verb):
+            monkeypatch.setattr(dist, verb, start)
+    model = nn.Sequential(*(Layer(clock, str(i), times.forward, times.backward) for i in range(units)))
+    for module in (*model, model):
+        fsdp.fully_shard(module, mesh=mesh)
     return model
 
 

@@ -14,7 +14,8 @@ from torch import Tensor, nn
 
 import hsdp
 from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, floats, loss_of, mean_grads, seeded, step
+from tests.rules.support import Deep, floats, loss_of, mean_grads, never_done, seeded, step
+from tests.rules.test_rule_20_failures import fail
 from tests.sharded import check_rest, mesh_id, shard
 from tests.twin import assert_same, full_grads, full_params
 
@@ -133,6 +134,23 @@ def check_settings_stay_apart(env: RankEnv) -> None:
 
 def test_rule_18_settings_of_one_model_are_not_the_others(pool2: Pool) -> None:
     pool2.run(check_settings_stay_apart)
+
+
+def check_failure_stays_apart(env: RankEnv) -> None:
+    """What one model has under way survives the failure, and the recovery, of another."""
+    pair = seeded(Pair)
+    first, second = (shard(model, env.mesh(2)) for model in (pair.first, pair.second))  # type: ignore[arg-type]
+    second.set_is_last_backward(False)  # type: ignore[operator]
+    with never_done():
+        step(second, env.rank)
+        fail(first, env.rank)
+        step(first, env.rank)
+    second.flush()  # type: ignore[operator]
+    assert_same(full_grads(pair), mean_grads(seeded(Pair), _interleaved, env.world_size))  # type: ignore[arg-type]
+
+
+def test_rule_18_a_failure_of_one_model_is_not_the_others(pool2: Pool) -> None:
+    pool2.run(check_failure_stays_apart)
 
 
 def check_threads(env: RankEnv) -> None:

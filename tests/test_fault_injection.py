@@ -107,18 +107,27 @@ POINTS: dict[str, tuple[type, str]] = {
 }
 
 
+NEVER_BEHIND = {"Comm", "Unit._unpack", "Runtime._end_task"}
+"""Points behind which nothing can raise: a flight that nobody has yet, the end of a follow-up, the end of it all."""
+
+
 @contextmanager
-def raising(point: str, at: int) -> Iterator[list[int]]:
-    """The `at`-th call of a point raises instead of doing its work (0: none does); yields [the number of calls]."""
+def raising(point: str, at: int, behind: bool = False) -> Iterator[list[int]]:
+    """The `at`-th call of a point raises, instead of doing its work or behind it (0: none does).
+
+    Yields [the number of calls].
+    """
     owner, name = POINTS[point]
     original: Callable[..., Any] = getattr(owner, name)
     calls = [0]
 
     def injected(*args: Any, **kwargs: Any) -> Any:
         calls[0] += 1
-        if calls[0] == at:
+        mine = calls[0] == at
+        result = original(*args, **kwargs) if behind or not mine else None
+        if mine:
             raise InjectedError(f"{point}, call {at}")
-        return original(*args, **kwargs)
+        return result
 
     wrapped = staticmethod(injected) if owner is Hooks else injected
     with mock.patch.object(owner, name, wrapped):
@@ -162,12 +171,12 @@ class Subject:
             self.run()
         return calls[0]
 
-    def fail(self, point: str, at: int) -> None:
-        """One iteration in which a call raises; checks what the user sees behind it."""
+    def fail(self, point: str, at: int, behind: bool) -> None:
+        """One iteration in which a call raises; checks what the user sees then."""
         self._set(1.0)
         self.model.zero_grad()
         try:
-            with raising(point, at):
+            with raising(point, at, behind):
                 self.run()
         except InjectedError:
             self.check_unchanged()
@@ -210,7 +219,12 @@ class Subject:
 
 
 def inject(
-    env: RankEnv, shape: tuple[int, ...], recompute: bool | None, points: Sequence[str], stride: int
+    env: RankEnv,
+    shape: tuple[int, ...],
+    recompute: bool | None,
+    points: Sequence[str],
+    stride: int,
+    behind: bool = False,
 ) -> dict[str, int]:
     """Every `stride`-th call of each point raises, one per iteration; returns how many did."""
     subject = Subject(env, shape, recompute)
@@ -220,7 +234,7 @@ def inject(
         turns = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
         for at in turns:
             try:
-                subject.fail(point, at)
+                subject.fail(point, at, behind)
                 if at < stride + 2:  # slow: a collective for each parameter
                     subject.check_whole()
                 subject.recover()
@@ -252,6 +266,13 @@ def test_every_point_on_one_axis(pool2: Pool, theme: str, recompute: str) -> Non
 @pytest.mark.parametrize("theme", THEMES)
 def test_points_on_two_axes(pool4: Pool, theme: str, recompute: str) -> None:
     done = pool4.run(inject, (2, 2), RECOMPUTE[recompute], _names(theme), 4, timeout=120.0)[0]
+    assert all(done.values()), done
+
+
+@pytest.mark.parametrize("recompute", ["plain", "reentrant"])
+def test_points_behind_their_work(pool2: Pool, recompute: str) -> None:
+    points = [name for name in POINTS if not {name, name.partition(".")[0]} & NEVER_BEHIND]
+    done = pool2.run(inject, (2,), RECOMPUTE[recompute], points, 4, True, timeout=120.0)[0]
     assert all(done.values()), done
 
 

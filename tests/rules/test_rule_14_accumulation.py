@@ -110,6 +110,23 @@ def test_rule_14_accumulation_in_buckets(pool4: Pool) -> None:
     pool4.run(check_script, "local:a scatter:abc full:bc full:ab", [(2, 2)], policy)
 
 
+def check_replicated(env: RankEnv, script: str, shape: tuple[int, ...]) -> None:
+    """Parameters that every rank keeps whole are summed over all ranks in the same pipeline, and pending as the others."""
+    run = partial(play, script)
+    model = seeded(Choosy)
+    for block in model.blocks:  # type: ignore[union-attr]
+        hsdp.fully_shard(block, mesh=env.mesh(shape), replicate_params=[block.bias])
+    hsdp.fully_shard(model, mesh=env.mesh(shape), replicate_params=[model.last.weight])  # type: ignore[union-attr,list-item]
+    run(model, env.rank)
+    assert_same(full_grads(model), mean_grads(seeded(Choosy), run, env.world_size))
+    check_rest(model)
+
+
+@pytest.mark.parametrize("script", ["full:abc", "local:ab scatter:abc zero local:c scatter:ab full:a"])
+def test_rule_14_accumulation_of_replicated_parameters(pool4: Pool, script: str) -> None:
+    pool4.run(check_replicated, script, (2, 2))
+
+
 def check_wide_sums(env: RankEnv, level: str, shape: tuple[int, ...]) -> None:
     """One gradient of 1, then 32 of 2**-8: in bf16 the small ones would vanish one by one."""
     model = nn.Linear(4, 4, bias=False)

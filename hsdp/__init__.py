@@ -15,7 +15,7 @@ from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *
 from hsdp.api import fully_shard, register_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.describe import describe
-from hsdp.errors import CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
+from hsdp.errors import CheckpointError, CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.full_params import full_params, gathered_apply
 from hsdp.init import init_sharded, sync_module_states
 from hsdp.module import HSDPModule
@@ -26,6 +26,7 @@ from hsdp.units import by_numel, shard_units
 
 __all__ = [
     "AllReduce",
+    "CheckpointError",
     "CollectiveError",
     "CommPolicy",
     "DivergenceError",

@@ -25,3 +25,7 @@ class DivergenceError(HSDPError):
 
 class CollectiveError(HSDPError):
     """A collective failed or timed out; the message lists what this rank was waiting for."""
+
+
+class CheckpointError(HSDPError):
+    """A checkpoint could not be written or read; the message names the file, the tensor or the ranks, and the cause."""

@@ -20,11 +20,11 @@ from hsdp.checkpoint.full import (
     load_full_state_dict,
 )
 from hsdp.checkpoint.loading import Loaded, load, verify
-from hsdp.checkpoint.ranks import CheckpointError
 from hsdp.checkpoint.rng import rng_state, set_rng_state
 from hsdp.checkpoint.safetensors import load_safetensors, save_safetensors
 from hsdp.checkpoint.saving import SaveHandle, save
 from hsdp.checkpoint.store import latest
+from hsdp.errors import CheckpointError
 
 __all__ = [
     "CheckpointError",

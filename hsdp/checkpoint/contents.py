@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
-from hsdp.checkpoint.ranks import CheckpointError
+from hsdp.errors import CheckpointError
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""

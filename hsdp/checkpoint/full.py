@@ -25,7 +25,8 @@ from torch.optim import Optimizer
 from hsdp.api import state_of
 from hsdp.checkpoint.contents import Entry, listing, local_of, model_entries
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
-from hsdp.checkpoint.ranks import CheckpointError, Ranks
+from hsdp.checkpoint.ranks import Ranks
+from hsdp.errors import CheckpointError
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:

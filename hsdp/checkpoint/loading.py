@@ -26,10 +26,11 @@ from hsdp.checkpoint import store
 from hsdp.checkpoint.contents import listing, model_entries
 from hsdp.checkpoint.models import ModelReading, is_extra_state
 from hsdp.checkpoint.optimizers import OptimizerReading, commit_optimizer
-from hsdp.checkpoint.ranks import CheckpointError, Ranks
+from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import Reader, keys_below, parse_metadata
 from hsdp.checkpoint.saving import SAVE_ID, settle, unpack_extra
 from hsdp.checkpoint.store import Progress
+from hsdp.errors import CheckpointError
 
 
 @dataclass(frozen=True)

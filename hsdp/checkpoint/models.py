@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
 from hsdp.checkpoint.contents import Entry, clean_name, listing, local_of, model_entries, staging_like
-from hsdp.checkpoint.ranks import CheckpointError
 from hsdp.checkpoint.reading import Reader
+from hsdp.errors import CheckpointError
 
 _EXTRA_STATE = "_extra_state"
 

@@ -18,8 +18,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, local_of, state_staging
-from hsdp.checkpoint.ranks import CheckpointError
 from hsdp.checkpoint.reading import Reader
+from hsdp.errors import CheckpointError
 
 _NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of an optimizer's groups that say how it computes here, not what: the loading optimizer keeps its own."""

@@ -16,16 +16,12 @@ import torch
 import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
-from hsdp.errors import HSDPError
+from hsdp.errors import CheckpointError
 
 T = TypeVar("T")
 R = TypeVar("R")
 
 _CPU = torch.device("cpu")
-
-
-class CheckpointError(HSDPError):
-    """A checkpoint could not be written or read; the message names the file, the tensor or the ranks, and the cause."""
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from torch.distributed.checkpoint.metadata import (
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
 from hsdp.checkpoint.contents import listing, local_box, local_of
-from hsdp.checkpoint.ranks import CheckpointError
 from hsdp.checkpoint.store import METADATA, Progress
+from hsdp.errors import CheckpointError
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},

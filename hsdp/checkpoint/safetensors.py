@@ -31,7 +31,8 @@ from torch.distributed import ProcessGroup
 
 from hsdp.checkpoint.contents import listing, local_box, local_of, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
-from hsdp.checkpoint.ranks import CheckpointError, Ranks
+from hsdp.checkpoint.ranks import Ranks
+from hsdp.errors import CheckpointError
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

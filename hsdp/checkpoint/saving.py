@@ -36,8 +36,9 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import store
 from hsdp.checkpoint.contents import model_entries
 from hsdp.checkpoint.optimizers import optimizer_state
-from hsdp.checkpoint.ranks import CheckpointError, Ranks
+from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.store import Progress
+from hsdp.errors import CheckpointError
 
 logger = logging.getLogger("hsdp.checkpoint")
 

@@ -26,7 +26,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
-from hsdp.checkpoint.ranks import CheckpointError
+from hsdp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 METADATA = ".metadata"

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import weakref
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
 
 import torch
@@ -86,7 +86,7 @@ def fully_shard(
             "Shard(dim) or None, e.g. lambda param: Shard(1)"
         )
     name = " + ".join(type(m).__name__ for m in modules)
-    found = _collect(modules, ignored)
+    found = collect_params(modules, ignored)
     for places, param in found:
         _check_param(param, places[0].module(), places[0].fqn, name)
     _check_one_device(found, name)
@@ -156,13 +156,18 @@ def _check_type(name: str, value: T | None, kind: type[T]) -> T:
     return value
 
 
-def _collect(modules: list[nn.Module], ignored: set[int]) -> list[tuple[list[Place], nn.Parameter]]:
-    """The parameters below `modules` that no nested unit owns, each with all its names."""
+def collect_params(
+    modules: list[nn.Module], ignored: set[int], is_unit: Callable[[nn.Module], bool] | None = None
+) -> list[tuple[list[Place], nn.Parameter]]:
+    """The parameters below `modules` that no nested unit owns, each with all its names.
+
+    `is_unit` tells which modules below are units of their own; None: those that are sharded.
+    """
     found: dict[int, tuple[list[Place], nn.Parameter]] = {}
     seen: set[int] = set()
 
     def visit(module: nn.Module, prefix: str) -> None:
-        if id(module) in seen or isinstance(module, HSDPModule):
+        if id(module) in seen or (isinstance(module, HSDPModule) if is_unit is None else is_unit(module)):
             return
         seen.add(id(module))
         for name, param in module._parameters.items():

@@ -31,8 +31,8 @@ class Named(Protocol):
     name: str
 
 
-_GLOO_GATHER_ALONE_BYTES = 512 * 1024
-_GLOO_REDUCE_ALONE_BYTES = 1024 * 1024
+GATHER_ALONE_BYTES = 512 * 1024
+REDUCE_ALONE_BYTES = 1024 * 1024
 """Measured: from these sizes per rank on, gloo is faster with a call per tensor than with one for all."""
 
 _TICK = timedelta(seconds=1)
@@ -182,13 +182,12 @@ class Comm:
     @property
     def direct_gather_bytes(self) -> int:
         """Measured default of `CommPolicy.direct_gather_bytes` for this backend."""
-        # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
-        return 256 * 1024 if self.backend == "gloo" else 32 * 1024
+        return direct_bytes(self.backend)[0]
 
     @property
     def direct_reduce_bytes(self) -> int:
         """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
-        return 1024 * 1024 if self.backend == "gloo" else 32 * 1024
+        return direct_bytes(self.backend)[1]
 
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> Flight:
         """A flight without a collective: `finish`, with the waiting of the others."""
@@ -203,7 +202,7 @@ class Comm:
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
-        for outs, ins in self._calls(outputs, inputs, _GLOO_GATHER_ALONE_BYTES):
+        for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
             if len(ins) == 1:
                 works.append(group._allgather_base(outs[0], ins[0], self._all_gather_options))
             else:
@@ -277,7 +276,7 @@ class Comm:
 
     def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
         for alike, _ in _by_dtype(tensors, tensors):
-            for same, _ in self._calls(alike, alike, _GLOO_REDUCE_ALONE_BYTES):
+            for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
                 if len(same) == 1:
                     works.append(group.allreduce(same, self._all_reduce_options))
                 else:
@@ -288,11 +287,10 @@ class Comm:
 
         gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only.
         """
-        if self.backend != "gloo" or len(second) <= 1:
+        if self.backend != "gloo":
             return [(first, second)] if second else []
-        large = [([a], [b]) for a, b in zip(first, second, strict=True) if b.nbytes >= alone]
-        small = [(a, b) for a, b in zip(first, second, strict=True) if b.nbytes < alone]
-        return [*large, ([a for a, _ in small], [b for _, b in small])] if small else large
+        shared = share_calls([tensor.nbytes for tensor in second], alone)
+        return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
 
     def exchange(self, value: Any) -> list[Any]:
         """Every rank's `value` (plain data), in rank order. Blocking and slow: for set-up, not for steps."""
@@ -313,6 +311,19 @@ class Comm:
         """Overwrites `tensor` with that of the group's rank 0. Blocking: for set-up."""
         if self.group is not None and self.size > 1 and self.backend != "fake":
             dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+def direct_bytes(backend: str) -> tuple[int, int]:
+    """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
+    # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
+    return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
+
+
+def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
+    """How tensors of these bytes share calls on gloo, as lists of their indices: from `alone` bytes on each has its own."""
+    large = [[i] for i, size in enumerate(sizes) if size >= alone]
+    small = [i for i, size in enumerate(sizes) if size < alone]
+    return [*large, small] if small else large
 
 
 _subgroups: dict[tuple[int, ...], ProcessGroup] = {}

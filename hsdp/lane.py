@@ -19,7 +19,7 @@ from hsdp.layout import PACK_ALL, Piece, Thresholds, plan
 from hsdp.memory import Arena
 from hsdp.mesh import MeshAxes
 from hsdp.param import ManagedParam
-from hsdp.policies import CommPolicy
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 
 U8 = torch.uint8
 
@@ -33,6 +33,12 @@ class LaneKind:
     reduce: torch.dtype
     replicated: bool = False
     """Whether every rank keeps its parameters whole (`replicate_params`): then a lane acts as if alone in its group."""
+
+    @classmethod
+    def of(cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False) -> LaneKind:
+        """The kind of a parameter that is stored as `storage`, under a policy."""
+        compute = policy.param_dtype or storage
+        return cls(storage, compute, policy.reduce_dtype or compute, replicated)
 
     @property
     def accumulate(self) -> torch.dtype:

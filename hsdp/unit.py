@@ -173,8 +173,7 @@ class Unit:
     def _make_lanes(self, device: torch.device) -> None:
         groups: dict[LaneKind, list[int]] = {}
         for slot, param in enumerate(self.params):
-            compute = self.mp_policy.param_dtype or param.dtype
-            kind = LaneKind(param.dtype, compute, self.mp_policy.reduce_dtype or compute, param.replicated)
+            kind = LaneKind.of(param.dtype, self.mp_policy, param.replicated)
             groups.setdefault(kind, []).append(slot)
         self.lanes = []
         if self.params and self.params[0].sharded.is_meta:

@@ -77,17 +77,29 @@ def shard_units(
         raise TypeError(f"shard_units: expected an nn.Module, not a {type(model).__name__}")
     kwargs = {name: list(value) if name in _SETS and value is not None else value for name, value in kwargs.items()}
     ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
-    matchers = [_Matcher(pattern) for pattern in _listed(patterns)]
-    units = _Planner(model, matchers, root, ignored).units
-    for matcher in matchers:
-        matcher.check()
-    _check_ties(model, units, ignored)
+    units = choose_units(model, patterns, root, ignored)
     if dry_run:
         _show(model, units, ignored)
     else:
         for unit in units:
             fully_shard(unit.module, **kwargs)
     return [unit.name for unit in units]
+
+
+def choose_units(
+    model: nn.Module, patterns: Pattern | Iterable[Pattern], root: bool, ignored: set[int]
+) -> list[ChosenUnit]:
+    """The units that `shard_units` would make, in its order; `ignored`: identities of parameters to leave alone.
+
+    Raises:
+        TypeError, ValueError: what `shard_units` raises before it changes anything.
+    """
+    matchers = [_Matcher(pattern) for pattern in _listed(patterns)]
+    units = _Chooser(model, matchers, root, ignored).units
+    for matcher in matchers:
+        matcher.check()
+    _check_ties(model, units, ignored)
+    return units
 
 
 _SETS = ("ignored_params", "replicate_params")
@@ -100,7 +112,7 @@ def _listed(patterns: Any) -> list[Any]:
 
 
 @dataclass
-class _Planned:
+class ChosenUnit:
     """A unit to be."""
 
     name: str
@@ -180,11 +192,11 @@ def _translate(glob: str) -> str:
     return pattern
 
 
-class _Planner:
+class _Chooser:
     """Walks a model, children first, and decides which modules are units."""
 
     def __init__(self, model: nn.Module, matchers: list[_Matcher], root: bool, ignored: set[int]) -> None:
-        self.units: list[_Planned] = []
+        self.units: list[ChosenUnit] = []
         self._matchers = matchers
         self._root = model if root else None
         self._ignored = ignored
@@ -227,11 +239,11 @@ class _Planner:
             return free
         for hit in hits:
             hit.made += 1
-        self.units.append(_Planned(name, module, free))
+        self.units.append(ChosenUnit(name, module, free))
         return {}
 
 
-def _check_ties(model: nn.Module, units: list[_Planned], ignored: set[int]) -> None:
+def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) -> None:
     """Raises ValueError if a parameter has names in two units, or in one and outside of all."""
     planned = {id(unit.module): unit.name or "(root)" for unit in units}
     owners: dict[int, tuple[str | None, str]] = {}
@@ -256,7 +268,7 @@ def _check_ties(model: nn.Module, units: list[_Planned], ignored: set[int]) -> N
     visit(model, "", None)
 
 
-def _show(model: nn.Module, units: list[_Planned], ignored: set[int]) -> None:
+def _show(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) -> None:
     if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
         return
     rows = [("unit", "module", "parameters", "elements", "MiB")]

@@ -10,11 +10,11 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from hsdp.collectives import fingerprint
 from hsdp.errors import DivergenceError
+from hsdp.inner import block_of
 from hsdp.mesh import resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
@@ -94,7 +94,10 @@ def fully_shard(
     for places, param in found:
         whole = id(param) in replicated
         dim = None if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn)
-        params.append(ManagedParam(places, param, dim, whole))
+        managed = ManagedParam(places, param, dim, whole)
+        if managed.inner is not None:
+            managed.inner.check(axes, dim, f"fully_shard({name}): parameter {managed.fqn!r}")
+        params.append(managed)
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
@@ -221,11 +224,6 @@ def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: 
             f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
             "shard the smallest module that holds both names as one unit, or untie them"
         )
-    if isinstance(param, DTensor):
-        raise ValueError(
-            f"{where} is a DTensor with placements {param.placements} already; parameters that are sharded otherwise are "
-            "not supported; pass it in ignored_params"
-        )
     if not param.dtype.is_floating_point:
         raise ValueError(
             f"{where} has dtype {param.dtype}, whose gradients cannot be reduced; make it a buffer, or pass it in "
@@ -264,7 +262,7 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
     ]
     # What decides the sizes of transfers must be equal too.
     shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward)))
-    prints = [None if p.sharded.is_meta else fingerprint(p.sharded) for p in params]
+    prints = [None if p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
     rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints)))
     ranks = [(f"rank {r * len(row) + s} of the mesh", told) for r, row in enumerate(rows) for s, told in enumerate(row)]
     _, (shape0, prints0) = ranks[0]
@@ -281,10 +279,11 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
     with torch.no_grad():
         for i, param in enumerate(params):
             if any(told[1][i] != prints0[i] for _, told in ranks):
-                data = param.sharded.detach().to(unit.axes.device).contiguous()
+                block = block_of(param.sharded)
+                data = block.detach().to(unit.axes.device).contiguous()
                 unit.replicate_comm.broadcast(data)
                 unit.shard_comm.broadcast(data)
-                param.sharded.copy_(data)
+                block.copy_(data)
 
 
 def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

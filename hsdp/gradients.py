@@ -19,8 +19,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
+from hsdp.inner import new_dtensor
 from hsdp.lane import Lane
-from hsdp.param import ManagedParam, new_dtensor
+from hsdp.param import ManagedParam
 from hsdp.reduce_plan import LaneReduction, ReducePlan
 from hsdp.witness import Witness
 

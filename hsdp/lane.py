@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.dlpack import from_dlpack
 
 from hsdp.layout import PACK_ALL, Piece, Thresholds, plan
@@ -127,8 +127,7 @@ class Lane:
             self._arena = Arena(self.layout.numel, self.kind.compute, self.shard.device)
             source = self._arena.tensor
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
-            view = source.data[piece.offset : piece.offset + piece.numel].view(piece.spec.shape)
-            param.whole = nn.Parameter(view, requires_grad=param.sharded.requires_grad)
+            param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
 
     def _arrange_gather(self) -> None:
         layout, compute, device = self.layout, self.kind.compute, self.shard.device
@@ -139,8 +138,7 @@ class Lane:
             self._cast = Arena(layout.numel, compute, device)
             source = self._cast.tensor
         for param, piece in zip(self.params, layout.pieces, strict=True):
-            whole = self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel)
-            param.whole = nn.Parameter(whole.view(piece.spec.shape), requires_grad=param.sharded.requires_grad)
+            param.make_whole(self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
         for i in layout.in_order:
             piece = layout.pieces[i]
             if piece.direct_gather:

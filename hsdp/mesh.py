@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import torch.distributed as dist
@@ -26,6 +26,17 @@ class MeshAxes:
     shard_rank: int
     replicate_size: int
     replicate_rank: int
+    _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    def joined(self, inner: DeviceMesh) -> DeviceMesh:
+        """The mesh with the axes of `mesh` and then those of `inner`, made once.
+
+        Raises:
+            RuntimeError: they overlap, or do not stem from one root mesh.
+        """
+        if inner not in self._joined:
+            self._joined[inner] = DeviceMesh._concatenate([self.mesh, inner])
+        return self._joined[inner]
 
     @property
     def shard_group(self) -> ProcessGroup:

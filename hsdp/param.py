@@ -19,15 +19,11 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hsdp.errors import StateError
+from hsdp.inner import block_of, inner_of, new_dtensor, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
 
 PlacementFn = Callable[[nn.Parameter], Any]
-
-new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
-    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
-)
-"""DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo."""
 
 originals: Any = WeakIdKeyDictionary()
 """Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
@@ -48,7 +44,8 @@ class ManagedParam:
     Attributes:
         fqn: its first name, relative to the unit's module.
         places: every name it is known under (several when weights are tied inside the unit).
-        spec: whole shape and sharded tensor dim.
+        inner: how it was distributed before hsdp (tensor parallelism); None for a plain tensor.
+        spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
         dtype: storage dtype.
         sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
         local: that view.
@@ -60,6 +57,7 @@ class ManagedParam:
     __slots__ = (
         "dtype",
         "fqn",
+        "inner",
         "local",
         "node",
         "piece",
@@ -74,7 +72,8 @@ class ManagedParam:
     def __init__(self, places: list[Place], original: nn.Parameter, dim: int | None, replicated: bool = False) -> None:
         self.places = places
         self.fqn = places[0].fqn
-        self.spec = ParamSpec(tuple(original.shape), dim)
+        self.inner = inner_of(original)
+        self.spec = ParamSpec(tuple(block_of(original).shape), dim)
         self.dtype = original.dtype
         self.replicated = replicated
         self.sharded: nn.Parameter = original
@@ -89,17 +88,28 @@ class ManagedParam:
         original = self.sharded
         with torch.no_grad():
             if piece.numel and not original.is_meta:
-                local.copy_(self._rows_of(original.detach(), piece, axes))
+                local.copy_(self._rows_of(block_of(original).detach(), piece, axes))
         self.piece = piece
         self.local = local
-        stride = torch.empty(self.spec.shape, device="meta").stride()
-        meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
-        self.tensor_spec = DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
+        self.tensor_spec = self._spec_over(axes)
         dtensor = new_dtensor(DTensor, local, self.tensor_spec, requires_grad=False)
         self.sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
         self.sharded.__dict__.update(vars(original))  # marks that users and libraries put on parameters
         self._register(self.sharded)
+
+    def _spec_over(self, axes: MeshAxes) -> DTensorSpec:
+        if self.inner is not None:
+            return self.inner.sharded_spec(axes, self.spec.dim, self.dtype)
+        stride = torch.empty(self.spec.shape, device="meta").stride()
+        meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
+        return DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
+
+    def make_whole(self, memory: Tensor) -> None:
+        """Makes the whole parameter of `memory`, this parameter's part of a whole buffer."""
+        view = memory.view(self.spec.shape)
+        view = view if self.inner is None else self.inner.wrap(view)
+        self.whole = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
@@ -133,14 +143,11 @@ class ManagedParam:
                     "the parameter in place"
                 )
             spec = found._spec
-            if (spec.mesh, spec.placements, spec.shape) != (
-                self.tensor_spec.mesh,
-                self.tensor_spec.placements,
-                self.tensor_spec.shape,
-            ):
+            if not same_sharding(spec, self.tensor_spec):
                 raise StateError(
                     f"{where} was replaced by a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on "
-                    f"{spec.mesh}; it must keep shape {self.spec.shape}, placements {self.tensor_spec.placements} and mesh"
+                    f"{spec.mesh}; it must keep shape {tuple(self.tensor_spec.shape)}, placements "
+                    f"{self.tensor_spec.placements} and mesh"
                 )
             self.sharded = found
             self._register(found)

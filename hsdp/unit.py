@@ -425,6 +425,9 @@ class Unit:
         runtime = self.runtime
         if grad is None or runtime is None:
             return
+        inner = self.params[slot].inner
+        if inner is not None:
+            grad = inner.block_of_grad(grad)
         if self.epoch != self.forward_epoch:
             raise stale(self)
         task = runtime.enter_task()

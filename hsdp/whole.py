@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.api import state_of
 from hsdp.collectives import Comm
 from hsdp.errors import StateError
+from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place
@@ -199,7 +200,8 @@ class Loan:
 
     Args:
         unit: the unit; on no other loan.
-        wholes: one tensor for each of its parameters.
+        wholes: one tensor for each of its parameters; those that were DTensors before hsdp (tensor parallelism) are
+            registered as such, around these blocks.
     """
 
     def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
@@ -245,16 +247,18 @@ class Loan:
             StateError: one of them was replaced by something that cannot be written back.
         """
         for now, param in zip(self._now, self.unit.params, strict=True):
-            if not isinstance(now, Tensor) or isinstance(now, DTensor) or tuple(now.shape) != param.spec.shape:
+            fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None)
+            if not fits or tuple(block_of(now).shape) != param.spec.shape:
                 told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
                 raise StateError(
                     f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r} was replaced by {told}, which cannot be "
-                    f"written back; it must stay a plain tensor of shape {param.spec.shape}: write into it in place"
+                    f"written back; it must keep its kind and shape {param.spec.shape}: write into it in place"
                 )
-        return [now.detach() for now in self._now]
+        return [block_of(now.detach()) for now in self._now]
 
 
 def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
+    whole = whole if param.inner is None else param.inner.wrap(whole)
     new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new

@@ -171,7 +171,7 @@ def test_parameters_that_are_not_floats_are_refused_by_name(world: RankEnv, dtyp
     assert fully_shard(model, mesh=world.mesh(4), ignored_params=[model.inner.table]) is model
 
 
-def test_parameters_that_are_dtensors_already_are_refused_by_name(world: RankEnv) -> None:
+def test_dtensors_on_an_overlapping_mesh_are_refused_by_name(world: RankEnv) -> None:
     model = nn.Linear(8, 8)
     model.bias = nn.Parameter(distribute_tensor(torch.zeros(8), world.mesh(4), [Replicate()], src_data_rank=None))
     with pytest.raises(ValueError) as caught:

@@ -18,7 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
@@ -270,17 +271,16 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
 
 def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
     """Writes `whole`, which only global rank `src` has, into `target` on every rank."""
-    if isinstance(target, DTensor) and target.device_mesh.size() > 1:
-        if _only_shard_axis(target) is None and not _is_replicated(target):
-            _deal_by_torch(target, whole, src)
-        else:
-            _deal_rows(target, whole, src)
+    if isinstance(target, DTensor) and 1 < target.device_mesh.size() == ranks.size and _has_rows(target):
+        _deal_rows(target, whole, src)
         return
+    # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
+    # takes its part of the whole tensor.
     local = local_of(target)
-    value = torch.empty(local.shape, dtype=local.dtype) if whole is None else whole.cpu().contiguous()
+    value = torch.empty(target.shape, dtype=target.dtype) if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
-    local.copy_(value)
+    local.copy_(_own_part(target, value))
 
 
 def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
@@ -319,12 +319,14 @@ def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, a
             dist.send(_bytes(rows.to(value.device).contiguous()), rank, group=group)
 
 
-def _deal_by_torch(target: DTensor, whole: Tensor | None, src: int) -> None:
-    """Several axes shard it: PyTorch's own way, which holds the whole tensor on every rank."""
-    device = target.to_local().device
-    value = torch.empty(target.shape, dtype=target.dtype, device=device) if whole is None else whole.to(device)
-    dealt = distribute_tensor(value, target.device_mesh, target.placements, src_data_rank=src)
-    target.to_local().copy_(dealt.to_local())
+def _own_part(target: Tensor, whole: Tensor) -> Tensor:
+    """This rank's part of a whole tensor: a view."""
+    if not isinstance(target, DTensor):
+        return whole
+    shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
+        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
+    return whole
 
 
 def _only_shard_axis(tensor: DTensor) -> int | None:
@@ -332,6 +334,10 @@ def _only_shard_axis(tensor: DTensor) -> int | None:
     axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
     rest = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
     return axes[0] if len(axes) == len(rest) == 1 else None
+
+
+def _has_rows(tensor: DTensor) -> bool:
+    return _only_shard_axis(tensor) is not None or _is_replicated(tensor)
 
 
 def _is_replicated(tensor: DTensor) -> bool:

@@ -1,0 +1,112 @@
+"""Parameters that are DTensors before hsdp sees them: tensor, sequence or expert parallelism inside of data parallelism.
+
+    (4096, 4096), Shard(0) over tp=2              the user's DTensor: this rank's *block* is (2048, 4096)
+    (2048, 4096), Shard(0) over shard=8           what hsdp shards is the block: this rank's rows are (256, 4096)
+    (_StridedShard(0, split_factor=2), Shard(0))  the sharded parameter: one DTensor over the meshes (shard, tp)
+
+Everything else in hsdp plans, gathers and reduces blocks, which are plain tensors. This file alone knows how a block
+becomes the user's DTensor again for the forward, and how a gradient of that DTensor becomes one of the block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+
+from hsdp.mesh import MeshAxes
+
+new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
+    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
+)
+"""DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo."""
+
+
+class Inner:
+    """How a parameter was distributed before hsdp: its mesh and placements there.
+
+    Args:
+        spec: the DTensor's own.
+    """
+
+    def __init__(self, spec: DTensorSpec) -> None:
+        self.mesh = spec.mesh
+        self.placements = spec.placements
+        self.shape, self.stride = spec.shape, spec.stride
+
+    def wrap(self, block: Tensor) -> Any:
+        """The user's DTensor around a block, in the block's dtype; no copy."""
+        meta = TensorMeta(self.shape, self.stride, block.dtype)
+        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
+        return new_dtensor(DTensor, block, spec, requires_grad=False)
+
+    def block_of_grad(self, grad: Any) -> Tensor:
+        """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
+        if grad.placements != self.placements:
+            grad = grad.redistribute(placements=self.placements)
+        local = grad._local_tensor
+        return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]  # may be on its way
+
+    def sharded_spec(self, axes: MeshAxes, dim: int | None, dtype: torch.dtype) -> DTensorSpec:
+        """The spec of the parameter once its block is sharded on `dim` over the mesh of `axes` (None: kept whole)."""
+        outer = list(axes.placements(dim))
+        splits = self._splits(dim)
+        if dim is not None and splits > 1:
+            # The inner mesh splits first, though it comes last in the mesh: what a data-parallel rank holds is strided.
+            outer[-1] = _StridedShard(dim, split_factor=splits)
+        meta = TensorMeta(self.shape, self.stride, dtype)
+        return DTensorSpec(axes.joined(self.mesh), (*outer, *self.placements), tensor_meta=meta)
+
+    def _splits(self, dim: int | None) -> int:
+        """Into how many parts the inner mesh cuts tensor dim `dim`."""
+        count = 1
+        for axis, placement in enumerate(self.placements):
+            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
+                count *= self.mesh.size(axis)
+        return count
+
+    def check(self, axes: MeshAxes, dim: int | None, where: str) -> None:
+        """Raises ValueError if the parameter cannot be sharded over the mesh of `axes` on `dim` as well."""
+        odd = next((p for p in self.placements if not _supported(p)), None)
+        if odd is not None:
+            raise ValueError(
+                f"{where} is a DTensor with placement {odd}, which is neither Shard nor Replicate; redistribute() it first"
+            )
+        try:
+            axes.joined(self.mesh)
+        except RuntimeError as error:
+            raise ValueError(
+                f"{where} is a DTensor on {self.mesh}, which cannot be joined with hsdp's {axes.mesh} ({error}); take both "
+                "as slices of one mesh, e.g. mesh = init_device_mesh(type, (r, s, t), mesh_dim_names=('replicate', "
+                "'shard', 'tp')), mesh['replicate', 'shard'] for fully_shard and mesh['tp'] for parallelize_module, or "
+                "pass the parameter in ignored_params"
+            ) from None
+        if dim is not None and (splits := self._splits(dim)) > 1 and self.shape[dim] % (splits * axes.shard_size):
+            raise ValueError(
+                f"{where}: its inner mesh cuts dim {dim} into {splits} parts, and {self.shape[dim]} is not divisible by "
+                f"{splits} x {axes.shard_size} shard ranks; choose another dim with shard_placement_fn"
+            )
+
+
+def inner_of(param: Tensor) -> Inner | None:
+    """How a parameter is distributed already, if it is."""
+    return Inner(param._spec) if isinstance(param, DTensor) else None
+
+
+def block_of(param: Tensor) -> Tensor:
+    """What this rank holds of a parameter, as a plain tensor: the parameter itself, unless it is a DTensor."""
+    return param._local_tensor if isinstance(param, DTensor) else param
+
+
+def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether two specs distribute one shape over one mesh in the same way."""
+    return (spec.mesh, spec.placements, spec.shape) == (other.mesh, other.placements, other.shape)
+
+
+def _supported(placement: Placement) -> bool:
+    return isinstance(placement, (Shard, _StridedShard, Replicate))

@@ -18,6 +18,7 @@ from hsdp.describe import describe
 from hsdp.errors import CheckpointError, CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.full_params import full_params, gathered_apply
 from hsdp.init import init_sharded, sync_module_states
+from hsdp.mesh import DataParallelMeshDims
 from hsdp.module import HSDPModule
 from hsdp.pipeline import ReductionPipeline
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -29,6 +30,7 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "CommPolicy",
+    "DataParallelMeshDims",
     "DivergenceError",
     "HSDPError",
     "HSDPModule",

@@ -10,12 +10,13 @@ from typing import Any, TypeVar
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from hsdp.collectives import fingerprint
 from hsdp.errors import DivergenceError
-from hsdp.inner import block_of
-from hsdp.mesh import resolve_mesh
+from hsdp.inner import block_of, inner_of
+from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -38,6 +39,7 @@ def fully_shard(
     comm_policy: CommPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
 ) -> M:
     """Shards the parameters of a module, in place, and makes its forward and backward gather and reduce them.
 
@@ -61,6 +63,11 @@ def fully_shard(
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
         replicate_params: parameters that every rank keeps whole; their gradients are summed over all ranks of the mesh in
             the same pipeline. For small ones that are not worth gathering.
+        dp_mesh_dims: names the axes of a bigger `mesh` over which to shard and to replicate; several may act as one.
+            Without a shard axis nothing is sharded and gradients are all-reduced, as in DDP.
+
+    Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
+    the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.
 
     Returns:
         `module` itself.
@@ -74,7 +81,7 @@ def fully_shard(
     Values that differ between ranks are replaced by those of the mesh's first rank.
     """
     modules = _check_modules(module)
-    axes = resolve_mesh(mesh)
+    axes = resolve_mesh(mesh, _check_mesh_dims(mesh, dp_mesh_dims))
     policy = _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
     _check_reshard(reshard_after_forward, axes.shard_size)
@@ -87,6 +94,8 @@ def fully_shard(
         )
     name = " + ".join(type(m).__name__ for m in modules)
     found = collect_params(modules, ignored)
+    if mesh is None:
+        found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
     for places, param in found:
         _check_param(param, places[0].module(), places[0].fqn, name)
     _check_one_device(found, name)
@@ -94,10 +103,10 @@ def fully_shard(
     for places, param in found:
         whole = id(param) in replicated
         dim = None if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn)
-        managed = ManagedParam(places, param, dim, whole)
-        if managed.inner is not None:
-            managed.inner.check(axes, dim, f"fully_shard({name}): parameter {managed.fqn!r}")
-        params.append(managed)
+        inner = inner_of(param, axes)
+        if inner is not None:
+            inner.check(axes, dim, f"fully_shard({name}): parameter {places[0].fqn!r}")
+        params.append(ManagedParam(places, param, dim, whole, inner))
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
@@ -133,6 +142,18 @@ def _check_modules(module: Any) -> list[nn.Module]:
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
     return modules
+
+
+def _check_mesh_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
+    if dims is None:
+        return None
+    if mesh is None:
+        raise ValueError("fully_shard(dp_mesh_dims=...): it names axes of a mesh; pass mesh= too")
+    try:  # torch's own class of that name will do
+        return DataParallelMeshDims(dims.shard, dims.replicate)
+    except AttributeError:
+        where = "fully_shard(dp_mesh_dims=...)"
+        raise TypeError(f"{where} takes a DataParallelMeshDims, not a {type(dims).__name__}") from None
 
 
 def _check_reshard(value: Any, shards: int) -> None:

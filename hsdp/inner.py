@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
@@ -30,14 +31,20 @@ new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None)
 class Inner:
     """How a parameter was distributed before hsdp: its mesh and placements there.
 
+    Its mesh is beside hsdp's, or it is the bigger mesh in which hsdp's axes were named (then it replicates over those).
+
     Args:
         spec: the DTensor's own.
+        axes: hsdp's.
     """
 
-    def __init__(self, spec: DTensorSpec) -> None:
+    def __init__(self, spec: DTensorSpec, axes: MeshAxes) -> None:
         self.mesh = spec.mesh
         self.placements = spec.placements
         self.shape, self.stride = spec.shape, spec.stride
+        names = self.mesh.mesh_dim_names or ()
+        self._ours = [self.mesh == axes.around and name in axes.names for name in names] or [False] * self.mesh.ndim
+        self._rest = [axis for axis, ours in enumerate(self._ours) if not ours]
 
     def wrap(self, block: Tensor) -> Any:
         """The user's DTensor around a block, in the block's dtype; no copy."""
@@ -47,20 +54,33 @@ class Inner:
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
-        if grad.placements != self.placements:
-            grad = grad.redistribute(placements=self.placements)
+        # Over hsdp's axes the sum is the reduction's business, whether DTensor knows of it (Partial) or not.
+        wanted = tuple(
+            have if ours else want
+            for have, want, ours in zip(grad.placements, self.placements, self._ours, strict=True)
+        )
+        if grad.placements != wanted:
+            grad = grad.redistribute(placements=wanted)
         local = grad._local_tensor
         return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]  # may be on its way
 
     def sharded_spec(self, axes: MeshAxes, dim: int | None, dtype: torch.dtype) -> DTensorSpec:
         """The spec of the parameter once its block is sharded on `dim` over the mesh of `axes` (None: kept whole)."""
-        outer = list(axes.placements(dim))
+        outer: list[Placement] = list(axes.placements(dim))
         splits = self._splits(dim)
         if dim is not None and splits > 1:
             # The inner mesh splits first, though it comes last in the mesh: what a data-parallel rank holds is strided.
-            outer[-1] = _StridedShard(dim, split_factor=splits)
+            outer = [_StridedShard(dim, split_factor=splits) if isinstance(p, Shard) else p for p in outer]
         meta = TensorMeta(self.shape, self.stride, dtype)
-        return DTensorSpec(axes.joined(self.mesh), (*outer, *self.placements), tensor_meta=meta)
+        mesh = axes.joined(rest) if (rest := self._rest_mesh()) is not None else axes.mesh
+        return DTensorSpec(mesh, (*outer, *(self.placements[axis] for axis in self._rest)), tensor_meta=meta)
+
+    def _rest_mesh(self) -> DeviceMesh | None:
+        """The inner mesh without hsdp's axes."""
+        if len(self._rest) == self.mesh.ndim:
+            return self.mesh
+        names = tuple((self.mesh.mesh_dim_names or ())[axis] for axis in self._rest)
+        return self.mesh[names] if names else None
 
     def _splits(self, dim: int | None) -> int:
         """Into how many parts the inner mesh cuts tensor dim `dim`."""
@@ -77,8 +97,15 @@ class Inner:
             raise ValueError(
                 f"{where} is a DTensor with placement {odd}, which is neither Shard nor Replicate; redistribute() it first"
             )
+        ours = [p for p, mine in zip(self.placements, self._ours, strict=True) if mine]
+        if any(not isinstance(p, Replicate) for p in ours):
+            raise ValueError(
+                f"{where} is a DTensor with placements {self.placements} on {self.mesh}, but hsdp shards it over "
+                f"{sorted(axes.names)}; it must be Replicate() there"
+            )
         try:
-            axes.joined(self.mesh)
+            if (rest := self._rest_mesh()) is not None:
+                axes.joined(rest)
         except RuntimeError as error:
             raise ValueError(
                 f"{where} is a DTensor on {self.mesh}, which cannot be joined with hsdp's {axes.mesh} ({error}); take both "
@@ -93,9 +120,9 @@ class Inner:
             )
 
 
-def inner_of(param: Tensor) -> Inner | None:
-    """How a parameter is distributed already, if it is."""
-    return Inner(param._spec) if isinstance(param, DTensor) else None
+def inner_of(param: Tensor, axes: MeshAxes) -> Inner | None:
+    """How a parameter that hsdp shards over `axes` is distributed already, if it is."""
+    return Inner(param._spec, axes) if isinstance(param, DTensor) else None
 
 
 def block_of(param: Tensor) -> Tensor:

@@ -1,8 +1,9 @@
-"""The two axes of a unit: which ranks share its shards and which ranks hold replicas of them."""
+"""The axes of a unit: which ranks share its shards and which ranks hold replicas of them."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import cached_property
 
 import torch
 import torch.distributed as dist
@@ -12,21 +13,73 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 
 @dataclass(frozen=True)
+class DataParallelMeshDims:
+    """Which axes of a bigger, named mesh hsdp uses; the others belong to somebody else (tensor, pipeline, ...).
+
+    Args:
+        shard: the axis, or axes, over which parameters are sharded. None: nothing is sharded, as in DDP.
+        replicate: the axis, or axes, over which they are replicated. None: there are no replicas.
+
+    Several axes given as a tuple act as one, flattened in that order.
+    """
+
+    shard: str | tuple[str, ...] | None = None
+    replicate: str | tuple[str, ...] | None = None
+
+    def __post_init__(self) -> None:
+        if not self.shard_names and not self.replicate_names:
+            raise ValueError("DataParallelMeshDims(): give shard=, replicate= or both the names of mesh axes")
+
+    @property
+    def shard_names(self) -> tuple[str, ...]:
+        """Names of the axes that shard."""
+        return _names(self.shard)
+
+    @property
+    def replicate_names(self) -> tuple[str, ...]:
+        """Names of the axes that replicate."""
+        return _names(self.replicate)
+
+
+@dataclass(frozen=True)
 class MeshAxes:
-    """A device mesh read as HSDP: the last axis shards, the one before it, if any, replicates.
+    """A device mesh read as HSDP: at most one axis that shards and one that replicates.
 
     Attributes:
-        mesh: the 1-D `(shard,)` or 2-D `(replicate, shard)` mesh that the DTensors live on.
-        shard_size, shard_rank: size S of this rank's shard group and its rank in it.
-        replicate_size, replicate_rank: size R of this rank's replicate group and its rank in it (1, 0 on a 1-D mesh).
+        mesh: the mesh of these axes alone, `(shard,)`, `(replicate, shard)` or `(replicate,)`, that the DTensors live on.
+        shard_axis, replicate_axis: their numbers in it; None where there is no such axis.
+        shard_size, shard_rank: size S of this rank's shard group and its rank in it (1, 0 without the axis).
+        replicate_size, replicate_rank: size R of this rank's replicate group and its rank in it (1, 0 without the axis).
+        around: the bigger mesh that they were named in, if so; parameters may be DTensors on it.
+        names: the names of these axes in that mesh.
     """
 
     mesh: DeviceMesh
-    shard_size: int
-    shard_rank: int
-    replicate_size: int
-    replicate_rank: int
+    shard_axis: int | None
+    replicate_axis: int | None
+    around: DeviceMesh | None = None
+    names: frozenset[str] = frozenset()
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def shard_size(self) -> int:
+        """S, the number of shard ranks."""
+        return 1 if self.shard_axis is None else self.mesh.size(self.shard_axis)
+
+    @cached_property
+    def shard_rank(self) -> int:
+        """This rank's number in its shard group."""
+        return 0 if self.shard_axis is None else self.mesh.get_local_rank(self.shard_axis)
+
+    @cached_property
+    def replicate_size(self) -> int:
+        """R, the number of replicas."""
+        return 1 if self.replicate_axis is None else self.mesh.size(self.replicate_axis)
+
+    @cached_property
+    def replicate_rank(self) -> int:
+        """This rank's number in its replicate group."""
+        return 0 if self.replicate_axis is None else self.mesh.get_local_rank(self.replicate_axis)
 
     def joined(self, inner: DeviceMesh) -> DeviceMesh:
         """The mesh with the axes of `mesh` and then those of `inner`, made once.
@@ -39,14 +92,14 @@ class MeshAxes:
         return self._joined[inner]
 
     @property
-    def shard_group(self) -> ProcessGroup:
+    def shard_group(self) -> ProcessGroup | None:
         """The process group over which parameters are sharded."""
-        return self.mesh.get_group(self.mesh.ndim - 1)
+        return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)
 
     @property
     def replicate_group(self) -> ProcessGroup | None:
-        """The process group of this rank's replicas; None on a 1-D mesh."""
-        return self.mesh.get_group(0) if self.mesh.ndim == 2 else None
+        """The process group of this rank's replicas."""
+        return None if self.replicate_axis is None else self.mesh.get_group(self.replicate_axis)
 
     @property
     def device(self) -> torch.device:
@@ -58,20 +111,27 @@ class MeshAxes:
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
         """DTensor placements of a parameter sharded on tensor dim `dim`, or kept whole (`None`)."""
-        inner: Placement = Replicate() if dim is None else Shard(dim)
-        return (Replicate(), inner) if self.mesh.ndim == 2 else (inner,)
+        placements: list[Placement] = [Replicate()] * self.mesh.ndim
+        if self.shard_axis is not None and dim is not None:
+            placements[self.shard_axis] = Shard(dim)
+        return tuple(placements)
 
     def __str__(self) -> str:
-        if self.mesh.ndim == 1:
+        if self.replicate_axis is None:
             return f"{self.shard_size} shards on {self.mesh.device_type}"
         return f"{self.replicate_size} replicas x {self.shard_size} shards on {self.mesh.device_type}"
 
 
-def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
+def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshAxes:
     """Checks `mesh` and reads it as axes; `None` stands for one shard axis over every rank of the default group.
 
+    Args:
+        mesh: `(shard,)`, `(replicate, shard)`, or any mesh with `dims`.
+        dims: which of its axes to use.
+
     Raises:
-        ValueError: the mesh has more than two axes, or its device type is not usable here.
+        ValueError: the mesh has more than two axes and `dims` is None, or its device type is not usable here, or it has no
+            axes of the names in `dims`.
         TypeError: it is not a DeviceMesh.
         RuntimeError: `mesh` is None and the default process group does not exist.
     """
@@ -89,10 +149,11 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
             f"fully_shard(mesh=...) takes a torch.distributed DeviceMesh or None, not {type(mesh).__name__}; "
             "make one with torch.distributed.device_mesh.init_device_mesh"
         )
-    if mesh.ndim not in (1, 2):
+    if dims is None and mesh.ndim not in (1, 2):
         raise ValueError(
             f"fully_shard(mesh=...): the mesh has {mesh.ndim} axes {tuple(mesh.shape)}; pass a 1-D mesh (shard,) for "
-            "FSDP or a 2-D mesh (replicate, shard) for HSDP, e.g. a slice mesh['replicate', 'shard'] of a bigger one"
+            "FSDP or a 2-D mesh (replicate, shard) for HSDP, e.g. a slice mesh['replicate', 'shard'] of a bigger one, or "
+            "name the axes with dp_mesh_dims="
         )
     if mesh.get_coordinate() is None:
         raise ValueError(
@@ -104,14 +165,36 @@ def resolve_mesh(mesh: DeviceMesh | None) -> MeshAxes:
             f"fully_shard(mesh=...): the mesh is for device type {mesh.device_type!r}, which this process does not have; "
             "make the mesh with init_device_mesh('cpu', ...) or run where the device is"
         )
-    shard = mesh.ndim - 1
+    if dims is not None:
+        return _named_axes(mesh, dims)
+    return MeshAxes(mesh, shard_axis=mesh.ndim - 1, replicate_axis=0 if mesh.ndim == 2 else None)
+
+
+def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
+    there = mesh.mesh_dim_names or ()
+    named = (*dims.replicate_names, *dims.shard_names)
+    wrong = [name for name in named if name not in there]
+    if wrong or len(set(named)) != len(named):
+        raise ValueError(
+            f"fully_shard(dp_mesh_dims={dims}): {wrong or named} are not different axes of the mesh, whose axes are "
+            f"{there}; name axes of mesh=, each once"
+        )
+    axes = [_one_axis(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     return MeshAxes(
-        mesh=mesh,
-        shard_size=mesh.size(shard),
-        shard_rank=mesh.get_local_rank(shard),
-        replicate_size=mesh.size(0) if mesh.ndim == 2 else 1,
-        replicate_rank=mesh.get_local_rank(0) if mesh.ndim == 2 else 0,
+        axes[0] if len(axes) == 1 else DeviceMesh._concatenate(axes),
+        shard_axis=len(axes) - 1 if dims.shard_names else None,
+        replicate_axis=0 if dims.replicate_names else None,
+        around=mesh,
+        names=frozenset(named),
     )
+
+
+def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
+    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+
+
+def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:
+    return () if names is None else (names,) if isinstance(names, str) else tuple(names)
 
 
 def _group_serves(device_type: str) -> bool:

@@ -19,7 +19,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.weak import WeakIdKeyDictionary
 
 from hsdp.errors import StateError
-from hsdp.inner import block_of, inner_of, new_dtensor, same_sharding
+from hsdp.inner import Inner, block_of, new_dtensor, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
 
@@ -69,10 +69,17 @@ class ManagedParam:
         "whole",
     )
 
-    def __init__(self, places: list[Place], original: nn.Parameter, dim: int | None, replicated: bool = False) -> None:
+    def __init__(
+        self,
+        places: list[Place],
+        original: nn.Parameter,
+        dim: int | None,
+        replicated: bool = False,
+        inner: Inner | None = None,
+    ) -> None:
         self.places = places
         self.fqn = places[0].fqn
-        self.inner = inner_of(original)
+        self.inner = inner
         self.spec = ParamSpec(tuple(block_of(original).shape), dim)
         self.dtype = original.dtype
         self.replicated = replicated

@@ -131,6 +131,7 @@ class Unit:
         parts = 1
         if type(reshard_after_forward) is int and 1 < reshard_after_forward < axes.shard_size:
             parts = reshard_after_forward
+            assert axes.shard_group is not None, "an axis of several ranks has a group"
             group = subgroup(axes.shard_group, axes.shard_rank, parts)
             self._part_comm = Comm(group, axes.shard_rank % parts, parts, axes.device, streams)
         self._parts = parts

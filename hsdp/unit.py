@@ -12,7 +12,7 @@ import enum
 import weakref
 import zlib
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -22,10 +22,11 @@ from hsdp.errors import StaleParametersError, StateError
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
-from hsdp.param import ManagedParam, refresh_flat_weights
+from hsdp.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
 from hsdp.registry import forget, register
 from hsdp.replicas import DEFAULT, ReplicaReduce
+from hsdp.shadows import Shadows
 from hsdp.streams import Streams
 
 if TYPE_CHECKING:
@@ -138,9 +139,7 @@ class Unit:
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
         self._sharded: list[nn.Parameter] = []
-        self._names_of_wholes: dict[int, str] = {}
-        self._shadows: list[tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = []
-        self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
+        self._shadows = Shadows((), name)
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -199,24 +198,9 @@ class Unit:
             register(param.sharded, this)
             if param.whole is not None and param.whole.requires_grad:
                 self._watch(slot)
-        self._note_places()
+        self._shadows = Shadows(self.params, self.name)
         self.trainable = ()
         self.choose_trainable()
-
-    def _note_places(self) -> None:
-        """What opening, closing and checking the unit go through, resolved once."""
-        shadows: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
-        self._registered = []
-        for param in self.params:
-            for place in param.places:
-                module = place.module()
-                assert module is not None, f"the module of {place.fqn!r} is gone"
-                entry = shadows.setdefault(id(module), (place.module, {}, isinstance(module, nn.RNNBase)))
-                entry[1][place.name] = param.whole
-                # The dict of parameters does not hold the module: no cycle.
-                self._registered.append((module._parameters, place.name, param.sharded, param.local))
-        self._shadows = list(shadows.values())
-        self._names_of_wholes = {id(param.whole): param.fqn for param in self.params if param.whole is not None}
 
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into a whole parameter."""
@@ -341,13 +325,7 @@ class Unit:
             self.finish()
         if self.open:
             return
-        for module, shadows, rnn in self._shadows:
-            there = module()
-            assert there is not None, f"unit {self.name!r}: one of its modules is gone"
-            there.__dict__.update(shadows)
-            if rnn:
-                for name, whole in shadows.items():
-                    refresh_flat_weights(there, name, whole)
+        self._shadows.show()
         self.open = True
 
     def choose_trainable(self) -> None:
@@ -382,25 +360,16 @@ class Unit:
 
     def hide(self) -> None:
         """Closes the unit; whole parameters stay where they are."""
-        for module, shadows, rnn in self._shadows:
-            there = module()
-            if there is not None:
-                for name in shadows:
-                    there.__dict__.pop(name, None)
-                    if rnn:
-                        refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+        self._shadows.hide()
         self.open = False
 
     def name_of_whole(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is."""
-        return self._names_of_wholes.get(id(tensor))
+        return self._shadows.name_of(tensor)
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
-        for registered, name, sharded, local in self._registered:
-            if sharded._local_tensor is not local or registered.get(name) is not sharded:
-                return True
-        return False
+        return self._shadows.disturbed()
 
     def _check_materialised(self) -> None:
         if self.lanes and self.lanes[0].shard.is_meta:

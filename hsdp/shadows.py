@@ -1,0 +1,66 @@
+"""Whole parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+from torch import Tensor, nn
+
+from hsdp.param import ManagedParam, refresh_flat_weights
+
+
+class Shadows:
+    """What opening, closing and checking a unit go through, resolved once: places, not lookups.
+
+    Args:
+        params: the unit's parameters, with their whole ones (or without, on the meta device).
+        unit_name: for messages.
+    """
+
+    def __init__(self, params: Sequence[ManagedParam], unit_name: str) -> None:
+        self._unit_name = unit_name
+        # The dict of parameters does not hold the module: no cycle.
+        self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
+        self._names = {id(param.whole): param.fqn for param in params if param.whole is not None}
+        modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
+        for param in params:
+            for place in param.places:
+                module = place.module()
+                assert module is not None, f"the module of {place.fqn!r} is gone"
+                entry = modules.setdefault(id(module), (place.module, {}, isinstance(module, nn.RNNBase)))
+                entry[1][place.name] = param.whole
+                self._registered.append((module._parameters, place.name, param.sharded, param.local))
+        self._modules = list(modules.values())
+
+    def show(self) -> None:
+        """Puts the whole parameters in front."""
+        for module, shadows, rnn in self._modules:
+            there = module()
+            assert there is not None, f"unit {self._unit_name!r}: one of its modules is gone"
+            there.__dict__.update(shadows)
+            if rnn:
+                for name, whole in shadows.items():
+                    refresh_flat_weights(there, name, whole)
+
+    def hide(self) -> None:
+        """Takes them away again."""
+        for module, shadows, rnn in self._modules:
+            there = module()
+            if there is not None:
+                for name in shadows:
+                    there.__dict__.pop(name, None)
+                    if rnn:
+                        refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The parameter whose whole tensor `tensor` is."""
+        return self._names.get(id(tensor))
+
+    def disturbed(self) -> bool:
+        """Whether somebody replaced or moved a sharded parameter since these shadows were made."""
+        for registered, name, sharded, local in self._registered:
+            if sharded._local_tensor is not local or registered.get(name) is not sharded:
+                return True
+        return False

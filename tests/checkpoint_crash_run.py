@@ -82,11 +82,9 @@ def _train(rank: int, world: int, orders: Orders, pipe: Connection) -> None:
     mesh = init_device_mesh("cpu", orders.mesh, mesh_dim_names=("replicate", "shard"))
     model = cm.build(mesh)
     optimizer = cm.two_groups(model)
-    done = 0
-    if dist_latest(orders.directory) is not None:
-        loaded = checkpoint.load(orders.directory, model, optimizer)
-        done = loaded.step or 0
-        assert loaded.extra == {"done": done}
+    loaded = checkpoint.resume(orders.directory, model, optimizer)
+    done = 0 if loaded is None else loaded.extra["done"]
+    assert loaded is None or loaded.step == done
     pipe.send(("begun", done))
     saves = 0
     for step in range(done, orders.until):
@@ -109,13 +107,6 @@ def _train(rank: int, world: int, orders: Orders, pipe: Connection) -> None:
             pipe.send(("saved", step + 1, death.calls))
             saves += 1
     pipe.send(("finished",))
-
-
-def dist_latest(directory: str) -> Path | None:
-    """What rank 0 sees, on every rank."""
-    answer = [checkpoint.latest(directory)] if dist.get_rank() == 0 else [None]
-    dist.broadcast_object_list(answer)
-    return answer[0]
 
 
 class _Death:

@@ -287,7 +287,8 @@ class TestOptions:
             ("--shard 8", "makes 8 ranks"),
             ("--steps 0", "argument --steps: must be at least 1, not 0"),
             ("--steps many", "argument --steps: invalid int value: 'many'"),
-            ("--save-every -1", "--save-every: must not be negative"),
+            ("--save-every 0", "--save-every: must be at least 1, not 0"),
+            ("--warmup -1", "--warmup: must not be negative"),
             ("--lr 0", "--lr: must be a positive number"),
             ("--lr nan", "--lr: must be a positive number"),
             ("--weight-decay 1", "--weight-decay: must be from 0 to below 1"),
@@ -304,10 +305,6 @@ class TestOptions:
             parse_options(flags.split(), 4)
         assert message in str(caught.value)
         assert "\n" not in str(caught.value)
-
-    def test_checkpoints_are_below_out(self) -> None:
-        assert parse_options(["--out", "a"], 1).checkpoint_dir == Path("a/checkpoints")
-        assert parse_options(["--out", "a", "--checkpoint-dir", "b"], 1).checkpoint_dir == Path("b")
 
 
 class TestEnding:

@@ -4,8 +4,8 @@
 
     checkpoint.save("runs/checkpoints", model, optimizer, extra={"loader": loader.state_dict()}, step=step, keep=3)
     ...
-    if checkpoint.latest("runs/checkpoints") is not None:
-        loaded = checkpoint.load("runs/checkpoints", model, optimizer)
+    loaded = checkpoint.resume("runs/checkpoints", model, optimizer)  # None in a run that begins
+    if loaded is not None:
         loader.load_state_dict(loaded.extra["loader"])
 
 What is written is an ordinary `torch.distributed.checkpoint` with a manifest beside it; PyTorch's own functions
@@ -19,7 +19,7 @@ from hsdp.checkpoint.full import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
-from hsdp.checkpoint.loading import Loaded, load, verify
+from hsdp.checkpoint.loading import Loaded, load, resume, verify
 from hsdp.checkpoint.rng import rng_state, set_rng_state
 from hsdp.checkpoint.safetensors import load_safetensors, save_safetensors
 from hsdp.checkpoint.saving import SaveHandle, save
@@ -38,6 +38,7 @@ __all__ = [
     "load_full_optimizer_state_dict",
     "load_full_state_dict",
     "load_safetensors",
+    "resume",
     "rng_state",
     "save",
     "save_safetensors",

@@ -96,6 +96,32 @@ def load(
     return Loaded(found, manifest.step, staged[0].extra, manifest.world_size)
 
 
+def resume(
+    directory: str | os.PathLike[str],
+    model: nn.Module,
+    optimizer: Optimizer | None = None,
+    *,
+    validate: bool = True,
+    process_group: ProcessGroup | None = None,
+    progress: Progress | None = None,
+) -> Loaded | None:
+    """Loads the checkpoint saved last, if there is one: what a run that may have been interrupted begins with.
+
+    Every rank calls it. Rank 0 looks into the directory, so that all ranks load the same one, or none. A directory that
+    does not exist yet has none. Arguments and errors are those of `load`; a damaged checkpoint is an error here too, and
+    never passed over for an older one.
+
+    Returns:
+        As `load`; None, on every rank, if `directory` has no complete checkpoint.
+    """
+    settle()
+    ranks = Ranks(process_group)
+    last = ranks.one(f"resuming from {directory}", lambda: store.latest(directory))
+    if last is None:
+        return None
+    return load(last, model, optimizer, validate=validate, process_group=process_group, progress=progress)
+
+
 def verify(path: str | os.PathLike[str]) -> Loaded:
     """Checks a checkpoint of hsdp without a model, in this process alone: every file, and that each element is there.
 

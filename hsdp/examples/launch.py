@@ -12,11 +12,14 @@ import sys
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from types import FrameType
 from typing import NoReturn, TypeVar
 
 import torch
 import torch.distributed as dist
+
+from hsdp.examples.rendezvous import find_store
 
 T = TypeVar("T")
 
@@ -55,17 +58,22 @@ def choose_device(name: str) -> torch.device:
 
 
 @contextmanager
-def process_group(device: torch.device) -> Iterator[None]:
-    """The default process group, NCCL on CUDA and gloo elsewhere; destroyed however the body ends."""
+def process_group(device: torch.device, timeout: float = 300.0) -> Iterator[None]:
+    """The default process group, NCCL on CUDA and gloo elsewhere; destroyed however the body ends.
+
+    After ``timeout`` seconds a collective gives up waiting for a rank.
+    """
     on_cuda = device.type == "cuda"
-    backend = "nccl" if on_cuda else "gloo"
-    bound_device = device if on_cuda else None
-    if "WORLD_SIZE" in os.environ:
-        dist.init_process_group(backend, device_id=bound_device)
-    else:
-        # Not under torchrun: nobody to meet, so no address and no port either.
-        store = dist.HashStore()  # type: ignore[attr-defined]  # it is public, but imported in an `if`
-        dist.init_process_group(backend, store=store, rank=0, world_size=1, device_id=bound_device)
+    patience = timedelta(seconds=timeout)
+    store = find_store(rank(), world_size(), patience)
+    dist.init_process_group(
+        "nccl" if on_cuda else "gloo",
+        store=store,
+        rank=-1 if store is None else rank(),
+        world_size=-1 if store is None else world_size(),
+        timeout=patience,
+        device_id=device if on_cuda else None,
+    )
     try:
         yield
     finally:

@@ -22,6 +22,7 @@ class Options:
     shard: int
     device: str
     dtype: str
+    timeout: float
     steps: int
     batch: int
     accumulate: int
@@ -37,9 +38,10 @@ class Options:
     hidden: int
     out: Path
     log_every: int
-    checkpoint_dir: Path
+    checkpoint_dir: Path | None
     save_every: int
-    resume: bool
+    keep: int
+    async_save: bool
     sample: bool
     prompt: str
 
@@ -77,8 +79,6 @@ def parse_options(argv: list[str] | None, world_size: int) -> Options:
     """
     values = vars(_parser().parse_args(argv))
     values["replicate"], values["shard"] = _mesh_shape(values["replicate"], values["shard"], world_size)
-    if values["checkpoint_dir"] is None:
-        values["checkpoint_dir"] = values["out"] / "checkpoints"
     options = Options(**values)
     rows = world_size * options.accumulate
     if options.batch % rows:
@@ -177,9 +177,13 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="metrics.jsonl and loss.svg")
     output.add_argument("--log-every", type=_positive, default=20, help="steps between progress lines")
-    output.add_argument("--checkpoint-dir", type=Path, help="default: OUT/checkpoints")
-    output.add_argument("--save-every", type=_not_negative, default=0, help="0: only at the end")
-    output.add_argument("--resume", action="store_true", help="go on from the newest checkpoint, on any mesh")
     output.add_argument("--no-sample", dest="sample", action="store_false", help="no generated text")
     output.add_argument("--prompt", default="def ", help="what the generated text starts with")
+
+    survival = parser.add_argument_group("survival")
+    survival.add_argument("--checkpoint-dir", type=Path, help="save there, and go on from the last checkpoint in it")
+    survival.add_argument("--save-every", type=_positive, default=40, help="steps; one more is saved at the end")
+    survival.add_argument("--keep", type=_positive, default=2, help="checkpoints that remain")
+    survival.add_argument("--async-save", action="store_true", help="train on while a checkpoint is written")
+    survival.add_argument("--timeout", type=_positive_float, default=300, help="seconds to wait for a lost process")
     return parser

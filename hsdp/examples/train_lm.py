@@ -1,11 +1,12 @@
 """The main job: a small Llama learns CPython's standard library, byte by byte, on a hybrid-sharded mesh.
 
     torchrun --nproc-per-node 4 -m hsdp.examples.train_lm
-    torchrun --nproc-per-node 4 -m hsdp.examples.train_lm --replicate 1 --steps 320 --resume
+    torchrun --nproc-per-node 4 --max-restarts 3 -m hsdp.examples.train_lm --checkpoint-dir runs/checkpoints
 
 What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on
-the seed, the step and the global batch, never on the mesh, so a run resumed on another mesh goes on as if it had
-not stopped.
+the seed, the step and the global batch, never on the mesh, so a run that finds a checkpoint in its directory, left on
+whatever mesh, goes on as if it had not stopped: after Ctrl-C with the same command, after the loss of a process by
+torchrun's restart, on fewer machines as well as on more.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 import math
 import time
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 import torch.distributed as dist
@@ -23,9 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp import HSDPModule, MixedPrecisionPolicy, fully_shard
-from hsdp.examples import checkpoints
-from hsdp.examples.checkpoints import RunState
+from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -65,7 +63,7 @@ def main(argv: list[str] | None = None) -> int:
 def _main(argv: list[str] | None, stop: StopSignal) -> int:
     options = parse_options(argv, world_size())
     device = choose_device(options.device)
-    with process_group(device):
+    with process_group(device, options.timeout):
         return run(options, device, stop)
 
 
@@ -79,6 +77,7 @@ class Job:
     model: Llama
     optimizer: Optimizer
     report: Report
+    first_step: int
 
 
 def run(options: Options, device: torch.device, stop: StopSignal) -> int:
@@ -86,15 +85,16 @@ def run(options: Options, device: torch.device, stop: StopSignal) -> int:
     started = time.perf_counter()
     corpus = _load_corpus(options)
     model, optimizer = build(options, device)
-    first_step = _resume(options, model, optimizer) if options.resume else 0
-    job = Job(options, device, corpus, model, optimizer, _open_report(options, corpus, first_step))
+    first_step = _resume(options, model, optimizer)
+    job = Job(options, device, corpus, model, optimizer, _open_report(options, corpus, first_step), first_step)
     _introduce(job)
 
     num_done = train(job, first_step, stop)
-    if num_done > first_step:
-        job.report.say(f"checkpoint: {_save(job, num_done)}")
+    if options.checkpoint_dir is not None and num_done > first_step:
+        job.report.say(f"checkpoint: {_save(job, num_done, in_background=False).path}")
     if num_done < options.steps:
-        job.report.say(f"interrupted after step {num_done}; --resume goes on from there")
+        resumable = options.checkpoint_dir is not None
+        job.report.say(f"interrupted after step {num_done}" + "; the same command goes on from there" * resumable)
         return EXIT_INTERRUPTED
 
     loss = evaluate(model, consecutive_windows(corpus.held_out, options.seq_len), device)
@@ -140,8 +140,6 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
         if not math.isfinite(losses[-1]):
             raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
         num_done = step + 1
-        if num_stopping:
-            return num_done
         if num_done % options.log_every == 0 or num_done == options.steps:
             num_tokens = len(losses) * options.batch * options.seq_len
             tokens_per_second = num_tokens / (time.perf_counter() - since)
@@ -156,8 +154,10 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
             )
             job.report.progress(progress, options.steps)
             losses, since = [], time.perf_counter()
-        if options.save_every and num_done % options.save_every == 0 and num_done < options.steps:
-            _save(job, num_done)
+        if num_stopping:
+            return num_done
+        if options.checkpoint_dir is not None and num_done % options.save_every == 0 and num_done < options.steps:
+            _save(job, num_done, options.async_save)
     return options.steps
 
 
@@ -235,31 +235,48 @@ def _load_corpus(options: Options) -> Corpus:
     return corpus
 
 
+_IDENTITY = ("seed", "batch", "corpus_bytes", "seq_len", "width", "layers", "heads", "hidden")
+"""What must be the same for a run to go on from a checkpoint: with other values its data or its model would differ."""
+
+
+def _identity(options: Options) -> dict[str, int]:
+    return {name: getattr(options, name) for name in _IDENTITY}
+
+
 def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
-    """Load the newest checkpoint and return the number of steps it has behind it."""
-    checkpoint = checkpoints.newest(options.checkpoint_dir)
-    saved = checkpoints.read_run(checkpoint)
-    if saved.model != options.model:
-        raise JobError(f"{checkpoint} is of {saved.model}, but the flags ask for {options.model}")
-    if (saved.seed, saved.batch) != (options.seed, options.batch):
-        # With these the data after the checkpoint would not be what an uninterrupted run sees.
-        raise JobError(f"{checkpoint} needs --seed {saved.seed} --batch {saved.batch}")
-    if saved.step > options.steps:
-        raise JobError(f"{checkpoint} is past --steps {options.steps}")
-    checkpoints.load(checkpoint, model, optimizer)
-    return saved.step
+    """Load the last checkpoint, if there is one, and return the number of steps behind it."""
+    if options.checkpoint_dir is None:
+        return 0
+    try:
+        loaded = checkpoint.resume(options.checkpoint_dir, model, optimizer)
+    except checkpoint.CheckpointError as error:
+        raise JobError(str(error)) from error
+    if loaded is None:
+        return 0
+    saved, asked = loaded.extra["run"], _identity(options)
+    if differing := [f"--{name.replace('_', '-')} {saved[name]}" for name in asked if saved[name] != asked[name]]:
+        raise JobError(f"{loaded.path} was made with {' '.join(differing)}; use that, or another --checkpoint-dir")
+    if loaded.extra["step"] > options.steps:
+        raise JobError(f"{loaded.path} is past --steps {options.steps}")
+    checkpoint.set_rng_state(loaded.extra["rng"])
+    return int(loaded.extra["step"])
 
 
-def _save(job: Job, num_done: int) -> Path:
+def _save(job: Job, num_done: int, in_background: bool) -> checkpoint.SaveHandle:
     options = job.options
-    state = RunState(num_done, options.seed, options.batch, options.model)
-    return checkpoints.save(options.checkpoint_dir, state, job.model, job.optimizer)
+    assert options.checkpoint_dir is not None, "the caller has asked"
+    # Nothing here draws from the generators (the data follows from seed and step, dropout there is none), but with the
+    # first layer that does they belong here.
+    extra = {"step": num_done, "run": _identity(options), "rng": checkpoint.rng_state()}
+    return checkpoint.save(
+        options.checkpoint_dir, job.model, job.optimizer, extra, step=num_done, keep=options.keep, async_=in_background
+    )
 
 
 def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
     def measure() -> Baselines:
         # Folders first: a path that cannot be written should not cost the user a run.
-        for folder in (options.out, options.checkpoint_dir):
+        for folder in filter(None, (options.out, options.checkpoint_dir)):
             prepare_folder(folder)
         return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))
 
@@ -278,6 +295,8 @@ def _introduce(job: Job) -> None:
         f"text: {len(corpus.train):,} bytes in {corpus.num_train_files} files; "
         f"held out {len(corpus.held_out):,} bytes in {corpus.num_held_out_files} whole files"
     )
+    if job.first_step:
+        report.say(f"going on from step {job.first_step}, the last checkpoint in {options.checkpoint_dir}")
     report.introduce()
 
 

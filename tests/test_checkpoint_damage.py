@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import (
 )
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError
+from hsdp.checkpoint import CheckpointError, reading
 from hsdp.checkpoint.reading import check_tiling, parse_metadata
 from tests import checkpoint_models as cm
 from tests.rig import Pool
@@ -31,14 +31,17 @@ from tests.rig_worker import RankEnv
 FILES = [".metadata", "__0_0.distcp", "extra.pt", "manifest.json"]
 
 
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def save_whole(directory: Path) -> Path:
     """A checkpoint of one process."""
     model = cm.build(None)
     optimizer = cm.two_groups(model)
     cm.train(model, optimizer, range(2))
-    directory = tmp_path_factory.mktemp("whole")
     return checkpoint.save(directory, model, optimizer, {"note": "kept"}, step=2).path
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_whole(tmp_path_factory.mktemp("whole"))
 
 
 class Target:
@@ -234,6 +237,12 @@ def test_metadata_that_leaves_elements_out_is_refused() -> None:
         CheckpointError, match=r"\.metadata: 1 elements of 'model.w' of shape \(4,\) were never written"
     ):
         parse_metadata(pickle.dumps(found), Path("x"))
+
+
+def test_elements_that_nobody_asked_the_files_for_are_noticed(target: Target, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A mistake in working out which saved pieces a shard overlaps, which are DCP's own sums."""
+    monkeypatch.setattr(reading, "create_read_items_for_chunk_list", lambda *args: [])
+    target.must_refuse(r"not every element of 'model\.")
 
 
 # -- on several ranks ------------------------------------------------------------------------------------------------

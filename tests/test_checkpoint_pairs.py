@@ -94,7 +94,7 @@ def test_any_mesh_to_any_mesh(
     saved: dict[str, tuple[Path, Any, torch.Tensor]], pools: dict[int, Pool], source: str, target: str
 ) -> None:
     directory, state, losses = saved[source]
-    stepped = cm.SHAPES.keys() >= {source} and (len(source) + len(target)) % 2 == 0
+    stepped = (len(source) + len(target)) % 2 == 0  # half of the optimizers have a state of their own before
     outcomes = on_mesh(target, pools, load_and_go_on, str(directory), cm.two_groups, stepped)
     for found, _ in outcomes:
         cm.assert_equal(found, state)

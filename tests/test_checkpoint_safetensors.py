@@ -1,4 +1,7 @@
-"""safetensors: what the library alone reads is what the model has, and back into shards from any rank's rows."""
+"""safetensors: what the library alone reads is what the model has, and back into shards from any rank's rows.
+
+With 200 M parameters, on demand: `python -m tests.checkpoint_large_run`.
+"""
 
 from __future__ import annotations
 
@@ -6,18 +9,17 @@ import json
 import os
 import random
 import sys
-import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from hsdp import checkpoint, fully_shard
+from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from tests import checkpoint_models as cm
-from tests.rig import Pool, run_procs
+from tests.rig import Pool
 from tests.rig_worker import RankEnv
 
 safetensors = pytest.importorskip("safetensors", reason="an optional extra: pip install 'hsdp[safetensors]'")
@@ -186,43 +188,3 @@ def test_arguments_and_a_missing_library(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'hsdp\[safetensors\]'"):
         checkpoint.load_safetensors(tmp_path, model)
-
-
-# -- on demand: HSDP_LONG=1 ----------------------------------------------------------------------------------------------
-
-
-class Large(nn.Module):
-    """200 M parameters in 50 layers."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.layers = nn.ModuleList(nn.Linear(2000, 2000) for _ in range(50))
-
-    def forward(self) -> None: ...
-
-
-def export_large(env: RankEnv, directory: str) -> Any:
-    torch.manual_seed(0)
-    model = fully_shard(Large(), mesh=env.mesh((1, 2)))
-    started = time.perf_counter()
-    checkpoint.save_safetensors(directory, model, max_file_bytes=300 * 10**6)
-    exported = time.perf_counter() - started
-    state = checkpoint.full_state_dict(model)
-    other = fully_shard(Large(), mesh=env.mesh((2, 1)))
-    started = time.perf_counter()
-    checkpoint.load_safetensors(directory, other)
-    imported = time.perf_counter() - started
-    again = checkpoint.full_state_dict(other)
-    assert all(torch.equal(state[name], again[name]) for name in state)
-    if env.rank == 0:
-        expected = read_by_library(Path(directory))
-        assert expected.keys() == state.keys()
-        assert all(torch.equal(state[name], expected[name]) for name in state)
-    return sum(p.numel() for p in model.parameters()), exported, imported
-
-
-@pytest.mark.skipif(not os.environ.get("HSDP_LONG"), reason="on demand: HSDP_LONG=1")
-def test_200_million_parameters(tmp_path: Path) -> None:
-    numel, exported, imported = run_procs(export_large, 2, str(tmp_path), timeout=300)[0]
-    print(f"{numel:,} parameters: exported in {exported:.1f} s, loaded in {imported:.1f} s")
-    assert numel > 200_000_000

@@ -12,33 +12,40 @@ The training loop stays as it was.
 """
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
-from hsdp.api import fully_shard, register_forward_method
+from hsdp.api import fully_shard, register_forward_method, register_fsdp_forward_method
 from hsdp.clip import clip_grad_norm_
+from hsdp.compat import UnshardHandle, share_comm_ctx
+from hsdp.custom import AllGather, ReduceScatter
 from hsdp.describe import describe
 from hsdp.errors import CheckpointError, CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
 from hsdp.full_params import full_params, gathered_apply
 from hsdp.init import init_sharded, sync_module_states
 from hsdp.mesh import DataParallelMeshDims
 from hsdp.module import HSDPModule
+from hsdp.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.pipeline import ReductionPipeline
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.replicas import AllReduce, ReplicaReduce
 from hsdp.units import by_numel, shard_units
 
 __all__ = [
+    "AllGather",
     "AllReduce",
     "CheckpointError",
     "CollectiveError",
     "CommPolicy",
     "DataParallelMeshDims",
     "DivergenceError",
+    "FSDPModule",
     "HSDPError",
     "HSDPModule",
     "MixedPrecisionPolicy",
+    "ReduceScatter",
     "ReductionPipeline",
     "ReplicaReduce",
     "StaleParametersError",
     "StateError",
+    "UnshardHandle",
     "by_numel",
     "clip_grad_norm_",
     "describe",
@@ -47,6 +54,8 @@ __all__ = [
     "gathered_apply",
     "init_sharded",
     "register_forward_method",
+    "register_fsdp_forward_method",
     "shard_units",
+    "share_comm_ctx",
     "sync_module_states",
 ]

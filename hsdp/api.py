@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
 from hsdp.collectives import fingerprint
+from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
 from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
@@ -81,8 +82,8 @@ def fully_shard(
     Values that differ between ranks are replaced by those of the mesh's first rank.
     """
     modules = _check_modules(module)
-    axes = resolve_mesh(mesh, _check_mesh_dims(mesh, dp_mesh_dims))
-    policy = _check_type("mp_policy", mp_policy, MixedPrecisionPolicy)
+    axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
+    policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
     _check_reshard(reshard_after_forward, axes.shard_size)
     ignored = _identities("ignored_params", ignored_params)
@@ -119,6 +120,7 @@ def fully_shard(
         _move_buffers(m, axes.device, policy.buffer_dtype)
         m.__dict__["_hsdp_state"] = state
         m.__class__ = sharded_class(type(m))
+        put_pipeline_face(m)
     _watch_loads(unit)
     Runtime.generation += 1
     watch_optimizers()
@@ -353,6 +355,12 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         return call(*args, **kwargs) if state.unit.open else state.run(owner, call, args, kwargs)
 
     setattr(module, method_name, entry)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """FSDP2's name of `register_forward_method`. As there, a module that is not sharded is left as it is."""
+    if isinstance(module, HSDPModule):
+        register_forward_method(module, method_name)
 
 
 def state_of(module: nn.Module) -> ModuleState | None:

@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.agreement import Agreement
+from hsdp.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
 from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.streams import Event, Streams
 
@@ -162,15 +163,19 @@ class Comm:
         backend: "gloo", "nccl", "fake", ..., or "none".
         streams: the side streams that its flights use.
         agreement: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
+        custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
     """
 
     def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams) -> None:
         self.group = group
+        self.rank = rank
         self.size = size
         self.device = device
         self.streams = streams
         self.backend = _backend_name(group, device) if group is not None else "none"
         self.agreement: Agreement | None = None
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend != "fake":
             self.agreement = Agreement.of(group, rank, size, _timeout_of(group, device))
         self._all_gather_options = _options(c10d.AllgatherOptions, streams)
@@ -202,6 +207,9 @@ class Comm:
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
+        if self.custom_all_gather is not None:
+            works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.streams.active)
+            return Flight(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
         for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
             if len(ins) == 1:
                 works.append(group._allgather_base(outs[0], ins[0], self._all_gather_options))
@@ -226,7 +234,10 @@ class Comm:
         """
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
-        if self.backend == "gloo":
+        if self.custom_reduce_scatter is not None:
+            works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, not self.streams.active)
+            finish = _in_turn(then, finish)
+        elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
             for outs, ins in _by_dtype(outputs, inputs):
@@ -326,7 +337,24 @@ def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
     return [*large, small] if small else large
 
 
+def twin_of(comm: Comm) -> Comm:
+    """A `Comm` over the same ranks with a process group of its own, which all who ask for those ranks share.
+
+    Every rank of the group calls it.
+    """
+    if comm.group is None or comm.size == 1 or comm.backend == "fake":
+        return comm
+    ranks = tuple(dist.get_process_group_ranks(comm.group))
+    found = _twins.get(ranks)
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        found = _twins[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+    twin = Comm(found, comm.rank, comm.size, comm.device, comm.streams)
+    twin.custom_reduce_scatter = comm.custom_reduce_scatter
+    return twin
+
+
 _subgroups: dict[tuple[int, ...], ProcessGroup] = {}
+_twins: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
@@ -340,6 +368,17 @@ def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
     if found is None or found not in dist.distributed_c10d._world.pg_map:
         found = _subgroups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
     return found
+
+
+def _in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:

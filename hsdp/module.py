@@ -1,4 +1,4 @@
-"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only."""
+"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only. FSDP2's names: compat.py."""
 
 from __future__ import annotations
 
@@ -9,23 +9,26 @@ from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
 
+from hsdp.compat import FSDP2Methods, UnshardHandle, check_flag, on_stream
 from hsdp.policies import check_reduce_op
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
-from hsdp.unit import Unit
+from hsdp.unit import Residency, Unit
 
 _classes: dict[type, type] = {}
 """Original class -> its sharded class."""
 
 
-class HSDPModule:
+class HSDPModule(FSDP2Methods):
     """What a sharded module can do beyond its own class. Setters reach all sharded modules below it by default."""
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
-        original = next((base for base in cls.__mro__[1:] if base not in (HSDPModule, object)), None)
+        faces = (HSDPModule, FSDP2Methods, FSDPModule, object)
+        original = next((base for base in cls.__mro__[1:] if base not in faces), None)
         if original is None:
             raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
         return original(*args, **kwargs)
@@ -56,7 +59,7 @@ class HSDPModule:
         return f"{own}, {told}" if own else told
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
-        result = super()._apply(fn, recurse)  # type: ignore[misc]
+        result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
         unit: Unit = self.__dict__["_hsdp_state"].unit
         if unit.disturbed():
             unit.rebuild()
@@ -70,10 +73,28 @@ class HSDPModule:
                 units.setdefault(state.unit)
         return list(units)
 
-    def unshard(self) -> None:
-        """Gathers the whole parameters of this module's unit now; the next forward finds them there."""
-        for unit in self._units(recurse=False):
-            unit.show()
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the whole parameters of this module's unit; the module's attributes show them until `reshard()`.
+
+        `parameters()` shows the sharded ones all the same. A forward of the root gathers anew, as the shards may have been
+        written since.
+
+        Args:
+            async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
+                whole parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
+                changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
+                `p.data` meanwhile.
+        """
+        units = self._units(recurse=False)
+        handle = UnshardHandle(units)
+        if not async_op:
+            handle.wait()
+            return None
+        for unit in units:
+            if unit.residency is Residency.SHARDED:
+                unit.launch()
+            unit.pinned = True
+        return handle
 
     def reshard(self) -> None:
         """Frees the whole parameters of this module's unit."""
@@ -92,13 +113,13 @@ class HSDPModule:
         With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider), at the cost of one
         whole gradient of memory, until a backward with True sends the sums.
         """
-        flag = _check_flag("set_requires_grad_sync", requires_grad_sync)
+        flag = check_flag("set_requires_grad_sync", requires_grad_sync)
         for unit in self._units(recurse):
             unit.requires_grad_sync = flag
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
-        flag = _check_flag("set_requires_all_reduce", requires_all_reduce)
+        flag = check_flag("set_requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
             unit.requires_all_reduce = flag
 
@@ -108,7 +129,7 @@ class HSDPModule:
         With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
         wait for them.
         """
-        flag = _check_flag("set_is_last_backward", is_last_backward)
+        flag = check_flag("set_is_last_backward", is_last_backward)
         for unit in self._units():
             unit.drains = flag
 
@@ -207,14 +228,20 @@ class HSDPModule:
         for unit in self._units(recurse):
             unit.gradients.unused = "none" if unused == "none" else "zero"
 
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None) -> None:
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
         """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.
 
         The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
-        is called after the reduce-scatter. On a device the all-reduce stream is current.
+        is called after the reduce-scatter. On a device the all-reduce stream is current, or `stream`, which may be given
+        without replicas only.
         """
         for unit in self._units(recurse=False):
-            unit.all_reduce_hook = hook
+            if stream is not None and unit.axes.replicate_size > 1:
+                raise ValueError(
+                    "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
+                    "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
+                )
+            unit.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
         """Replaces the all-reduce stage: see `ReplicaReduce`."""
@@ -225,38 +252,40 @@ class HSDPModule:
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
-    def set_reshard_after_forward(self, reshard_after_forward: bool, *, recurse: bool = True) -> None:
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         """Whether whole parameters are freed after forward and gathered again for backward."""
-        flag = _check_flag("set_reshard_after_forward", reshard_after_forward)
+        flag = check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.reshard_after_forward = flag
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
-        flag = _check_flag("set_reshard_after_backward", reshard_after_backward)
+        flag = check_flag("set_reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.reshard_after_backward = flag
 
-    def set_modules_to_forward_prefetch(self, modules: list[HSDPModule] | None) -> None:
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
         """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
         for unit in self._units(recurse=False):
             unit.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
 
-    def set_modules_to_backward_prefetch(self, modules: list[HSDPModule] | None) -> None:
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
         """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
         for unit in self._units(recurse=False):
             unit.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
 
-def _units_to_prefetch(method: str, modules: list[HSDPModule] | None) -> list[Unit] | None:
+def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
     if modules is None:
         return None
+    units: list[Unit] = []
     for module in modules:
         if not isinstance(module, HSDPModule):
             raise TypeError(
                 f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
             )
-    return [unit for module in modules for unit in module._units(recurse=False)]
+        units += module._units(recurse=False)
+    return units
 
 
 def sharded_class(cls: type) -> type:
@@ -275,9 +304,3 @@ def sharded_class(cls: type) -> type:
         members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
         _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), members)
     return _classes[cls]
-
-
-def _check_flag(method: str, value: Any) -> bool:
-    if not isinstance(value, bool):
-        raise TypeError(f"{method}({value!r}): expected True or False")
-    return value

@@ -250,7 +250,8 @@ def _fit(first: Reduction, other: Reduction) -> bool:
     """Whether two reductions may share a flight."""
     a, b = first.unit, other.unit
     return (
-        a.shard_comm.group is b.shard_comm.group
+        a.scatter_comm.group is b.scatter_comm.group
+        and a.scatter_comm.custom_reduce_scatter is b.scatter_comm.custom_reduce_scatter
         and a.replicate_comm.group is b.replicate_comm.group
         and a.replica_reduce is b.replica_reduce
         and first.all_reduce == other.all_reduce
@@ -259,7 +260,7 @@ def _fit(first: Reduction, other: Reduction) -> bool:
 
 def _scatter(bucket: Bucket) -> Flight:
     """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once."""
-    comm = bucket.reductions[0].unit.shard_comm
+    comm = bucket.reductions[0].unit.scatter_comm
     parts = [(part, _split_factor(r, part)) for r in bucket.reductions for part in r.parts]
     inputs = [tensor for part, _ in parts for tensor in part.inputs]
     outputs = [tensor for part, _ in parts for tensor in part.outputs]

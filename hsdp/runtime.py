@@ -73,7 +73,7 @@ class Runtime:
         self._opened: dict[Unit, tuple[Visit | None, int]] = {}
         self._generation = -1
         self._shard_agreements: list[Agreement] = []
-        self._replicate_agreements: list[Agreement] = []
+        self._backward_agreements: list[Agreement] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
         self._modules = [weakref.ref(module) for module in modules]
 
@@ -88,10 +88,15 @@ class Runtime:
                 assert module is not None, "a root that runs is alive"
                 self._collect(module, None, "")
             self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
-            self._replicate_agreements = _agreements(unit.replicate_comm for unit in self.units)
+            comms = [comm for unit in self.units for comm in (unit.replicate_comm, unit.scatter_comm)]
+            self._backward_agreements = [a for a in _agreements(comms) if a not in self._shard_agreements]
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
             unit.join(self, self.streams, parent, name)
+
+    def share_streams(self, other: Runtime) -> None:
+        """Uses the side streams of another root from now on. Between iterations only."""
+        self.streams = self.pipeline.streams = other.streams
 
     generation = 0
     """Raised by every `fully_shard` call, in any model."""
@@ -128,7 +133,7 @@ class Runtime:
             self._consumed = False
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
-            if unit.holds_whole:
+            if unit.holds_whole and not (unit.pinned and unit.gathered_epoch == unit.epoch):
                 unit.reshard()
         self._forward.begin()
         plan = hash((self._forward.plan, self._backward.plan))
@@ -163,7 +168,8 @@ class Runtime:
         self._forward.end()
         grad = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE):
+            unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
+            if unused and not unit.pinned:
                 unit.reshard()
 
     def forget_forward(self) -> None:
@@ -224,7 +230,7 @@ class Runtime:
             unit.in_turn = True
         self._opened = {}
         self._reduces = self._accumulates()
-        for agreement in self._replicate_agreements:
+        for agreement in self._backward_agreements:
             agreement.begin(0)
 
     def _accumulates(self) -> bool:
@@ -265,11 +271,15 @@ class Runtime:
         self.pipeline.advance()
         if visit is not None:
             self._close_before(visit)
+            if not unit.unshard_in_backward:
+                self._opened[unit] = (visit, task)
+                return
         window = unit.comm_policy.prefetch
         # Only what is gathered counts: ranks may enter units that stayed whole in different orders, or not at all.
         whole = unit.residency is Residency.WHOLE
         ahead = self._backward.peek(window) if whole else self._backward.visit(unit, window)
-        self._open(unit, ahead if unit.backward_prefetch is None else unit.backward_prefetch)
+        ahead = ahead if unit.backward_prefetch is None else unit.backward_prefetch
+        self._open(unit, [other for other in ahead if other.unshard_in_backward])
         self._opened[unit] = (visit, task)
 
     def _close_before(self, visit: Visit) -> None:
@@ -346,7 +356,7 @@ class Runtime:
             unit.remaining.clear()
             unit.ready = False
             unit.state = TrainingState.IDLE
-            if unit.residency is Residency.GATHERING or (
+            if (unit.residency is Residency.GATHERING and not unit.pinned) or (
                 unit.holds_whole and unit.reshard_after_backward and not self._keeps_graph
             ):
                 unit.reshard()
@@ -376,6 +386,12 @@ class Runtime:
     # -- failure -------------------------------------------------------------------------------------------------
 
     def abort(self, reason: str) -> None:
+        """Forgets the iteration under way and warns of it."""
+        self.reset()
+        # Last: where warnings are errors, the next iteration is fresh all the same.
+        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
+
+    def reset(self) -> None:
         """Forgets the iteration under way: waits for its work, frees its buffers, drops its gradients."""
         self.pipeline.abort()
         self._reshard_all()
@@ -394,8 +410,6 @@ class Runtime:
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False
-        # Last: where warnings are errors, the next iteration is fresh all the same.
-        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
 
 
 def _agreements(comms: Iterable[Comm]) -> list[Agreement]:

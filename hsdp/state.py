@@ -46,7 +46,7 @@ class ModuleState:
             first_node = _next_node()
             return self.after_forward(runtime, call(*args, **kwargs), first_node)[0]
         if runtime is None or runtime.depth == 0:
-            runtime = self._become_root()
+            runtime = self.own_runtime()
             runtime.begin_forward()
         depth, calls = runtime.depth, self._calls
         try:
@@ -100,7 +100,8 @@ class ModuleState:
             self._run.clear()
             runtime.end_forward()
 
-    def _become_root(self) -> Runtime:
+    def own_runtime(self) -> Runtime:
+        """The runtime that its module(s) have as a root."""
         if self._own_runtime is None:
             modules = [module for ref in self.modules if (module := ref()) is not None]
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)

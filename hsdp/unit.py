@@ -66,7 +66,7 @@ class Unit:
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
-        residency: where the whole parameters are.
+        residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them.
         state: what it is doing.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
@@ -97,7 +97,7 @@ class Unit:
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.state = TrainingState.IDLE
-        self.reshard_after_backward = True
+        self.reshard_after_backward = self.unshard_in_backward = True
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0
         self.divide_factor: float | None = None
@@ -108,7 +108,7 @@ class Unit:
         self.requires_grad_sync = True
         self.requires_all_reduce = True
         self.residency = Residency.SHARDED
-        self.open = False
+        self.open = self.pinned = False
         self.parent: Unit | None = None
         self.epoch = 0
         self.gathered_epoch = -1
@@ -124,6 +124,7 @@ class Unit:
         self._flight: Flight | None = None
         streams = Streams(axes.device)
         self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, streams)
+        self.scatter_comm = self.shard_comm
         self.replicate_comm = Comm(axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, streams)
         self.streams = streams
         self.op = 0
@@ -227,7 +228,7 @@ class Unit:
     def join(self, runtime: Runtime, streams: Streams, parent: Unit | None, name: str) -> None:
         """Puts the unit under a root."""
         self._runtime = weakref.ref(runtime)
-        self.streams = self.shard_comm.streams = self.replicate_comm.streams = streams
+        self.streams = self.shard_comm.streams = self.scatter_comm.streams = self.replicate_comm.streams = streams
         if self._part_comm is not None:
             self._part_comm.streams = streams
         self.parent = parent
@@ -345,6 +346,7 @@ class Unit:
 
     def reshard(self) -> None:
         """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
+        self.pinned = False
         if self.open:
             self.hide()
         if self.residency is Residency.GATHERING:

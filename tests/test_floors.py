@@ -28,7 +28,7 @@ _UNORDERED: list[set[str]] = [
 ]
 _SIDE_DOORS = ["whole", "units", "clip", "checkpoint", "full_params", "init", "describe", "planning", "tracing", "optim"]
 _ORDERED: list[list[str]] = [
-    ["agreement", "inner", "param", "collectives", "shadows"],
+    ["agreement", "inner", "param", "custom", "collectives", "shadows"],
     ["registry", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],
     ["order", "runtime", "stepping", "state"],
     ["compat", "module", "api", *_SIDE_DOORS],

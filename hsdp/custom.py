@@ -1,0 +1,88 @@
+"""Collectives that users bring: the protocols, which are FSDP2's, and how a flight is made of one.
+
+    hsdp's input --copy--> comm.allocate()d input --comm(...)--> comm.allocate()d output --copy--> hsdp's output
+
+The copies are there only for a `comm` that has `allocate`, as FSDP2's have: it wants memory of its own (registered with a
+network card, say). One without it works on hsdp's buffers where they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Protocol
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+
+class AllGather(Protocol):
+    """An all-gather. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
+    ) -> dist.Work | None:
+        """Gathers `input_tensor` (1-D, n elements) of every rank of `group` into `output_tensor` (1-D, S * n), by rank.
+
+        Called once for each transfer of a unit (each large parameter, and the packed rest), with tensors of bytes (uint8).
+        With `async_op` it may return a work to wait for; without, or if it returns None, the output is there, on a device
+        in the order of the current stream.
+        """
+        ...
+
+
+class ReduceScatter(Protocol):
+    """A reduce-scatter. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own."""
+
+    def __call__(
+        self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
+    ) -> dist.Work | None:
+        """Sums `input_tensor` (1-D, S * n) over the ranks of `group`; `output_tensor` (1-D, n) gets this rank's n.
+
+        Both are of the reduce dtype, `op` is always `ReduceOp.SUM`. Called once for each transfer, as `AllGather` is.
+        """
+        ...
+
+
+def gather_by(
+    comm: AllGather, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
+) -> tuple[list[Any], Callable[[], object] | None]:
+    """Starts the gathers; returns their works, and what has to follow them."""
+    allocate = getattr(comm, "allocate", None)
+    works: list[Any] = []
+    to: list[Tensor] = []
+    sources: list[Tensor] = []
+    rank = group.rank()
+    for output, mine in zip(outputs, inputs, strict=True):
+        if allocate is not None:
+            to.append(output)
+            output = allocate((output.numel(),), dtype=output.dtype, device=output.device)
+            sources.append(output)
+            # In place, as FSDP2 has it: the input is this rank's part of the output.
+            mine = output.narrow(0, rank * mine.numel(), mine.numel()).copy_(mine)
+        works.append(comm(output_tensor=output, input_tensor=mine, group=group, async_op=async_op))
+    return works, _copies(to, sources)
+
+
+def reduce_scatter_by(
+    comm: ReduceScatter, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
+) -> tuple[list[Any], Callable[[], object] | None]:
+    """Starts the reduce-scatters; returns their works, and what has to follow them."""
+    allocate = getattr(comm, "allocate", None)
+    works: list[Any] = []
+    to: list[Tensor] = []
+    sources: list[Tensor] = []
+    for output, whole in zip(outputs, inputs, strict=True):
+        if allocate is not None:
+            to.append(output)
+            whole = allocate((whole.numel(),), dtype=whole.dtype, device=whole.device).copy_(whole)
+            output = allocate((output.numel(),), dtype=output.dtype, device=output.device)
+            sources.append(output)
+        op = dist.ReduceOp.SUM
+        works.append(comm(output_tensor=output, input_tensor=whole, group=group, op=op, async_op=async_op))
+    return works, _copies(to, sources)
+
+
+def _copies(to: list[Tensor], sources: list[Tensor]) -> Callable[[], object] | None:
+    return (lambda: torch._foreach_copy_(to, sources)) if to else None

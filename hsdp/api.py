@@ -20,12 +20,13 @@ from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
 from hsdp.stepping import watch_optimizers
 from hsdp.unit import Unit
+from hsdp.whole import differing, unequal
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -41,6 +42,7 @@ def fully_shard(
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
+    replica_policy: ReplicaPolicy = "broadcast",
 ) -> M:
     """Shards the parameters of a module, in place, and makes its forward and backward gather and reduce them.
 
@@ -66,6 +68,9 @@ def fully_shard(
             the same pipeline. For small ones that are not worth gathering.
         dp_mesh_dims: names the axes of a bigger `mesh` over which to shard and to replicate; several may act as one.
             Without a shard axis nothing is sharded and gradients are all-reduced, as in DDP.
+        replica_policy: what becomes of values that differ between ranks, here or in `init_sharded`. "broadcast": those of
+            the mesh's first rank are everybody's; only what differs is sent. "check": they are an error. "trust": nobody
+            looks, and the caller answers for equal replicas; saves one pass over the parameters.
 
     Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
     the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.
@@ -77,15 +82,15 @@ def fully_shard(
         TypeError: an argument is of the wrong type.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
             no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
-        DivergenceError: the ranks of the mesh call it on different parameters.
-
-    Values that differ between ranks are replaced by those of the mesh's first rank.
+        DivergenceError: the ranks of the mesh call it on different parameters, or on different values where
+            `replica_policy` is "check". The module is as it was.
     """
     modules = _check_modules(module)
     axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
     policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
     _check_reshard(reshard_after_forward, axes.shard_size)
+    check_replica_policy(replica_policy, "fully_shard")
     ignored = _identities("ignored_params", ignored_params)
     replicated = _identities("replicate_params", replicate_params)
     if not (shard_placement_fn is None or callable(shard_placement_fn)):
@@ -111,6 +116,7 @@ def fully_shard(
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
+    unit.replica_policy = replica_policy
     _agree(unit, params)
     for managed in params:
         originals[managed.sharded] = (weakref.ref(unit), managed.fqn)
@@ -269,7 +275,7 @@ def _choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | 
 
 
 def _agree(unit: Unit, params: list[ManagedParam]) -> None:
-    """All ranks of the mesh shard the same parameters, from the same values."""
+    """All ranks of the mesh shard the same parameters, and from the same values unless they are trusted."""
     shape: list[tuple[Any, ...]] = [
         (
             p.fqn,
@@ -284,11 +290,12 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
         for p in params
     ]
     # What decides the sizes of transfers must be equal too.
-    shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward)))
-    prints = [None if p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
+    shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward), unit.replica_policy))
+    trusted = unit.replica_policy == "trust"
+    prints = [None if trusted or p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
     rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints)))
     ranks = [(f"rank {r * len(row) + s} of the mesh", told) for r, row in enumerate(rows) for s, told in enumerate(row)]
-    _, (shape0, prints0) = ranks[0]
+    _, (shape0, _) = ranks[0]
     for who, (other, _) in ranks:
         if other != shape0:
             at = next(
@@ -299,9 +306,12 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
                 f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the "
                 f"mesh's first rank and {second} on {who}; build the same module everywhere, in the same order"
             )
+    odd = differing([told for _, (_, told) in ranks])
+    if odd and unit.replica_policy == "check":
+        raise unequal(f"fully_shard({unit.name})", [p.fqn for p in params], odd)
     with torch.no_grad():
         for i, param in enumerate(params):
-            if any(told[1][i] != prints0[i] for _, told in ranks):
+            if i in odd:
                 block = block_of(param.sharded)
                 data = block.detach().to(unit.axes.device).contiguous()
                 unit.replicate_comm.broadcast(data)
@@ -361,8 +371,3 @@ def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
     """FSDP2's name of `register_forward_method`. As there, a module that is not sharded is left as it is."""
     if isinstance(module, HSDPModule):
         register_forward_method(module, method_name)
-
-
-def state_of(module: nn.Module) -> ModuleState | None:
-    """The state that `fully_shard` attached to a module, if it did."""
-    return module.__dict__.get("_hsdp_state")

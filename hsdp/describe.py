@@ -5,8 +5,8 @@ from __future__ import annotations
 import torch
 from torch import nn
 
-from hsdp.api import state_of
 from hsdp.lane import Lane
+from hsdp.state import state_of
 from hsdp.unit import Unit
 
 

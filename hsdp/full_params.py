@@ -10,7 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hsdp.api import state_of
+from hsdp.state import state_of
 from hsdp.unit import Unit
 from hsdp.whole import Loan, check_idle, gather, is_first, units_below, write, write_first
 

@@ -21,7 +21,7 @@ from hsdp.errors import StateError
 from hsdp.full_params import visit
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
-from hsdp.whole import Loan, broadcast, check_idle, gather, rows_of, spread, units_below, write_first
+from hsdp.whole import Loan, broadcast, check_idle, differing, gather, rows_of, spread, unequal, units_below, write_first
 
 InitFn = Callable[[nn.Module], object]
 
@@ -56,8 +56,10 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
         ValueError: nothing is sharded, or nothing is on the meta device; a unit reaches beyond `model`; without `fn`, a
             module has no `reset_parameters`.
         StateError: in the middle of a forward or backward; a parameter or buffer was not initialised, or was replaced by
-            something of another shape. Then what was not done is on the meta device as before, and another call does the
-            rest.
+            something of another shape.
+        DivergenceError: values differ between ranks, and a unit's `replica_policy` is "check".
+
+    After an error what was not done is on the meta device as before, and another call does the rest.
     """
     if fn is not None and not callable(fn):
         raise TypeError(f"init_sharded(fn={fn!r}): expected a function of a module, or None for reset_parameters()")
@@ -122,15 +124,14 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
             f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or reset_parameters) "
             "write every element"
         )
-    prints = [fingerprint(whole) for whole in wholes]
-    told = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
+    equal = _compare(unit, [param.fqn for param in unit.params], wholes)
     with torch.inference_mode(False):
         for lane in unit.lanes:
             for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
                 rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
                 _fill(param.sharded, DTensor(rows, param.tensor_spec, requires_grad=False), param.fqn)
     unit.rebuild()
-    if any(other != prints for row in told for other in row):
+    if not equal:
         write_first(unit, wholes)  # fn does not depend on torch's generators alone
 
 
@@ -214,11 +215,11 @@ def _loose_tensors(model: nn.Module, unit: Unit, device: torch.device) -> Iterat
     try:
         yield
         _check_written(loose, reals, versions)
+        _settle(loose, unit)
     except BaseException:
         for _, store, name, tensor in loose:
             store[name] = tensor
         raise
-    _settle(loose, unit)
 
 
 def _real_of(tensor: Tensor, fqn: str, device: torch.device) -> Tensor:
@@ -252,24 +253,40 @@ def _check_written(
 def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) -> None:
     device = unit.axes.device
     settled: dict[int, Tensor] = {}
+    names: dict[int, str] = {}
     for fqn, store, name, tensor in loose:
         now = store[name]
         if id(now) not in settled:
             data = now.detach() if isinstance(now, nn.Parameter) else now
             # A buffer that fn put in place of another keeps the dtype that was chosen (`buffer_dtype`).
             keep = now.is_floating_point() and tensor.is_floating_point()
-            settled[id(now)] = data.to(device, tensor.dtype if keep else None)
+            settled[id(now)], names[id(now)] = data.to(device, tensor.dtype if keep else None), fqn
+    if not _compare(unit, list(names.values()), list(settled.values())):
+        _broadcast_all(list(settled.values()), unit)
+    for fqn, store, name, tensor in loose:
+        value = settled[id(store[name])]
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
-                _fill(tensor, settled[id(now)], fqn)
+                _fill(tensor, value, fqn)
             store[name] = tensor
         else:
-            store[name] = settled[id(now)]
-    tensors = list(settled.values())
+            store[name] = value
+
+
+def _compare(unit: Unit, names: list[str], tensors: Sequence[Tensor]) -> bool:
+    """Whether the tensors have equal values on all ranks of the unit's mesh, or are trusted to.
+
+    Raises:
+        DivergenceError: they have not, and must by the unit's `replica_policy`.
+    """
+    if unit.replica_policy == "trust":
+        return True
     prints = [fingerprint(torch.view_as_real(t) if t.is_complex() else t) for t in tensors]
-    told = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
-    if any(other != prints for row in told for other in row):
-        _broadcast_all(tensors, unit)
+    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
+    odd = differing([told for row in rows for told in row])
+    if odd and unit.replica_policy == "check":
+        raise unequal(f"init_sharded, unit {unit.name!r}", names, odd)
+    return not odd
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,18 +5,23 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import Any, cast
+from typing import Any, TypeVar, cast
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
 from hsdp.compat import FSDP2Methods, UnshardHandle, check_flag, on_stream
+from hsdp.full_params import gathered_apply
 from hsdp.policies import check_reduce_op
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
+from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit
+from hsdp.whole import check_idle
+
+T = TypeVar("T")
 
 _classes: dict[type, type] = {}
 """Original class -> its sharded class."""
@@ -73,6 +78,14 @@ class HSDPModule(FSDP2Methods):
                 units.setdefault(state.unit)
         return list(units)
 
+    def apply(self, fn: Callable[[nn.Module], object]) -> Any:
+        """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.
+
+        Every rank must call it. Values that `fn` writes on the mesh's first rank become everybody's. For a model on the
+        meta device call `hsdp.init_sharded(model, fn)`.
+        """
+        return gathered_apply(cast(nn.Module, self), fn)
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the whole parameters of this module's unit; the module's attributes show them until `reshard()`.
 
@@ -84,8 +97,13 @@ class HSDPModule(FSDP2Methods):
                 whole parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
                 changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
                 `p.data` meanwhile.
+
+        Raises:
+            StateError: inside `full_params`.
         """
         units = self._units(recurse=False)
+        for unit in units:
+            expect(unit, "unshard", *(state for state in TrainingState if state is not TrainingState.FULL_PARAMS))
         handle = UnshardHandle(units)
         if not async_op:
             handle.wait()
@@ -97,8 +115,13 @@ class HSDPModule(FSDP2Methods):
         return handle
 
     def reshard(self) -> None:
-        """Frees the whole parameters of this module's unit."""
+        """Frees the whole parameters of this module's unit.
+
+        Raises:
+            StateError: the unit computes with them, or is lent to `full_params`.
+        """
         for unit in self._units(recurse=False):
+            expect(unit, "reshard", TrainingState.IDLE, TrainingState.BACKWARD_POST)
             unit.reshard()
 
     def _runtimes(self) -> list[Runtime]:
@@ -169,17 +192,18 @@ class HSDPModule(FSDP2Methods):
                 unit.requires_grad_sync, unit.requires_all_reduce = sync, all_reduce
 
     def flush(self) -> None:
-        """Communicates all pending gradient sums now and waits for them; every rank calls it."""
+        """Communicates all pending gradient sums now and waits for them; every rank calls it.
+
+        Raises:
+            StateError: in the middle of a forward or backward.
+        """
+        check_idle(self._units(), "flush")
         for runtime in self._runtimes():
             runtime.flush()
 
     def pending_gradients(self) -> dict[str, str]:
         """Parameters whose gradient sums have not been communicated, and how far they came."""
-        found: dict[str, str] = {}
-        for unit in self._units():
-            prefix = "" if unit.name.endswith("(root)") else f"{unit.name}."
-            found |= {prefix + name: where for name, where in unit.gradients.pending().items()}
-        return found
+        return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:
         """This rank's whole gradients that were not communicated: raw ones, for looking at.
@@ -187,10 +211,16 @@ class HSDPModule(FSDP2Methods):
         Run the backward inside `no_sync()` to have them all here, in fp32 or the reduce dtype if wider; drop them with
         `zero_grad()`, or let the next backward that communicates send them.
         """
-        found: dict[str, Tensor] = {}
+        return self._by_name(lambda unit: unit.gradients.local_sums())
+
+    def _by_name(self, told: Callable[[Unit], dict[str, T]]) -> dict[str, T]:
+        """What units tell by their own names of parameters, by those that parameters have in this module."""
+        names = {id(param): name for name, param in cast(nn.Module, self).named_parameters()}
+        found: dict[str, T] = {}
         for unit in self._units():
-            prefix = "" if unit.name.endswith("(root)") else f"{unit.name}."
-            found |= {prefix + name: value for name, value in unit.gradients.local_sums().items()}
+            sharded = {param.fqn: id(param.sharded) for param in unit.params}
+            # A list unit may reach beyond this module: of those parameters nothing is told here.
+            found |= {names[sharded[fqn]]: value for fqn, value in told(unit).items() if sharded[fqn] in names}
         return found
 
     # -- reduction -----------------------------------------------------------------------------------------------

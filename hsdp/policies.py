@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Literal, cast
 
 import torch
 
 ReduceOp = Literal["avg", "sum"]
 Fusion = Literal["auto", "packed", "direct"]
+ReplicaPolicy = Literal["broadcast", "check", "trust"]
 
 
 @dataclass(frozen=True)
@@ -91,6 +92,13 @@ class CommPolicy:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
                 raise ValueError(f"CommPolicy({name}={value!r}): expected an integer of at least {bound}")
+
+
+def check_replica_policy(policy: str, where: str) -> ReplicaPolicy:
+    """Returns `policy` if it is one; raises ValueError naming `where` otherwise."""
+    if policy not in ("broadcast", "check", "trust"):
+        raise ValueError(f"{where}(replica_policy={policy!r}): expected 'broadcast', 'check' or 'trust'")
+    return cast(ReplicaPolicy, policy)
 
 
 def check_reduce_op(op: str, where: str) -> ReduceOp:

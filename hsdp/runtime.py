@@ -21,7 +21,8 @@ from hsdp.errors import HSDPError
 from hsdp.order import Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
-from hsdp.unit import Residency, TrainingState, Unit, stale
+from hsdp.training_state import TrainingState, expect
+from hsdp.unit import Residency, Unit, stale
 
 _graph_task = torch._C._current_graph_task_id
 _queue_callback = torch.autograd.Variable._execution_engine.queue_callback
@@ -133,6 +134,8 @@ class Runtime:
             self._consumed = False
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
+            if unit.lent:
+                expect(unit, "forward", TrainingState.IDLE)
             if unit.holds_whole and not (unit.pinned and unit.gathered_epoch == unit.epoch):
                 unit.reshard()
         self._forward.begin()
@@ -255,7 +258,10 @@ class Runtime:
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
+            StateError: somebody's `full_params` has the unit.
         """
+        if unit.lent:
+            expect(unit, "backward", TrainingState.IDLE)
         task = self.enter_task()
         if (visit is not None and visit.epoch != unit.epoch) or (not unit.open and unit.disturbed()):
             raise stale(unit)

@@ -142,6 +142,11 @@ class ModuleState:
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state that `fully_shard` attached to a module, if it did."""
+    return module.__dict__.get("_hsdp_state")
+
+
 def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit) -> Callable[[Tensor], None]:
     def entered(grad: Tensor) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.

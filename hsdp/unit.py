@@ -23,11 +23,12 @@ from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
 from hsdp.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp, ReplicaPolicy
 from hsdp.registry import forget, register
 from hsdp.replicas import DEFAULT, ReplicaReduce
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
+from hsdp.training_state import TrainingState
 
 if TYPE_CHECKING:
     from hsdp.runtime import Runtime
@@ -51,15 +52,6 @@ class Residency(enum.Enum):
     WHOLE = "whole"
 
 
-class TrainingState(enum.Enum):
-    """What a unit is doing."""
-
-    IDLE = "idle"
-    FORWARD = "in forward"
-    BACKWARD_PRE = "in backward, its gradients incomplete"
-    BACKWARD_POST = "in backward, its gradients on their way"
-
-
 class Unit:
     """A parameter group.
 
@@ -67,7 +59,7 @@ class Unit:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
         residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them.
-        state: what it is doing.
+        state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_epoch, forward_epoch: the epoch at the last gather and forward; a gather is valid for one epoch.
@@ -97,6 +89,8 @@ class Unit:
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
         self.state = TrainingState.IDLE
+        self.lent = False
+        self.replica_policy: ReplicaPolicy = "broadcast"
         self.reshard_after_backward = self.unshard_in_backward = True
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0

@@ -8,7 +8,6 @@ too. Code that initialises, exports or edits a model expects that.
 from __future__ import annotations
 
 import math
-import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -16,17 +15,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.api import state_of
 from hsdp.collectives import Comm
-from hsdp.errors import StateError
+from hsdp.errors import DivergenceError, StateError
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place
 from hsdp.registry import unit_of
+from hsdp.state import state_of
+from hsdp.training_state import TrainingState, expect, wrong_state
 from hsdp.unit import Unit
-
-_on_loan: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
@@ -55,18 +53,15 @@ def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
-    """Raises StateError in the middle of a forward or backward of the units, or while their parameters are whole."""
+    """Raises StateError in the middle of a forward or backward of the units' root, or while the units are lent."""
     for unit in units:
+        expect(unit, what, TrainingState.IDLE)
         runtime = unit.runtime
-        phase = ""
-        if unit in _on_loan:
-            phase = "while another full_params, gathered_apply or init_sharded has its whole parameters registered"
-        elif torch._C._current_graph_task_id() != -1:  # anybody's: the unit may be about to be entered
-            phase = "in the middle of a backward"
-        elif runtime is not None and runtime.depth:
-            phase = "in the middle of a forward"
-        if phase:
-            raise StateError(f"{what}: unit {unit.name!r} cannot take part {phase}; call it between iterations")
+        if runtime is not None and runtime.depth:
+            forward = TrainingState.FORWARD
+            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", TrainingState.IDLE)
+        if torch._C._current_graph_task_id() != -1:  # anybody's: the unit may be about to be entered
+            raise wrong_state(unit, what, "in the middle of a backward", TrainingState.IDLE)
 
 
 def is_first(unit: Unit) -> bool:
@@ -179,6 +174,26 @@ def spread(unit: Unit) -> None:
     changed(unit)
 
 
+def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
+    """Which items of what the ranks of a mesh tell differ from those of its first rank, and on which ranks."""
+    found: dict[int, list[int]] = {}
+    for rank, items in enumerate(told):
+        for index, (item, first) in enumerate(zip(items, told[0], strict=True)):
+            if item != first:
+                found.setdefault(index, []).append(rank)
+    return found
+
+
+def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> DivergenceError:
+    """The error of values that differ where `replica_policy` is "check"."""
+    told = ", ".join(f"{names[index]!r} on ranks {ranks}" for index, ranks in list(odd.items())[:5])
+    more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+    return DivergenceError(
+        f"{what}: values differ from those of the mesh's first rank: {told}{more} of the mesh, and replica_policy='check' "
+        "forbids that; seed all ranks alike and load the same files, or let replica_policy='broadcast' make them equal"
+    )
+
+
 def broadcast(comm: Comm, tensor: Tensor, device: torch.device) -> None:
     """Overwrites a tensor, on `device` or offloaded, by that of the group's first rank."""
     if comm.size > 1 and tensor.numel():
@@ -213,7 +228,7 @@ class Loan:
 
     def show(self) -> None:
         """Registers the whole parameters."""
-        _on_loan.add(self.unit)
+        self.unit.lent = True
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
                 module = place.module()
@@ -238,7 +253,7 @@ class Loan:
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
             _refresh_flat_weights(module)
-        _on_loan.discard(self.unit)
+        self.unit.lent = False
 
     def values(self, what: str) -> list[Tensor]:
         """The whole parameters as they were when they were hidden.

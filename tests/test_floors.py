@@ -26,12 +26,12 @@ MOST_LINES = 450
 _UNORDERED: list[set[str]] = [
     {"layout", "mesh", "policies", "streams", "errors", "memory"},
 ]
-_SIDE_DOORS = ["whole", "units", "clip", "checkpoint", "full_params", "init", "describe", "planning", "tracing", "optim"]
+_SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim"]
 _ORDERED: list[list[str]] = [
     ["agreement", "inner", "param", "custom", "collectives", "shadows"],
-    ["registry", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],
+    ["registry", "training_state", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],
     ["order", "runtime", "stepping", "state"],
-    ["compat", "module", "api", *_SIDE_DOORS],
+    ["whole", "full_params", "compat", "module", "api", *_SIDE_DOORS],
 ]
 _TOP = {"__init__", "__main__"}
 

@@ -11,7 +11,7 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hsdp
-from hsdp.api import state_of
+from hsdp.state import state_of
 from hsdp.units import by_numel, shard_units
 from tests.models import MLP, Block, Transformer, make_case
 from tests.rig import Pool, RankEnv

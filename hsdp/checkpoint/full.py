@@ -23,11 +23,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
-from hsdp.api import state_of
 from hsdp.checkpoint.contents import Entry, listing, local_of, model_entries
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
+from hsdp.state import state_of
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:

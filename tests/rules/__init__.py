@@ -1,1 +1,1 @@
-"""One test file per rule of RULES.md from 10 on, named after the rule."""
+"""One test file per rule of RULES.md, named after the rule."""

@@ -82,6 +82,13 @@ def mean_grads(plain: nn.Module, run: Callable[[nn.Module, int], object], world:
     return {name: None if total is None else total / world for name, total in sums.items()}
 
 
+def mean_into(plain: nn.Module, run: Callable[[nn.Module, int], object], world: int) -> None:
+    """Gives the twin the gradients that the sharded model has: those of `mean_grads`."""
+    means = mean_grads(plain, run, world)
+    for name, param in plain.named_parameters():
+        param.grad = means[name]
+
+
 def only_sharded(model: nn.Module, method: str, *args: Any) -> None:
     """Calls a method that only a sharded model has, so that one function drives both the model and its twin."""
     if isinstance(model, hsdp.HSDPModule):

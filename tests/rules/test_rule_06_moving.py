@@ -1,0 +1,78 @@
+"""Rule 6: moving dtype or device after sharding rebuilds the buffers, or is refused; never stale aliases."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import Deep, floats, seeded
+from tests.sharded import check_grads, check_rest, check_sharded, shard
+
+
+def _assign(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+def _assign_in_float(model: nn.Module) -> None:
+    model.load_state_dict({name: value.float() * 0.5 for name, value in model.state_dict().items()}, assign=True)
+
+
+MOVES: dict[str, Callable[[Any], object]] = {
+    "to": lambda model: model.to(torch.float32),
+    "half": lambda model: model.half(),
+    "half, of a block": lambda model: model.blocks[1].half().double(),
+    "bfloat16": lambda model: model.bfloat16(),
+    "assign": _assign,
+    "assign in another dtype": _assign_in_float,
+    "to_empty": lambda model: [p.data.fill_(0.25) for p in model.to_empty(device="cpu").parameters()],
+}
+TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 5e-2, torch.bfloat16: 0.5}
+
+
+def check_move(env: RankEnv, name: str) -> None:
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+
+    def step(one: nn.Module, rank: int) -> None:
+        one(floats(rank).to(one.last.weight.dtype)).square().mean().backward()  # type: ignore[union-attr,arg-type]
+
+    step(model, env.rank)
+    for one in (model, plain):
+        one.zero_grad()
+        MOVES[name](one)
+    dtypes = {param.dtype for param in plain.parameters()}
+    assert {param.dtype for param in model.parameters()} == dtypes
+    check_sharded(model)
+    tolerance = TOLERANCE[next(iter(dtypes))]
+    check_grads(model, plain, step, env.rank, env.world_size, tolerance)
+    with torch.no_grad():
+        for param in (*model.parameters(), *plain.parameters()):
+            param.mul_(0.5)  # the buffers are those of the parameters that the user sees
+    check_grads(model, plain, step, env.rank, env.world_size, tolerance)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("name", MOVES)
+def test_rule_06_what_is_moved_trains_on(pool2: Pool, name: str) -> None:
+    pool2.run(check_move, name)
+
+
+def check_refused(env: RankEnv) -> None:
+    model = shard(seeded(Deep), env.mesh(2))
+    state = {name: value.full_tensor() for name, value in model.state_dict().items()}
+    expected = model(floats(env.rank)).detach()
+    held = dict(model.named_parameters())
+    model.load_state_dict(state, assign=True)
+    with pytest.raises(hsdp.StateError, match=r"'last.weight' of unit .* was replaced by a .*not a sharded"):
+        model(floats(env.rank))
+    model.load_state_dict(held, assign=True)
+    assert torch.equal(model(floats(env.rank)), expected)
+
+
+def test_rule_06_whole_tensors_in_place_of_shards_are_refused_by_name(pool2: Pool) -> None:
+    pool2.run(check_refused)

@@ -1,0 +1,91 @@
+"""Rule 7: the next forward uses the newest weights, whoever changed them and whatever was gathered before.
+
+`tests/test_freshness.py` has all pairs of a change and what was before it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rig import Pool, RankEnv
+from tests.rules.support import floats, seeded
+from tests.rules.test_rule_14_accumulation import Choosy
+from tests.sharded import check_rest, shard
+
+
+def _optimizer(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> None:
+    for param in model.parameters():
+        param.grad = torch.full_like(param, 0.1)
+    make(model.parameters(), lr=0.05).step()
+    model.zero_grad()
+
+
+def _load(model: nn.Module) -> None:
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()})
+
+
+def _data(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.data.add_(0.1)
+
+
+CHANGES: dict[str, Callable[[nn.Module], None]] = {
+    "default": partial(_optimizer, torch.optim.SGD),
+    "foreach": partial(_optimizer, partial(torch.optim.AdamW, foreach=True)),
+    "fused": partial(_optimizer, partial(torch.optim.AdamW, fused=True)),
+    "load": _load,
+    "p.data": _data,
+}
+
+
+def _unused_prefetch(model: Any, rank: int) -> None:
+    model(floats(rank), "abc").sum().backward()
+    model(floats(rank), "a").sum().backward()
+
+
+def _root_kept(model: Any, rank: int) -> None:
+    model(floats(rank))
+
+
+def _eval(model: Any, rank: int) -> None:
+    with torch.no_grad():
+        model(floats(rank))
+
+
+def _graph_kept(model: Any, rank: int) -> None:
+    model(floats(rank)).sum().backward(create_graph=True)
+
+
+BEFORE: dict[str, Callable[[Any, int], None]] = {
+    "a prefetched unit was not used": _unused_prefetch,
+    "the root kept its parameters": _root_kept,
+    "evaluation": _eval,
+    "the backward kept its graph": _graph_kept,
+}
+
+
+def check_fresh(env: RankEnv, before: str, keep: bool | None) -> None:
+    plain, model = seeded(Choosy), shard(seeded(Choosy), env.mesh(2), reshard_after_forward=keep)
+    for name, change in CHANGES.items():
+        BEFORE[before](model, env.rank)
+        model.zero_grad()
+        change(model)
+        change(plain)
+        with torch.no_grad():
+            expected = plain(floats(env.rank))
+        told = model(floats(env.rank))
+        torch.testing.assert_close(told, expected, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name} differs: {m}")
+        told.sum().backward()
+    check_rest(model)
+
+
+@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("before", BEFORE)
+def test_rule_07_the_next_forward_uses_the_newest_weights(pool2: Pool, before: str, keep: bool | None) -> None:
+    pool2.run(check_fresh, before, keep)

@@ -1,0 +1,53 @@
+"""Rule 17: `clip_grad_norm_` counts every element once, on mixed meshes, with replicas and with empty shards.
+
+`tests/test_clip.py` has the other cases: half precision, norms that are not finite, sums that wait.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import DIM, mean_into, seeded, step
+from tests.twin import assert_same, full_grads
+
+
+class Mixed(nn.Module):
+    """A block for a mesh of its own, one row that most ranks have nothing of, a replicated scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.block = nn.Linear(DIM, DIM)
+        self.row = nn.Parameter(torch.rand(1, DIM))
+        self.scale = nn.Parameter(torch.rand(DIM))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.tanh(self.block(x)) * self.row * self.scale)
+
+
+def check_norm(env: RankEnv, order: float) -> None:
+    plain, model = seeded(Mixed), seeded(Mixed)
+    hsdp.fully_shard(model.block, mesh=env.mesh(4))  # type: ignore[type-var]
+    hsdp.fully_shard(model, mesh=env.mesh((2, 2)), replicate_params=[model.scale])  # type: ignore[list-item]
+    step(model, env.rank)
+    mean_into(plain, step, env.world_size)
+    for limit in (0.05, 1e9):
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), limit, order)
+        norm = hsdp.clip_grad_norm_(model, limit, order)
+        torch.testing.assert_close(norm, expected, rtol=1e-12, atol=0, msg=lambda m: f"norms differ: {m}")
+        assert_same(full_grads(model), full_grads(plain))
+    if order < math.inf:  # torch's own function has no such norm of an empty shard
+        nn.utils.clip_grad_norm_(plain.block.parameters(), 0.01, order)  # type: ignore[union-attr]
+        nn.utils.clip_grad_norm_(model.block.parameters(), 0.01, order)  # type: ignore[union-attr]
+    assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("order", [2.0, 1.0, 3.5, math.inf])
+def test_rule_17_norms_are_those_of_one_device(pool4: Pool, order: float) -> None:
+    pool4.run(check_norm, order)

@@ -28,7 +28,7 @@ from hsdp.registry import forget, register
 from hsdp.replicas import DEFAULT, ReplicaReduce
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
-from hsdp.training_state import TrainingState
+from hsdp.training_state import TrainingState, expect
 
 if TYPE_CHECKING:
     from hsdp.runtime import Runtime
@@ -148,6 +148,8 @@ class Unit:
 
     def rebuild(self) -> None:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
+        if self.lent:
+            expect(self, "use of the sharded parameters", TrainingState.IDLE)
         self.reshard()
         self.epoch += 1
         for param in self.params:

@@ -113,13 +113,8 @@ def test_calls_at_the_wrong_moment_name_unit_state_and_what_was_expected(pool2: 
 def _backward_inside(env: RankEnv) -> None:
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
     loss = model(floats(env.rank)).square().sum()
-    with (
-        hsdp.full_params(model.blocks[2]),
-        pytest.raises(  # type: ignore[index]
-            hsdp.StateError,
-            match=r"^(backward|use of the sharded parameters): unit 'blocks\.2' is FULL_PARAMS \(.*\), expected IDLE",
-        ),
-    ):
+    told = r"^(backward|use of the sharded parameters): unit 'blocks\.2' is FULL_PARAMS \(.*\), expected IDLE"
+    with hsdp.full_params(model.blocks[2]), pytest.raises(hsdp.StateError, match=told):  # type: ignore[index]
         loss.backward()
     check_grads(model, plain, step, env.rank, env.world_size)
     check_rest(model)

@@ -176,7 +176,7 @@ def planned(block: str, shapes: Shapes, shards: int, precision: str, backend: tu
         precision: "fp32" or "bf16/fp32".
         backend: the backend's measured limits of direct gathers and reduce-scatters, bytes per rank.
     """
-    layout = plan_of(shapes, shards, precision, backend)
+    layout = plan_of(shapes, shards, precision, backend, experts=block in EXPERTS)
     whole = sum(math.prod(shape) for shape in shapes.values())
     flags = len(shapes)
     return Planned(
@@ -190,12 +190,17 @@ def planned(block: str, shapes: Shapes, shards: int, precision: str, backend: tu
     )
 
 
-def plan_of(shapes: Shapes, shards: int, precision: str, backend: tuple[int, int]) -> Layout:
-    """The layout that a unit of these parameters gets under the default policy."""
+def plan_of(shapes: Shapes, shards: int, precision: str, backend: tuple[int, int], *, experts: bool = False) -> Layout:
+    """The layout that a unit of these parameters gets under the default policy; `experts`: placed by `least_padding`."""
     compute = torch.float32 if precision == "fp32" else torch.bfloat16
     kind = LaneKind(torch.float32, compute, torch.float32)
-    specs = [ParamSpec(shape, 0) for shape in shapes.values()]
+    specs = [_least_padding(shape, shards) if experts else ParamSpec(shape, 0) for shape in shapes.values()]
     return plan(specs, shards, thresholds_for(hsdp.CommPolicy(), *backend, kind))
+
+
+def _least_padding(shape: tuple[int, ...], shards: int) -> ParamSpec:
+    placement = hsdp.least_padding(torch.empty(shape, device="meta"), shards)
+    return ParamSpec(shape, 0, merged=2) if isinstance(placement, tuple) else ParamSpec(shape, placement.dim)
 
 
 def gathered_elements(layout: Layout) -> int:

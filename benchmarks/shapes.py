@@ -78,6 +78,12 @@ def gpt_oss_120b_experts() -> Shapes:
     }
 
 
+def mixtral_8x7b_experts() -> Shapes:
+    """A block's 8 experts of Mixtral 8x7B, stacked: the case of fewer experts than ranks."""
+    dim, expert, count = 4096, 14336, 8
+    return {"gate": (count, expert, dim), "up": (count, expert, dim), "down": (count, dim, expert)}
+
+
 BLOCKS: dict[str, Shapes] = {
     "Llama-3 8B": llama3_8b(),
     "DeepSeek-V3": deepseek_v3(),
@@ -86,4 +92,5 @@ BLOCKS: dict[str, Shapes] = {
 EXPERTS: dict[str, Shapes] = {
     "DeepSeek-V3 experts": deepseek_v3_experts(),
     "GPT-OSS 120B experts": gpt_oss_120b_experts(),
+    "Mixtral 8x7B experts": mixtral_8x7b_experts(),
 }

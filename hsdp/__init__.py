@@ -24,6 +24,7 @@ from hsdp.mesh import DataParallelMeshDims
 from hsdp.module import HSDPModule
 from hsdp.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.pipeline import ReductionPipeline
+from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.replicas import AllReduce, ReplicaReduce
 from hsdp.units import by_numel, shard_units
@@ -53,6 +54,7 @@ __all__ = [
     "fully_shard",
     "gathered_apply",
     "init_sharded",
+    "least_padding",
     "register_forward_method",
     "register_fsdp_forward_method",
     "shard_units",

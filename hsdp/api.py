@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import inspect
 import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, TypeVar
@@ -17,9 +18,10 @@ from hsdp.collectives import fingerprint
 from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
 from hsdp.inner import block_of, inner_of
-from hsdp.mesh import DataParallelMeshDims, resolve_mesh
+from hsdp.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
+from hsdp.placement import mergeable
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
@@ -60,7 +62,8 @@ def fully_shard(
             shard ranks: they stay, sharded over groups of k neighbouring ranks, so that the gather for backward stays
             inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
-            Scalars are kept whole on every rank.
+            Scalars are kept whole on every rank. It may take the number of shard ranks as a second argument:
+            `hsdp.least_padding` does, and chooses what pads least, for experts above all.
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
@@ -108,11 +111,11 @@ def fully_shard(
     params = []
     for places, param in found:
         whole = id(param) in replicated
-        dim = None if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn)
+        dim, merged = (None, 1) if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn, axes)
         inner = inner_of(param, axes)
         if inner is not None:
             inner.check(axes, dim, f"fully_shard({name}): parameter {places[0].fqn!r}")
-        params.append(ManagedParam(places, param, dim, whole, inner))
+        params.append(ManagedParam(places, param, dim, merged, whole, inner))
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
@@ -260,18 +263,37 @@ def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: 
         )
 
 
-def _choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None) -> int | None:
-    placement = choose(param) if choose is not None else None
+def _choose_dim(
+    param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, axes: MeshAxes
+) -> tuple[int | None, int]:
+    """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
+    placement = None if choose is None else choose(param, axes.shard_size) if _wants_shards(choose) else choose(param)
     if param.ndim == 0:
-        return None
+        return None, 1
     if placement is None:
-        return 0
+        return 0, 1
     where = f"fully_shard({unit}, shard_placement_fn=...): for parameter {fqn!r} of shape {tuple(param.shape)}"
+    if isinstance(placement, tuple):
+        if placement != (Shard(0), Shard(1)) or isinstance(param, DTensor) or not mergeable(param.shape, axes.shard_size):
+            raise ValueError(
+                f"{where} it returned {placement}; the only tuple is (Shard(0), Shard(1)), for plain parameters whose "
+                f"first two dims, as one, are cut into {axes.shard_size} equal parts that lie inside of a row of dim 0"
+            )
+        return 0, 2
     if type(placement) is not Shard:
         raise TypeError(f"{where} it returned {placement!r}; return Shard(dim) or None")
     if not -param.ndim <= placement.dim < param.ndim:
         raise ValueError(f"{where} it returned {placement}, but dims go from {-param.ndim} to {param.ndim - 1}")
-    return placement.dim % param.ndim
+    return placement.dim % param.ndim, 1
+
+
+def _wants_shards(choose: PlacementFn) -> bool:
+    """Whether the function takes the number of shard ranks too, as `least_padding` does."""
+    try:
+        inspect.signature(choose).bind(None, 1)
+    except (TypeError, ValueError):
+        return False
+    return True
 
 
 def _agree(unit: Unit, params: list[ManagedParam]) -> None:
@@ -282,6 +304,7 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             p.spec.shape,
             str(p.dtype),
             p.spec.dim,
+            p.spec.merged,
             p.replicated,
             p.sharded.requires_grad,
             p.sharded.is_meta,

@@ -53,7 +53,7 @@ def _path(lane: Lane, index: int, unit: Unit) -> str:
     elif lane.shards == 1:
         where, how = f"Shard({piece.spec.dim})", "nothing to gather, all-reduced where autograd made it"
     else:
-        where = f"Shard({piece.spec.dim})"
+        where = f"Shard({piece.spec.dim})" if piece.spec.merged == 1 else "Shard(0, 1)"
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
         how = f"gathered {gather}, reduced {reduce}"
     frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"

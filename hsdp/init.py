@@ -19,9 +19,10 @@ from torch.distributed.tensor import DTensor
 from hsdp.collectives import fingerprint
 from hsdp.errors import StateError
 from hsdp.full_params import visit
+from hsdp.param import rows_of
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
-from hsdp.whole import Loan, broadcast, check_idle, differing, gather, rows_of, spread, unequal, units_below, write_first
+from hsdp.whole import Loan, broadcast, check_idle, differing, gather, spread, unequal, units_below, write_first
 
 InitFn = Callable[[nn.Module], object]
 

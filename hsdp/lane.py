@@ -237,7 +237,7 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
     shards, shape, dim = columns.shape[0], piece.spec.shape, piece.spec.dim
     if dim is None:
         return [columns]
-    if shape[dim] % shards == 0:
+    if piece.even or shape[dim] % shards == 0:
         before = numel_of(shape[:dim])
         return [columns.view(shards, before, piece.numel // before if before else 0)]
     views = []
@@ -253,7 +253,7 @@ def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
         return [whole.reshape(1, -1).expand(shards, -1)]
-    if shape[dim] % shards == 0:
+    if piece.even or shape[dim] % shards == 0:
         before = numel_of(shape[:dim])
         return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
     return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]

@@ -60,6 +60,7 @@ class MeshAxes:
     around: DeviceMesh | None = None
     names: frozenset[str] = frozenset()
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+    _cut_meshes: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
 
     @cached_property
     def shard_size(self) -> int:
@@ -115,6 +116,22 @@ class MeshAxes:
         if self.shard_axis is not None and dim is not None:
             placements[self.shard_axis] = Shard(dim)
         return tuple(placements)
+
+    def merged(self, rows: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
+        """Mesh and placements of a parameter with `rows` rows in dim 0 whose first two dims are cut as one.
+
+        The shard axis is read as two, of `rows` ranks and of the rest: one picks the row, the other a part of it.
+        """
+        assert self.shard_axis is not None, "without a shard axis nothing is cut"
+        mesh, axis = self._cut_meshes.get(rows), self.shard_axis
+        if mesh is None:
+            name = (self.mesh.mesh_dim_names or ("shard",))[axis]
+            names = (f"{name}_row", f"{name}_part")
+            mesh = self.mesh._unflatten(axis, (rows, self.shard_size // rows), names)
+            self._cut_meshes[rows] = mesh
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        placements[axis], placements[axis + 1] = Shard(0), Shard(1)
+        return mesh, tuple(placements)
 
     def __str__(self) -> str:
         if self.replicate_axis is None:

@@ -23,7 +23,7 @@ from hsdp.inner import Inner, block_of, new_dtensor, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
 
-PlacementFn = Callable[[nn.Parameter], Any]
+PlacementFn = Callable[..., Any]
 
 originals: Any = WeakIdKeyDictionary()
 """Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
@@ -74,13 +74,14 @@ class ManagedParam:
         places: list[Place],
         original: nn.Parameter,
         dim: int | None,
+        merged: int = 1,
         replicated: bool = False,
         inner: Inner | None = None,
     ) -> None:
         self.places = places
         self.fqn = places[0].fqn
         self.inner = inner
-        self.spec = ParamSpec(tuple(block_of(original).shape), dim)
+        self.spec = ParamSpec(tuple(block_of(original).shape), dim, merged)
         self.dtype = original.dtype
         self.replicated = replicated
         self.sharded: nn.Parameter = original
@@ -95,7 +96,7 @@ class ManagedParam:
         original = self.sharded
         with torch.no_grad():
             if piece.numel and not original.is_meta:
-                local.copy_(self._rows_of(block_of(original).detach(), piece, axes))
+                local.copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
@@ -110,6 +111,8 @@ class ManagedParam:
             return self.inner.sharded_spec(axes, self.spec.dim, self.dtype)
         stride = torch.empty(self.spec.shape, device="meta").stride()
         meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
+        if self.spec.merged > 1:
+            return DTensorSpec(*axes.merged(self.spec.shape[0]), tensor_meta=meta)
         return DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
 
     def make_whole(self, memory: Tensor) -> None:
@@ -172,12 +175,15 @@ class ManagedParam:
             module._parameters[place.name] = sharded
             refresh_flat_weights(module, place.name, sharded)
 
-    def _rows_of(self, whole: Tensor, piece: Piece, axes: MeshAxes) -> Tensor:
-        if self.spec.dim is None:
-            return whole
-        rows = piece.rows(axes.shard_rank)
-        start = min(axes.shard_rank * piece.chunk, self.spec.shape[self.spec.dim])
-        return whole.narrow(self.spec.dim, start, rows)
+
+def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
+    """The part of a whole parameter that `rank` of the shard group keeps: a view."""
+    spec = piece.spec
+    if spec.dim is None:
+        return whole
+    if spec.merged > 1:
+        return whole.flatten(0, 1).narrow(0, rank * piece.chunk, piece.chunk).view(piece.local_shape(rank))
+    return whole.narrow(spec.dim, min(rank * piece.chunk, spec.cut), piece.rows(rank))
 
 
 def refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:

@@ -20,7 +20,7 @@ from hsdp.errors import DivergenceError, StateError
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
-from hsdp.param import ManagedParam, Place
+from hsdp.param import ManagedParam, Place, rows_of
 from hsdp.registry import unit_of
 from hsdp.state import state_of
 from hsdp.training_state import TrainingState, expect, wrong_state
@@ -109,6 +109,8 @@ def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
     at = piece.offset
     if piece.spec.dim is None:  # whole on every rank; the first one's serves
         return rows[0, at : at + piece.numel].view(piece.spec.shape).clone()
+    if piece.even:
+        return rows[:, at : at + piece.numel].reshape(piece.spec.shape)
     shapes = [piece.local_shape(rank) for rank in range(rows.shape[0])]
     parts = [row[at : at + math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
     return torch.cat(parts, piece.spec.dim)
@@ -125,14 +127,6 @@ def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
     for lane in unit.lanes:
         for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
             param.local.copy_(rows_of(wholes[slot], piece, lane.rank))
-
-
-def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
-    """The rows of a whole parameter that `rank` of the shard group keeps: a view."""
-    if piece.spec.dim is None:
-        return whole
-    start = min(rank * piece.chunk, piece.spec.shape[piece.spec.dim])
-    return whole.narrow(piece.spec.dim, start, piece.rows(rank))
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:

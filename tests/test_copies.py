@@ -23,7 +23,7 @@ from benchmarks.copies import (
     planned,
     scattered_elements,
 )
-from benchmarks.shapes import BLOCKS, Shapes
+from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
 from tests.counting import CollectiveCounter
 from tests.rig import Pool, RankEnv, fake_world
 
@@ -33,6 +33,9 @@ LIMITS = {"nccl": (32 * 1024, 32 * 1024), "gloo": (256 * 1024, 1024 * 1024)}
 def _measure(library: str, precision: str, mesh: str) -> Counts:
     with fake_world(WORLD) as env:
         return measure(library, precision, env.mesh(MESHES[mesh]))
+
+
+EVERY = BLOCKS | EXPERTS
 
 
 @pytest.mark.parametrize("mesh", MESHES)
@@ -107,9 +110,9 @@ def test_all_is_the_same_memory_on_gloo(pool4: Pool) -> None:
 @pytest.mark.parametrize("backend", LIMITS)
 @pytest.mark.parametrize("precision", ["fp32", "bf16/fp32"])
 @pytest.mark.parametrize("ranks", [8, 12, 64])
-@pytest.mark.parametrize("block", BLOCKS)
+@pytest.mark.parametrize("block", EVERY)
 def test_plans_of_published_models_send_what_the_formula_says(block: str, ranks: int, precision: str, backend: str) -> None:
-    found = planned(block, BLOCKS[block], ranks, precision, LIMITS[backend])
+    found = planned(block, EVERY[block], ranks, precision, LIMITS[backend])
     assert 1 <= found.gather <= 1.03
     assert 1 <= found.scatter <= 1.03
     assert 1 <= found.all_reduce <= 1.03

@@ -23,6 +23,7 @@ from hsdp.init import init_sharded, sync_module_states
 from hsdp.mesh import DataParallelMeshDims
 from hsdp.module import HSDPModule
 from hsdp.module import HSDPModule as FSDPModule  # FSDP2's name of it
+from hsdp.offload import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from hsdp.pipeline import ReductionPipeline
 from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -32,15 +33,18 @@ from hsdp.units import by_numel, shard_units
 __all__ = [
     "AllGather",
     "AllReduce",
+    "CPUOffloadPolicy",
     "CheckpointError",
     "CollectiveError",
     "CommPolicy",
     "DataParallelMeshDims",
+    "DiskOffloadPolicy",
     "DivergenceError",
     "FSDPModule",
     "HSDPError",
     "HSDPModule",
     "MixedPrecisionPolicy",
+    "OffloadPolicy",
     "ReduceScatter",
     "ReductionPipeline",
     "ReplicaReduce",

@@ -20,6 +20,7 @@ from hsdp.errors import DivergenceError
 from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
+from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.placement import mergeable
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
@@ -41,6 +42,7 @@ def fully_shard(
     shard_placement_fn: PlacementFn | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     comm_policy: CommPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
     dp_mesh_dims: DataParallelMeshDims | None = None,
@@ -66,6 +68,8 @@ def fully_shard(
             `hsdp.least_padding` does, and chooses what pads least, for experts above all.
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
+        offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,
+            `DiskOffloadPolicy(directory)`, or on the mesh's device.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
         replicate_params: parameters that every rank keeps whole; their gradients are summed over all ranks of the mesh in
             the same pipeline. For small ones that are not worth gathering.
@@ -92,6 +96,7 @@ def fully_shard(
     axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
     policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
+    offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
     _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
     ignored = _identities("ignored_params", ignored_params)
@@ -118,7 +123,7 @@ def fully_shard(
         params.append(ManagedParam(places, param, dim, merged, whole, inner))
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
-    unit = Unit(name, params, axes, policy, comm, reshard_after_forward)
+    unit = Unit(name, params, axes, policy, comm, reshard_after_forward, offload)
     unit.replica_policy = replica_policy
     _agree(unit, params)
     for managed in params:

@@ -30,12 +30,15 @@ from hsdp.collectives import twin_of
 from hsdp.custom import AllGather, ReduceScatter
 from hsdp.errors import StateError
 from hsdp.mesh import DataParallelMeshDims
+from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
 
 _OWN_POLICIES: dict[Any, type] = {
     fsdp.MixedPrecisionPolicy: MixedPrecisionPolicy,
+    fsdp.OffloadPolicy: OffloadPolicy,
+    fsdp.CPUOffloadPolicy: CPUOffloadPolicy,
     getattr(fsdp, "DataParallelMeshDims", None): DataParallelMeshDims,  # newer than torch 2.11
 }
 """FSDP2's dataclass -> hsdp's, which has the same fields or more."""

@@ -23,6 +23,7 @@ from hsdp.inner import new_dtensor
 from hsdp.lane import Lane
 from hsdp.param import ManagedParam
 from hsdp.reduce_plan import LaneReduction, ReducePlan
+from hsdp.streams import synchronize
 from hsdp.witness import Witness
 
 
@@ -267,16 +268,15 @@ class Gradients:
         self._retire_witnesses()
         for part in parts:
             plan = part.plan
-            storage = plan.kind.storage
             used = part.used if self.unused == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
                 used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
             if part.dropped:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
-            values = part.values()
-            if values[0].dtype != storage:
-                values = [value.to(storage) for value in values]
+            values = part.stored()
+            if plan.offload is not None and _host_reads(plan.params):
+                synchronize(plan.device)
             if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0])):
                 self._assign(plan, values, used)
             _run_hooks(plan.params, used)
@@ -350,6 +350,11 @@ def _local_grad(param: ManagedParam) -> Tensor:
         )
     local: Tensor = grad._local_tensor
     return local.base if isinstance(local, Witness) and local.base is not None else local
+
+
+def _host_reads(params: list[ManagedParam]) -> bool:
+    """Whether offloaded gradients are needed at once, to be added or handed on, and not only after the backward."""
+    return any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params)
 
 
 def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:

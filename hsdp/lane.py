@@ -18,10 +18,12 @@ from torch.utils.dlpack import from_dlpack
 from hsdp.layout import PACK_ALL, Piece, Thresholds, plan
 from hsdp.memory import Arena
 from hsdp.mesh import MeshAxes
+from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 
 U8 = torch.uint8
+NOT_OFFLOADED = OffloadPolicy()
 
 
 @dataclass(frozen=True)
@@ -66,6 +68,7 @@ class Lane:
         axes: MeshAxes,
         thresholds: Thresholds,
         parts: int = 1,
+        offload: OffloadPolicy = NOT_OFFLOADED,
     ) -> None:
         self.kind = kind
         self.params = params
@@ -76,6 +79,8 @@ class Lane:
         self.rank = 0 if kind.replicated else axes.shard_rank
         self.layout = plan([p.spec for p in params], self.shards, thresholds)
         self.shard: Tensor
+        self.device = axes.device
+        self.offload = offload
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
         self._parts = parts
@@ -87,10 +92,17 @@ class Lane:
         self._unpack_from: list[Tensor] = []
 
     def allocate(self, device: torch.device) -> None:
-        """Makes the shard buffer. Parameters are then put into it one by one."""
+        """Makes the shard buffer, for compute on `device`. Parameters are then put into it one by one."""
+        self.device = device
         with torch.inference_mode(False):
             # Zeros: padding is read by whoever reads the flat buffer (norms, checkpoints of it), never by parameters.
-            self.shard = torch.zeros(self.layout.numel, dtype=self.kind.storage, device=device)
+            home = NOT_OFFLOADED if device.type == "meta" else self.offload
+            self.shard = home.memory(self.layout.numel, self.kind.storage, device)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
+        return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.
@@ -121,20 +133,20 @@ class Lane:
 
     def _arrange_alone(self) -> None:
         # One shard rank: the layout of whole parameters is that of the shard buffer.
-        if self.kind.compute == self.kind.storage:
+        if not self._moves:
             source = self.shard.data
         else:
-            self._arena = Arena(self.layout.numel, self.kind.compute, self.shard.device)
+            self._arena = Arena(self.layout.numel, self.kind.compute, self.device)
             source = self._arena.tensor
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
             param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
 
     def _arrange_gather(self) -> None:
-        layout, compute, device = self.layout, self.kind.compute, self.shard.device
+        layout, compute, device = self.layout, self.kind.compute, self.device
         shards = layout.shards
         self._arena = Arena(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
         source = self.shard
-        if compute != self.kind.storage:
+        if self._moves:
             self._cast = Arena(layout.numel, compute, device)
             source = self._cast.tensor
         for param, piece in zip(self.params, layout.pieces, strict=True):
@@ -171,11 +183,11 @@ class Lane:
                 arena.alloc()
 
     def fill_gather(self) -> None:
-        """The one cast, where compute and storage dtypes differ; the gather's inputs are ready after it."""
-        if self._cast is not None:
-            self._cast.tensor.copy_(self.shard)
-        elif self._arena is not None and self.shards == 1:
-            self._arena.tensor.copy_(self.shard)
+        """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
+        to = self._cast or (self._arena if self.shards == 1 else None)
+        if to is not None:
+            # First over to the device, then to another dtype: the other way round the host would cast, and wait.
+            to.tensor.copy_(self.shard.to(self.device, non_blocking=True))
 
     def unpack(self) -> None:
         """Copies packed parameters from the staging rows to their places."""

@@ -27,7 +27,7 @@ from hsdp.collectives import Flight, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
 from hsdp.reduce_plan import LaneReduction
-from hsdp.streams import Event, Streams
+from hsdp.streams import Event, Streams, synchronize
 from hsdp.unit import Unit
 
 
@@ -105,6 +105,7 @@ class ReductionPipeline:
         self._scattered: list[Reduction] = []
         self._behind: Event = None
         self._reducing: deque[Bucket] = deque()
+        self._offloads = False
         ReductionPipeline.live.add(self)
 
     def __len__(self) -> int:
@@ -149,6 +150,9 @@ class ReductionPipeline:
             self._start_all_reduce()
         while self._reducing:
             self._land()
+        if self._offloads:
+            self._offloads = False
+            synchronize(self.streams.device)
 
     def abort(self) -> None:
         """Forgets every reduction. Work in flight is waited for; its errors are swallowed, as one was raised already."""
@@ -226,12 +230,12 @@ class ReductionPipeline:
             for reduction in reductions:
                 reduction.unit.gradients.join_partial(reduction.parts)
                 reduction.stage = Stage.REDUCING
-            hooks = partial(_call_hooks, reductions) if any(r.unit.all_reduce_hook for r in reductions) else None
+            finish = partial(_finish, reductions) if any(map(_has_more, reductions)) else None
             if unit.replicate_comm.size > 1:
                 tensors = [t for r in reductions for part in r.parts for t in part.operands]
-                bucket.flight = unit.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, hooks)
+                bucket.flight = unit.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
             else:
-                bucket.flight = unit.shard_comm.local("landing", bucket, hooks)
+                bucket.flight = unit.shard_comm.local("landing", bucket, finish)
         bucket.scatter = bucket.flight
         self._reducing.append(bucket)
 
@@ -243,6 +247,7 @@ class ReductionPipeline:
         self._reducing.popleft()
         for reduction in bucket.reductions:
             reduction.unit.gradients.land(reduction.parts)
+            self._offloads = self._offloads or any(part.plan.offload for part in reduction.parts)
             reduction.stage = Stage.LANDED
 
 
@@ -293,10 +298,18 @@ def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, flo
     return before, factor / before
 
 
-def _call_hooks(reductions: list[Reduction]) -> None:
+def _has_more(reduction: Reduction) -> bool:
+    """Whether something follows the all-reduce on its stream."""
+    return reduction.unit.all_reduce_hook is not None or any(part.plan.offload for part in reduction.parts)
+
+
+def _finish(reductions: list[Reduction]) -> None:
+    """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live."""
     for reduction in reductions:
         hook = reduction.unit.all_reduce_hook
         if hook is not None:
             for part in reduction.parts:
                 for tensor in part.values():
                     hook(tensor)
+        for part in reduction.parts:
+            part.store()

@@ -31,7 +31,9 @@ class ReducePlan:
         # Not the lane itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
         self.kind = lane.kind
         self.shards = lane.shards
-        self.device = lane.shard.device
+        self.device = lane.device
+        # Gradients follow their shards; None: those are on the device.
+        self.offload = lane.offload if lane.shard.device != lane.device else None
         self.op = hash(trainable)
         self.params = [lane.params[i] for i in trainable]
         self.slots = [lane.slots[i] for i in trainable]
@@ -142,7 +144,7 @@ class LaneReduction:
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
     """
 
-    __slots__ = ("dropped", "inputs", "operands", "outputs", "plan", "rows", "used")
+    __slots__ = ("_stored", "dropped", "inputs", "operands", "outputs", "plan", "rows", "used")
 
     def __init__(
         self,
@@ -160,6 +162,7 @@ class LaneReduction:
         self.used = used
         self.rows = rows
         self.dropped: set[int] = set()
+        self._stored: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the whole gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
@@ -173,6 +176,20 @@ class LaneReduction:
         if len(self.operands) == 1:
             return [self.operands[0][: self.plan.layout.numel]]
         return self.operands[:-1]
+
+    def store(self) -> None:
+        """Copies the reduced values to where the shards live, if that is not the device; the host waits in `drain`."""
+        offload, dtype = self.plan.offload, self.plan.kind.storage
+        if offload is not None:
+            values = [value.to(dtype) for value in self.values()]
+            self._stored = [offload.staging(value).copy_(value, non_blocking=True) for value in values]
+
+    def stored(self) -> list[Tensor]:
+        """The reduced values in the dtype and on the device of the shards."""
+        if self._stored is not None:
+            return self._stored
+        values, dtype = self.values(), self.plan.kind.storage
+        return values if values[0].dtype == dtype else [value.to(dtype) for value in values]
 
     def flags(self) -> Tensor:
         """How many ranks used each parameter: exact only in sign."""

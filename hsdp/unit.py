@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from hsdp.collectives import Comm, Flight, abandon, subgroup
 from hsdp.errors import StaleParametersError, StateError
 from hsdp.gradients import Gradients
-from hsdp.lane import Lane, LaneKind, thresholds_for
+from hsdp.lane import NOT_OFFLOADED, Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
+from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp, ReplicaPolicy
 from hsdp.registry import forget, register
@@ -81,6 +82,7 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         comm_policy: CommPolicy,
         reshard_after_forward: bool | int | None,
+        offload: OffloadPolicy = NOT_OFFLOADED,
     ) -> None:
         self.name = name
         self.params = params
@@ -88,6 +90,7 @@ class Unit:
         self.mp_policy = mp_policy
         self.comm_policy = comm_policy
         self.reshard_after_forward = reshard_after_forward
+        self.offload = offload
         self.state = TrainingState.IDLE
         self.lent = False
         self.replica_policy: ReplicaPolicy = "broadcast"
@@ -160,7 +163,8 @@ class Unit:
             raise StateError(
                 f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
             )
-        self._make_lanes(devices.pop())
+        device = devices.pop()
+        self._make_lanes(self.axes.device if device == self.offload.home(self.axes.device) else device)
         for lane in self.lanes:
             for index, param in enumerate(lane.params):
                 param.piece = lane.layout.pieces[index]
@@ -179,7 +183,7 @@ class Unit:
             thresholds = thresholds_for(
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
-            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts)
+            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
             lane.allocate(device)
             self.lanes.append(lane)
 

@@ -1,6 +1,6 @@
 """Kills a rank with SIGKILL again and again, while it trains and while it saves, and checks that nothing is lost.
 
-    python -m tests.checkpoint_crash_run --training 20 --saving 20 --seed 1 --log runs/crash.log
+    python -m tests.checkpoint_crash_run --training 20 --saving 20 --seed 1 --log benchmarks/results/crashes.txt
 
 One *launch* is a set of processes that train from the latest checkpoint on, each time on another mesh. The parent kills
 one of them: while training, at a random moment; while saving, by turns at a random moment or, from inside, at a random
@@ -17,6 +17,7 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import math
 import multiprocessing
 import os
 import random
@@ -35,12 +36,14 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
+from benchmarks.harness import header
 from hsdp import checkpoint
 from tests import checkpoint_models as cm
 
-MESHES = [(1, 2), (2, 1)]
+Mesh = tuple[int, int]
+MESHES: list[Mesh] = [(1, 2), (2, 1)]
 TIMEOUT = 10.0  # seconds: of collectives
-GRACE = 2 * TIMEOUT + 5  # for survivors to end by themselves: torch looks every 10 s whether a new group is made in time
+GRACE = TIMEOUT + 2  # for survivors to end by themselves
 SAVE_EVERY = 3
 KEEP = 2
 
@@ -56,7 +59,7 @@ class Orders:
     """
 
     directory: str
-    mesh: tuple[int, int]
+    mesh: Mesh
     port: int
     until: int
     die_at_call: tuple[int, int, int] | None = None
@@ -201,15 +204,17 @@ def launch(orders: Orders) -> Launch:
 class CrashRun:
     """A whole run: kills, checks, and the log."""
 
-    def __init__(self, directory: Path, seed: int, log: Path | None = None) -> None:
+    def __init__(self, directory: Path, seed: int, meshes: Sequence[Mesh], log: Path | None = None) -> None:
         self.directory = directory
+        self.meshes = meshes
         self.rng = random.Random(seed)
         self.lines: list[str] = []
         self.losses: dict[int, dict[int, float]] = {}
         self.done = 0  # steps behind the latest checkpoint
         self._log = log
         self._launches = 0
-        self._say(f"seed {seed}")
+        self._say(f"{', '.join(f'{key} {value}' for key, value in header().items())}")
+        self._say(f"seed {seed}, meshes {', '.join(f'{r}x{s}' for r, s in meshes)}, collectives' timeout {TIMEOUT:g} s")
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
@@ -218,8 +223,12 @@ class CrashRun:
             self._log.parent.mkdir(parents=True, exist_ok=True)
             self._log.write_text("\n".join(self.lines) + "\n")
 
+    def _choose_rank(self) -> int:
+        """One of the next launch's."""
+        return self.rng.randrange(math.prod(self.meshes[self._launches % len(self.meshes)]))
+
     def _orders(self, until: int, die: tuple[int, int, int] | None = None) -> Orders:
-        mesh = MESHES[self._launches % len(MESHES)]
+        mesh = self.meshes[self._launches % len(self.meshes)]
         self._launches += 1
         return Orders(str(self.directory), mesh, 0, until, die)
 
@@ -227,7 +236,7 @@ class CrashRun:
         """SIGKILL at a random moment of a random step."""
         victim_step = self.done + self.rng.randrange(1, 2 * SAVE_EVERY + 1)
         delay = self.rng.uniform(0, 0.01)
-        victim = self.rng.randrange(2)
+        victim = self._choose_rank()
         running = launch(self._orders(victim_step + 100))
         self._follow(running, lambda rank, message: message[:2] == ("step", victim_step) and rank == victim)
         time.sleep(delay)
@@ -237,7 +246,7 @@ class CrashRun:
         """SIGKILL at a random moment after a random save began."""
         number = self.rng.randrange(3)
         delay = self.rng.uniform(0, 0.03)
-        victim = self.rng.randrange(2)
+        victim = self._choose_rank()
         running = launch(self._orders(self.done + 100))
         self._follow(running, lambda rank, message: message[0] == "saving" and message[2] == number and rank == victim)
         time.sleep(delay)
@@ -246,13 +255,13 @@ class CrashRun:
         where = f"{delay * 1000:.1f} ms after save {number} ({kind}) began, {'inside it' if in_save else 'just over'}"
         self._kill(running, victim, where)
 
-    def kill_in_saving_from_inside(self, calls: Sequence[int]) -> None:
-        """SIGKILL by itself at a random call of the code that saves; `calls`: how many there are, by rank."""
-        victim, number = self.rng.randrange(2), self.rng.randrange(2)
-        at = self.rng.randrange(1, calls[victim] + 1)
+    def kill_in_saving_from_inside(self, calls: int) -> None:
+        """SIGKILL by itself at a random call of the code that saves; `calls`: how many there are, about."""
+        victim, number = self._choose_rank(), self.rng.randrange(2)
+        at = self.rng.randrange(1, calls + 1)
         running = launch(self._orders(self.done + 100, (victim, number, at)))
         self._follow(running, lambda rank, message: not running.processes[victim].is_alive())
-        self._kill(running, victim, f"at call {at} of {calls[victim]} of save {number}")
+        self._kill(running, victim, f"at call {at} of {calls} of save {number}")
 
     def _follow(self, running: Launch, reached: Any) -> None:
         """Reads what is told until `reached(rank, message)`."""
@@ -284,9 +293,9 @@ class CrashRun:
             time.sleep(1)
         running.end()
         assert not survived, f"ranks {survived} hung for {took:.1f} s after rank {victim} was killed {where}"
-        other = running.told[1 - victim][-1]
-        assert other[0] == "error", f"rank {1 - victim} did not notice: {other}"
-        self._check(running, f"rank {victim} killed {where}; the other ended in {took:.1f} s ({other[1][:60]}...)")
+        others = [told[-1] for rank, told in enumerate(running.told) if rank != victim]
+        assert all(other[0] == "error" for other in others), f"not all noticed: {others}"
+        self._check(running, f"rank {victim} killed {where}; the others ended in {took:.1f} s ({others[0][1][:60]}...)")
 
     def _check(self, running: Launch, what: str) -> None:
         for step, by_rank in running.losses.items():
@@ -302,8 +311,8 @@ class CrashRun:
         leftovers = len(list(self.directory.iterdir())) - len(complete)
         self._say(f"{what}; latest {self.done}, {len(complete)} complete, {leftovers} leftovers")
 
-    def run_undisturbed(self, until: int) -> dict[int, int]:
-        """One launch that nobody disturbs; returns the Python calls in a save, by rank."""
+    def run_undisturbed(self, until: int) -> int:
+        """One launch that nobody disturbs; returns the Python calls in a save on the rank that makes most."""
         running = launch(self._orders(until, (-1, -1, -1)))
         while running.alive:
             for rank, message in running.read(0.05):
@@ -312,16 +321,23 @@ class CrashRun:
             pass
         assert all(told[-1] == ("finished",) for told in running.told), [told[-1] for told in running.told]
         self._check(running, f"undisturbed to step {until}")
-        return running.calls
+        return max(running.calls.values())
 
 
-def crash_run(directory: Path, num_training: int, num_saving: int, seed: int, log: Path | None = None) -> int:
+def crash_run(
+    directory: Path,
+    num_training: int,
+    num_saving: int,
+    seed: int,
+    meshes: Sequence[Mesh] = MESHES,
+    log: Path | None = None,
+) -> int:
     """Runs everything; returns the number of steps whose losses were compared.
 
     Raises:
         AssertionError: something was lost, half-written, or hung.
     """
-    run = CrashRun(directory / "checkpoints", seed, log)
+    run = CrashRun(directory / "checkpoints", seed, meshes, log)
     run.directory.mkdir(parents=True)
     calls = run.run_undisturbed(SAVE_EVERY)
     kinds = ["training"] * num_training + [("outside", "inside")[i % 2] for i in range(num_saving)]
@@ -332,7 +348,7 @@ def crash_run(directory: Path, num_training: int, num_saving: int, seed: int, lo
         elif kind == "outside":
             run.kill_in_saving_from_outside()
         else:
-            run.kill_in_saving_from_inside([calls[0], calls[1]])
+            run.kill_in_saving_from_inside(calls)
     until = (run.done // SAVE_EVERY + 2) * SAVE_EVERY
     run.run_undisturbed(until)
     compare(run.losses, until)
@@ -355,10 +371,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--training", type=int, default=20, help="kills while training")
     parser.add_argument("--saving", type=int, default=20, help="kills while saving")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--meshes", default="1x2,2x1", help="by turns, replicas x shards; at most 4 ranks")
     parser.add_argument("--log", type=Path)
     options = parser.parse_args(argv)
+    meshes = [(int(r), int(s)) for r, _, s in (mesh.partition("x") for mesh in options.meshes.split(","))]
     with tempfile.TemporaryDirectory(prefix="hsdp-crash-") as directory:
-        crash_run(Path(directory), options.training, options.saving, options.seed, options.log)
+        crash_run(Path(directory), options.training, options.saving, options.seed, meshes, options.log)
     print(json.dumps({"training": options.training, "saving": options.saving, "seed": options.seed, "ok": True}))
 
 

@@ -72,7 +72,7 @@ def load(
         validate: check every file's checksum first. Without it damage may go unnoticed; names, shapes, dtypes, sizes of
             files, and that every element is there, are checked regardless.
         process_group: the ranks that hold the model; None: all.
-        progress: called on each rank as it reads its parts.
+        progress: called on each rank with the bytes that it has read so far, and those it will in all.
 
     Returns:
         The step, and what was saved beside the tensors.

@@ -7,6 +7,8 @@ goes on while another has failed, and all raise the same text.
 
 from __future__ import annotations
 
+import ctypes
+import pickle
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -22,6 +24,7 @@ T = TypeVar("T")
 R = TypeVar("R")
 
 _CPU = torch.device("cpu")
+_TAG = 0x68736470  # "hsdp"
 
 
 @dataclass(frozen=True)
@@ -39,12 +42,11 @@ class Ranks:
         rank, size: this rank's number in the group, and how many there are.
     """
 
-    def __init__(self, process_group: ProcessGroup | None = None, *, background: bool = False) -> None:
+    def __init__(self, process_group: ProcessGroup | None = None) -> None:
         """Finds (or, once per group, makes: a collective) a CPU group to talk over.
 
         Args:
             process_group: the ranks that take part; None: the default group, or this process alone without one.
-            background: use a group that the main thread does not use, for a thread that runs beside it.
         """
         self.group: ProcessGroup | None = None
         self._talk: ProcessGroup | None = None
@@ -56,7 +58,7 @@ class Ranks:
                 raise ValueError("process_group=...: this process is not one of its ranks; call on its ranks only")
             if self.size > 1:
                 assert self.group is not None, "a group of several ranks exists"
-                self._talk = _cpu_group(self.group, background)
+                self._talk = _cpu_group(self.group)
         elif process_group is not None:
             raise ValueError("process_group=...: torch.distributed is not initialised in this process")
 
@@ -83,7 +85,7 @@ class Ranks:
         answers: list[Any] = [told.value]
         if self._talk is not None:
             answers = [None] * self.size
-            self._send(what, lambda: dist.all_gather_object(answers, told.value, group=self._talk))
+            self._contact(what, lambda: dist.all_gather_object(answers, told.value, group=self._talk))
         _raise_failures(what, answers, told.error)
         return answers
 
@@ -92,7 +94,7 @@ class Ranks:
         told = _attempt(action) if self.rank == rank else _Told(None, None)
         answer = [told.value]
         if self._talk is not None:
-            self._send(what, lambda: dist.broadcast_object_list(answer, group=self._talk, group_src=rank))
+            self._contact(what, lambda: dist.broadcast_object_list(answer, group=self._talk, group_src=rank))
         if isinstance(answer[0], _Failure):
             raise CheckpointError(f"{what}: {answer[0].text}") from told.error
         return cast(T, answer[0])
@@ -100,30 +102,47 @@ class Ranks:
     def meet(self, what: str, action: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
         """Does `action` on every rank, then `combine` on rank 0 with all results; each rank gets its own item of that.
 
+        A thread may do it beside the main thread's collectives: these are messages from one rank to another, with a tag of
+        their own. A group of its own for the thread would have to be made while the run is under way, and a rank that dies
+        at that moment makes gloo wait for it several times as long as the timeout.
+
         Raises:
             CheckpointError: on every rank, if either raised anywhere.
         """
         told = _attempt(action)
-        collected: list[Any] | None = [told.value]
-        if self._talk is not None:
-            collected = [None] * self.size if self.rank == 0 else None
-            self._send(what, lambda: dist.gather_object(told.value, collected, group=self._talk, group_dst=0))
-        replies: list[Any] | None = None
-        if collected is not None:
-            failure = _describe(collected)
-            combined = _attempt(lambda: combine(collected)) if failure is None else _Told(_Failure(failure), told.error)
+        if self.rank > 0:
+            self._contact(what, lambda: self._post(told.value, 0))
+            reply = self._contact(what, lambda: self._receive(0))
+        else:
+            others = range(1, self.size)
+            answers = [told.value, *(self._contact(what, lambda: self._receive(rank)) for rank in others)]
+            failure = _describe(answers)
+            combined = _attempt(lambda: combine(answers)) if failure is None else _Told(_Failure(failure), told.error)
             told = _Told(told.value, told.error or combined.error)
-            replies = [combined.value] * self.size if isinstance(combined.value, _Failure) else combined.value
-        reply = [None] if replies is None else replies[:1]
-        if self._talk is not None:
-            self._send(what, lambda: dist.scatter_object_list(reply, replies, group=self._talk, group_src=0))
-        if isinstance(reply[0], _Failure):
-            raise CheckpointError(f"{what}: {reply[0].text}") from told.error
-        return cast(R, reply[0])
+            failed = isinstance(combined.value, _Failure)
+            replies = [combined.value] * self.size if failed else combined.value
+            for rank in others:
+                self._contact(what, lambda: self._post(replies[rank], rank))
+            reply = replies[0]
+        if isinstance(reply, _Failure):
+            raise CheckpointError(f"{what}: {reply.text}") from told.error
+        return cast(R, reply)
 
-    def _send(self, what: str, collective: Callable[[], object]) -> None:
+    def _post(self, value: object, rank: int) -> None:
+        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        for tensor in (torch.tensor([data.numel()]), data):
+            dist.send(tensor, group=self._talk, group_dst=rank, tag=_TAG)
+
+    def _receive(self, rank: int) -> Any:
+        size = torch.zeros(1, dtype=torch.int64)
+        dist.recv(size, group=self._talk, group_src=rank, tag=_TAG)
+        data = torch.empty(int(size), dtype=torch.uint8)
+        dist.recv(data, group=self._talk, group_src=rank, tag=_TAG)
+        return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+
+    def _contact(self, what: str, exchange: Callable[[], T]) -> T:
         try:
-            collective()
+            return exchange()
         except RuntimeError as error:
             raise CheckpointError(
                 f"{what}: rank {self.rank} of {self.size} lost contact with the others, one of which may have died or "
@@ -166,17 +185,17 @@ def _raise_failures(what: str, answers: list[Any], cause: Exception | None) -> N
         raise CheckpointError(f"{what}: {failure}") from cause
 
 
-_made: list[tuple[weakref.ref[ProcessGroup], bool, weakref.ref[ProcessGroup]]] = []
-"""Groups made here: the group they stand for, whether for the background, the group. torch itself keeps them alive."""
+_made: list[tuple[weakref.ref[ProcessGroup], weakref.ref[ProcessGroup]]] = []
+"""Groups made here: the group they stand for, and the group. torch itself keeps them alive."""
 
 
-def _cpu_group(group: ProcessGroup, background: bool) -> ProcessGroup:
+def _cpu_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks that carries CPU objects: `group` itself where that will do."""
-    if not background and _CPU in group._device_types:
+    if _CPU in group._device_types:
         return group
-    _made[:] = [entry for entry in _made if entry[0]() is not None and entry[2]() is not None]
-    for stands_for, behind, made in _made:
-        if stands_for() is group and behind == background and (found := made()) is not None:
+    _made[:] = [entry for entry in _made if entry[0]() is not None and entry[1]() is not None]
+    for stands_for, made in _made:
+        if stands_for() is group and (found := made()) is not None:
             return found
     new = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
@@ -185,7 +204,7 @@ def _cpu_group(group: ProcessGroup, background: bool) -> ProcessGroup:
         use_local_synchronization=True,
     )
     assert isinstance(new, ProcessGroup), "this rank is one of the ranks"
-    _made.append((weakref.ref(group), background, weakref.ref(new)))
+    _made.append((weakref.ref(group), weakref.ref(new)))
     return new
 
 

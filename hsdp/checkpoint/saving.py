@@ -65,7 +65,7 @@ def save(
 
     It appears under its name when all of it is on disk. A run that dies before leaves the earlier checkpoints as they
     were, and nothing that looks like one. Each element is written once, by the first replica that holds it; buffers and
-    other plain tensors are those of rank 0.
+    other plain tensors are those of rank 0. Only one save is under way at a time: the next one, and a load, wait for it.
 
     Args:
         directory: where the checkpoints of this run are: a file system that all ranks share, and no other run writes to.
@@ -78,7 +78,7 @@ def save(
         async_: return as soon as a copy in host memory is made (of what this rank writes) and write from a thread.
             Call `wait()` on the last handle before the process group is destroyed.
         process_group: the ranks that hold the model; None: all.
-        progress: called on each rank as it writes.
+        progress: called on each rank with the bytes of tensors that it has written so far, and those it will in all.
 
     Returns:
         A handle: finished, or under way if `async_`.
@@ -95,7 +95,7 @@ def save(
         )
     settle()
     started = time.perf_counter()
-    ranks = Ranks(process_group, background=async_)
+    ranks = Ranks(process_group)
     what = f"saving step {step} to {directory}"
     partial = ranks.one(what, lambda: store.begin(Path(directory), step))
     with _discarding(partial, ranks):
@@ -112,7 +112,7 @@ def save(
             logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
         return path
 
-    handle.run(finish, in_background=async_)
+    handle._run(finish, in_background=async_)
     if not async_:
         handle.wait()
     return handle
@@ -159,7 +159,7 @@ class SaveHandle:
             raise self._error
         return self.path
 
-    def run(self, finish: Callable[[], Path], *, in_background: bool) -> None:
+    def _run(self, finish: Callable[[], Path], *, in_background: bool) -> None:
         """Does the rest of a save, here or in a thread."""
 
         def body() -> None:

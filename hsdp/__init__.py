@@ -26,6 +26,7 @@ from hsdp.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.offload import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from hsdp.pipeline import ReductionPipeline
 from hsdp.placement import least_padding
+from hsdp.planning import plan
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.replicas import AllReduce, ReplicaReduce
 from hsdp.units import by_numel, shard_units
@@ -59,6 +60,7 @@ __all__ = [
     "gathered_apply",
     "init_sharded",
     "least_padding",
+    "plan",
     "register_forward_method",
     "register_fsdp_forward_method",
     "shard_units",

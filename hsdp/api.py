@@ -18,7 +18,7 @@ from hsdp.collectives import fingerprint
 from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
 from hsdp.inner import block_of, inner_of
-from hsdp.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
+from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
 from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
@@ -111,12 +111,14 @@ def fully_shard(
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
     for places, param in found:
-        _check_param(param, places[0].module(), places[0].fqn, name)
+        check_param(param, places[0].module(), places[0].fqn, name)
     _check_one_device(found, name)
     params = []
     for places, param in found:
         whole = id(param) in replicated
-        dim, merged = (None, 1) if whole else _choose_dim(param, places[0].fqn, name, shard_placement_fn, axes)
+        dim, merged = (None, 1) if whole else choose_dim(
+            param, places[0].fqn, name, shard_placement_fn, axes.shard_size
+        )
         inner = inner_of(param, axes)
         if inner is not None:
             inner.check(axes, dim, f"fully_shard({name}): parameter {places[0].fqn!r}")
@@ -243,7 +245,8 @@ def _check_one_device(found: list[tuple[list[Place], nn.Parameter]], unit: str) 
         )
 
 
-def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
+def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
+    """Raises ValueError if a parameter cannot be one of the unit that is named `unit`."""
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
     owner = unit_of(param)
     name = next((managed.fqn for managed in owner.params if managed.sharded is param), "?") if owner is not None else "?"
@@ -268,21 +271,21 @@ def _check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: 
         )
 
 
-def _choose_dim(
-    param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, axes: MeshAxes
+def choose_dim(
+    param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int
 ) -> tuple[int | None, int]:
     """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
-    placement = None if choose is None else choose(param, axes.shard_size) if _wants_shards(choose) else choose(param)
+    placement = None if choose is None else choose(param, shards) if _wants_shards(choose) else choose(param)
     if param.ndim == 0:
         return None, 1
     if placement is None:
         return 0, 1
     where = f"fully_shard({unit}, shard_placement_fn=...): for parameter {fqn!r} of shape {tuple(param.shape)}"
     if isinstance(placement, tuple):
-        if placement != (Shard(0), Shard(1)) or isinstance(param, DTensor) or not mergeable(param.shape, axes.shard_size):
+        if placement != (Shard(0), Shard(1)) or isinstance(param, DTensor) or not mergeable(param.shape, shards):
             raise ValueError(
                 f"{where} it returned {placement}; the only tuple is (Shard(0), Shard(1)), for plain parameters whose "
-                f"first two dims, as one, are cut into {axes.shard_size} equal parts that lie inside of a row of dim 0"
+                f"first two dims, as one, are cut into {shards} equal parts that lie inside of a row of dim 0"
             )
         return 0, 2
     if type(placement) is not Shard:

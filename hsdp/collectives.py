@@ -172,7 +172,7 @@ class Comm:
         self.size = size
         self.device = device
         self.streams = streams
-        self.backend = _backend_name(group, device) if group is not None else "none"
+        self.backend = backend_name(group, device) if group is not None else "none"
         self.agreement: Agreement | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
@@ -407,7 +407,12 @@ def fingerprint(tensor: Tensor) -> tuple[int, int]:
     return plain & (2**64 - 1), weighted & (2**64 - 1)
 
 
-def _backend_name(group: ProcessGroup, device: torch.device) -> str:
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves a device in a group: "gloo", "nccl", ...
+
+    Raises:
+        ValueError: none does.
+    """
     try:
         name = group._get_backend(device).name()
     except RuntimeError as error:

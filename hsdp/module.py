@@ -56,11 +56,13 @@ class HSDPModule(FSDP2Methods):
         )
 
     def extra_repr(self) -> str:
-        """What the module's own class says, and its unit: mesh, number of parameters, dtypes."""
+        """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
         own = super().extra_repr()  # type: ignore[misc]
         unit: Unit = self.__dict__["_hsdp_state"].unit
         kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
-        told = f"hsdp unit of {len(unit.params)} parameters, {unit.axes}, {' and '.join(kinds) or 'none of its own'}"
+        dims = sorted({"Replicate()" if p.spec.dim is None else f"Shard({p.spec.dim})" for p in unit.params})
+        count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
+        told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
         return f"{own}, {told}" if own else told
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:

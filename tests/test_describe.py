@@ -6,7 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from hsdp import CommPolicy, MixedPrecisionPolicy, describe, fully_shard
+from hsdp import CommPolicy, MixedPrecisionPolicy, describe, fully_shard, shard_units
+from tests.models import Transformer
 from tests.rig import fake_world
 
 
@@ -23,7 +24,7 @@ def test_describe_shows_the_path_of_each_parameter() -> None:
         lines = _lines(model)
         whole = describe(model[0]).splitlines()[1]
     assert "gathered direct, reduced direct" in whole, whole  # 64 / 4 rows of 64 floats: 4096 bytes
-    assert "2 replicas x 4 shards" in lines["HSDPSequential:"]
+    assert "2 replicas x 4 shards" in lines["Sequential"]
     assert "gathered packed, reduced packed" in lines["1.weight"]  # 3 rows do not go on 4 ranks
     assert "kept whole" in lines["1.bias"]
 
@@ -37,9 +38,28 @@ def test_describe_shows_dtypes_and_what_is_frozen() -> None:
         assert "fp32 / bf16 / fp32" in lines["weight"]
         assert lines["bias"].endswith("frozen")
         assert "in_features=8" in repr(model)
-        assert "hsdp unit of 2 parameters, 4 shards on cpu, float32 as bfloat16" in repr(model)
+        assert "hsdp unit of 2 parameters, 4 shards on cpu, float32 as bfloat16, Shard(0)" in repr(model)
 
 
 def test_describe_refuses_a_model_that_is_not_sharded() -> None:
     with pytest.raises(ValueError, match=r"describe\(Linear\).*fully_shard"):
         describe(nn.Linear(2, 2))
+
+
+def test_describe_shows_the_tree_of_units_and_alike_ones_once() -> None:
+    with fake_world(8) as env:
+        model = Transformer(layers=5)
+        mesh = env.mesh((2, 4))
+        shard_units(model, "blocks.2.q", mesh=mesh, root=False, reshard_after_forward=False)
+        shard_units(model, "blocks.*", mesh=mesh, root=False, reshard_after_forward=2)
+        fully_shard(model, mesh=mesh)
+        heads = [line.split(":")[0] for line in describe(model, params=False).splitlines()]
+        lines = describe(model).splitlines()
+        assert "1 parameter, 2 replicas x 4 shards on cpu" in repr(model.blocks[2].q)
+    assert heads == ["Transformer (root)", "  blocks.0..4 (each of 4)", "  blocks.2", "    blocks.2.q"]
+    assert len(lines) == 4 + 3 + 9 + 8 + 1
+    for line, ending in zip((line for line in lines if "per rank" in line), AFTER, strict=True):
+        assert line.endswith(ending), line
+
+
+AFTER = ("whole until backward", *["sharded over 2 ranks after forward"] * 2, "whole until backward")

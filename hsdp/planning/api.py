@@ -1,0 +1,132 @@
+"""`plan` and `compare`: the questions of a user, turned into facts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp.collectives import backend_name
+from hsdp.mesh import MeshAxes, resolve_mesh
+from hsdp.param import PlacementFn
+from hsdp.planning.facts import facts_of
+from hsdp.planning.plan import Assumptions, Comparison, Plan, plan_facts
+from hsdp.planning.traffic import Link
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.state import state_of
+from hsdp.units import Pattern
+
+Mesh = DeviceMesh | Sequence[int] | int
+
+
+def plan(
+    model: nn.Module,
+    *,
+    mesh: Mesh | None = None,
+    tokens_per_rank: int,
+    units: Pattern | Iterable[Pattern] | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    comm_policy: CommPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    replicate_params: Iterable[nn.Parameter] | None = None,
+    micro_batches: int = 1,
+    optimizer_states: int = 2,
+    activations: int = 0,
+    link: Link | None = None,
+    flops: float = 400e12,
+    memory: int | None = None,
+    recompute: bool = False,
+    backend: str | None = None,
+) -> Plan:
+    """What each unit of a model holds and communicates, and what a step needs in memory and time.
+
+        print(hsdp.plan(model, mesh=(8, 64), tokens_per_rank=8192, memory=80 * 2**30))
+
+    Bytes and numbers of collectives are exact: they come from the planner that `fully_shard` uses, and from the order in
+    which the library works. Memory is that of parameters, gradients and communication, to which `activations` is added.
+    Times are those of a roofline: see `Link` and `flops`. A steady step is planned, in which all parameters are used.
+
+    Args:
+        model: sharded already, or not yet; on the meta device, it takes no memory.
+        mesh: `(replicas, shards)`, a number of shard ranks, or a device mesh; it need not exist, and no process group is
+            needed. None: the mesh of a model that is sharded.
+        tokens_per_rank: tokens of one micro-batch on one rank.
+        units: what is to be a unit, patterns as of `shard_units`, for a model that is not sharded. None: its blocks,
+            which are the elements of its outermost lists of modules, and the rest.
+        mp_policy, comm_policy, reshard_after_forward, shard_placement_fn, ignored_params, replicate_params: as of
+            `fully_shard`. For a sharded model the first three replace its own.
+        micro_batches, optimizer_states, activations, link, flops, memory, recompute: see `Assumptions`.
+        backend: of the process groups. None: that of the mesh, or "nccl" for one that does not exist.
+
+    Raises:
+        TypeError, ValueError: an argument makes no sense, or is refused by `fully_shard` or `shard_units`.
+    """
+    facts = facts_of(
+        model,
+        units,
+        mp_policy=mp_policy,
+        comm_policy=comm_policy,
+        reshard_after_forward=reshard_after_forward,
+        shard_placement_fn=shard_placement_fn,
+        ignored_params=ignored_params,
+        replicate_params=replicate_params,
+    )
+    replicas, shards, own_backend, streams = _read_mesh(model, mesh)
+    told = Assumptions(
+        tokens_per_rank,
+        micro_batches,
+        optimizer_states,
+        activations,
+        link or Link(),
+        flops,
+        memory,
+        recompute,
+        backend or own_backend,
+        streams if backend is None else backend != "gloo" and streams,
+    )
+    return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, replicas, shards, told)
+
+
+def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:
+    """Plans of a model on several meshes, side by side.
+
+        print(hsdp.planning.compare(model, [(8, 64), (16, 32), (32, 16)], tokens_per_rank=8192))
+
+    Args:
+        model: as of `plan`.
+        meshes: each as `mesh` of `plan`.
+        options: what `plan` takes besides.
+    """
+    return Comparison(tuple(plan(model, mesh=mesh, **options) for mesh in meshes))
+
+
+def _read_mesh(model: nn.Module, mesh: Mesh | None) -> tuple[int, int, str, bool]:
+    """Replicas, shards, backend, and whether streams order the work."""
+    if mesh is None:
+        units = (state.unit for module in model.modules() if (state := state_of(module)) is not None)
+        unit = next(units, None)
+        if unit is None:
+            raise ValueError(
+                f"plan({type(model).__name__}): the model is not sharded, so the mesh must be told; pass mesh=(replicas, "
+                "shards), e.g. mesh=(8, 64)"
+            )
+        return _sizes(unit.axes)
+    if isinstance(mesh, DeviceMesh):
+        return _sizes(resolve_mesh(mesh))
+    sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    if len(sizes) not in (1, 2) or not all(type(size) is int and size > 0 for size in sizes):
+        raise ValueError(
+            f"plan(mesh={mesh!r}): expected (replicas, shards), a number of shard ranks, or a DeviceMesh, e.g. mesh=(8, 64)"
+        )
+    return (1, *sizes, "nccl", True) if len(sizes) == 1 else (*sizes, "nccl", True)  # type: ignore[return-value]
+
+
+def _sizes(axes: MeshAxes) -> tuple[int, int, str, bool]:
+    on_cpu = axes.device.type in ("cpu", "meta")
+    group = axes.shard_group or axes.replicate_group
+    assert group is not None, "a mesh has an axis, and an axis a group"
+    return axes.replicate_size, axes.shard_size, backend_name(group, axes.device), not on_cpu

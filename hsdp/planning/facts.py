@@ -1,0 +1,242 @@
+"""What there is to plan: units and their parameters as plain facts, from a model before or after it was sharded."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field, replace
+from functools import partial
+from typing import Any
+
+import torch
+from torch import nn
+
+from hsdp.api import check_param, choose_dim, collect_params
+from hsdp.inner import block_of
+from hsdp.module import HSDPModule
+from hsdp.param import Place, PlacementFn
+from hsdp.placement import least_padding
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.state import state_of
+from hsdp.unit import Unit
+from hsdp.units import Pattern, choose_units
+
+Cut = Callable[[int], tuple[int | None, int]]
+
+
+@dataclass(frozen=True)
+class ParamFacts:
+    """A parameter.
+
+    Attributes:
+        name: relative to its unit's module.
+        shape: of the whole parameter.
+        dtype: storage dtype.
+        dim: the sharded tensor dim; None: kept whole on every rank.
+        merged: how many leading dims are cut as one, as `ParamSpec` has it.
+        replicated: it is one of `replicate_params`.
+        trainable: it gets gradients.
+        active: part of it that computes with a token: 1 for weights, chosen / all for experts, 0 for an embedding's lookup.
+        cut: chooses `dim` and `merged` for a number of shard ranks; None: they are what they are.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: torch.dtype = torch.float32
+    dim: int | None = 0
+    merged: int = 1
+    replicated: bool = False
+    trainable: bool = True
+    active: float = 1.0
+    cut: Cut | None = field(default=None, compare=False, repr=False)
+
+    def on(self, shards: int) -> ParamFacts:
+        """The same on so many shard ranks."""
+        if self.cut is None:
+            return self
+        dim, merged = self.cut(shards)
+        return replace(self, dim=dim, merged=merged)
+
+    @property
+    def numel(self) -> int:
+        """Elements of the whole parameter."""
+        return math.prod(self.shape)
+
+
+@dataclass(frozen=True)
+class UnitFacts:
+    """A unit; a model is a sequence of them in the order in which their forwards begin, the root first.
+
+    Attributes:
+        name: qualified name of its module.
+        params: its own parameters, in the order in which `fully_shard` finds them.
+        parent: index of the unit around it; None for the root.
+        mp_policy, comm_policy, reshard_after_forward: as given to `fully_shard`.
+    """
+
+    name: str
+    params: tuple[ParamFacts, ...]
+    parent: int | None = 0
+    mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
+    comm_policy: CommPolicy = field(default_factory=CommPolicy)
+    reshard_after_forward: bool | int | None = None
+
+
+def facts_of(
+    model: nn.Module,
+    units: Pattern | Iterable[Pattern] | None = None,
+    *,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    comm_policy: CommPolicy | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    replicate_params: Iterable[nn.Parameter] | None = None,
+) -> list[UnitFacts]:
+    """The units of a model: those that it has, or those that `shard_units` would make of it.
+
+    Args:
+        model: the model; on the meta device it costs nothing.
+        units: patterns as of `shard_units`. None: the blocks of the model, which are the elements of its outermost
+            `nn.ModuleList`s and `nn.ModuleDict`s (or of the model itself, if it is an `nn.Sequential`).
+        mp_policy, comm_policy, reshard_after_forward: as of `fully_shard`; for a sharded model, in place of its own.
+        shard_placement_fn, ignored_params, replicate_params: as of `fully_shard`.
+
+    Raises:
+        TypeError, ValueError: what `shard_units` and `fully_shard` refuse; `units` and the like for a sharded model.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"plan: expected an nn.Module, not a {type(model).__name__}")
+    if any(isinstance(module, HSDPModule) for module in model.modules()):
+        given = {"units": units, "shard_placement_fn": shard_placement_fn, "ignored_params": ignored_params}
+        refused = [name for name, value in (given | {"replicate_params": replicate_params}).items() if value is not None]
+        if refused:
+            raise ValueError(
+                f"plan({type(model).__name__}, {refused[0]}=...): the model is sharded already, so its units are what they "
+                "are; leave it out, or plan the model before it is sharded"
+            )
+        found = _of_sharded(model)
+    else:
+        found = _of_plain(model, units, shard_placement_fn, ignored_params, replicate_params)
+    changes: dict[str, Any] = {"mp_policy": mp_policy, "comm_policy": comm_policy}
+    changes["reshard_after_forward"] = reshard_after_forward
+    changes = {name: value for name, value in changes.items() if value is not None}
+    return [replace(unit, **changes) for unit in found]
+
+
+def _of_sharded(model: nn.Module) -> list[UnitFacts]:
+    found: dict[Unit, UnitFacts] = {}
+    order: list[Unit] = []
+
+    def visit(module: nn.Module, name: str, parent: Unit | None) -> None:
+        state = state_of(module)
+        if state is not None and state.unit is not parent:
+            unit = state.unit
+            if unit not in found:
+                order.append(unit)
+                found[unit] = UnitFacts(
+                    name or f"{type(module).__name__.removeprefix('HSDP')} (root)",
+                    tuple(_sharded_param(unit, slot) for slot in range(len(unit.params))),
+                    None if parent is None else order.index(parent),
+                    unit.mp_policy,
+                    unit.comm_policy,
+                    unit.reshard_after_forward,
+                )
+            parent = unit
+        for child_name, child in module.named_children():
+            visit(child, f"{name}.{child_name}" if name else child_name, parent)
+
+    visit(model, "", None)
+    roots = [facts.name for facts in found.values() if facts.parent is None]
+    if len(roots) > 1:
+        raise ValueError(
+            f"plan({type(model).__name__}): its units {roots[:3]} have none around them, so each runs as a model of its "
+            "own; call fully_shard on the model too, or plan each of them"
+        )
+    return list(found.values())
+
+
+def _sharded_param(unit: Unit, slot: int) -> ParamFacts:
+    param = unit.params[slot]
+    spec = param.spec
+    return ParamFacts(
+        param.fqn,
+        spec.shape,
+        param.dtype,
+        spec.dim,
+        spec.merged,
+        param.replicated,
+        param.sharded.requires_grad,
+        _active(param.places),
+        # On other meshes, too, its first dims go together if they can.
+        cut_by(least_padding, spec.shape, param.fqn, unit.name) if spec.merged > 1 else None,
+    )
+
+
+def cut_by(choose: PlacementFn, shape: tuple[int, ...], name: str, unit: str) -> Cut:
+    """What a `shard_placement_fn` chooses for a parameter of this shape."""
+    param = nn.Parameter(torch.empty(shape, device="meta"))
+    return lambda shards: choose_dim(param, name, unit, choose, shards)
+
+
+def _of_plain(
+    model: nn.Module,
+    units: Pattern | Iterable[Pattern] | None,
+    placement: PlacementFn | None,
+    ignored_params: Iterable[nn.Parameter] | None,
+    replicate_params: Iterable[nn.Parameter] | None,
+) -> list[UnitFacts]:
+    ignored = {id(param) for param in ignored_params or ()}
+    replicated = {id(param) for param in replicate_params or ()}
+    if units is None:
+        blocks = {id(block) for block in _blocks(model)}
+        units = [lambda module: id(module) in blocks] if blocks else []
+    chosen = {id(unit.module): unit for unit in choose_units(model, units, True, ignored)}
+    found: list[UnitFacts] = []
+    above: list[tuple[str, int]] = []  # units around the module at hand: (prefix of what is inside, index)
+    for name, module in model.named_modules():
+        if id(module) not in chosen:
+            continue
+        while above and not name.startswith(above[-1][0]):
+            above.pop()
+        params = []
+        nested = chosen.keys() - {id(module)}
+        for places, param in collect_params([module], ignored, lambda m: id(m) in nested):
+            fqn, whole = places[0].fqn, id(param) in replicated
+            check_param(param, places[0].module(), fqn, name)
+            shape = tuple(block_of(param).shape)  # of a DTensor, what this rank has is what is sharded
+            cut = partial(choose_dim, param, fqn, name, placement)
+            params.append(
+                ParamFacts(
+                    fqn,
+                    shape,
+                    param.dtype,
+                    None if whole else 0,
+                    replicated=whole,
+                    trainable=param.requires_grad,
+                    active=_active(places),
+                    cut=None if whole else cut,
+                )
+            )
+        shown = name or f"{type(model).__name__} (root)"
+        found.append(UnitFacts(shown, tuple(params), above[-1][1] if above else None))
+        above.append((f"{name}." if name else "", len(found) - 1))
+    return found
+
+
+def _blocks(model: nn.Module) -> list[nn.Module]:
+    """What people make units of: the elements of the outermost lists of modules."""
+    if isinstance(model, nn.Sequential):
+        return list(model)
+    blocks: list[nn.Module] = []
+    for child in model.children():
+        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
+            blocks += child.children()
+        else:
+            blocks += _blocks(child) if not isinstance(child, nn.Sequential) else []
+    return blocks
+
+
+def _active(places: list[Place]) -> float:
+    """A table that is only looked up computes nothing; one that is tied to a layer does."""
+    return 0.0 if all(isinstance(place.module(), (nn.Embedding, nn.EmbeddingBag)) for place in places) else 1.0

@@ -1,0 +1,243 @@
+"""Where the bytes of each unit lie and travel on a mesh: `hsdp.layout`'s plan of every lane, and the sizes it implies.
+
+This is the planner that `fully_shard` itself uses; nothing is estimated here. All sizes are bytes on one rank.
+"""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass, replace
+
+from hsdp.collectives import direct_bytes
+from hsdp.lane import LaneKind, thresholds_for
+from hsdp.layout import Layout, ParamSpec, Thresholds, plan
+from hsdp.planning.facts import ParamFacts, UnitFacts
+
+# Blocks are alike: most layouts are asked for again and again.
+_layout = functools.lru_cache(maxsize=1024)(plan)
+
+
+@dataclass(frozen=True)
+class LanePlan:
+    """The parameters of a unit that share dtypes.
+
+    Attributes:
+        kind: their dtypes.
+        params: the parameters.
+        layout: of their shards and of the whole ones.
+        trained: of the reduction of those that get gradients; None if none does.
+        parts: size of the group over which they stay sharded after forward (1: none).
+    """
+
+    kind: LaneKind
+    params: tuple[ParamFacts, ...]
+    layout: Layout
+    trained: Layout | None
+    parts: int = 1
+
+    @property
+    def alone(self) -> bool:
+        """Every rank of the shard group holds all of it: nothing is gathered or scattered."""
+        return self.layout.shards == 1
+
+    @property
+    def trainable(self) -> tuple[ParamFacts, ...]:
+        """Those that get gradients, in the order of `trained.pieces`."""
+        return tuple(param for param in self.params if param.trainable)
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    @property
+    def shard_bytes(self) -> int:
+        """The shard buffer, padding included."""
+        return self.layout.numel * self.kind.storage.itemsize
+
+    @property
+    def padding_bytes(self) -> int:
+        """What of that is padding, on average over ranks."""
+        return self.layout.padding * self.kind.storage.itemsize // self.layout.shards
+
+    @property
+    def local_bytes(self) -> int:
+        """The shards of the first rank, which holds most: what an optimizer's state is shaped like."""
+        pieces = zip(self.layout.pieces, self.params, strict=True)
+        numel = sum(ParamSpec(piece.local_shape(0), None).numel for piece, param in pieces if param.trainable)
+        return numel * self.kind.storage.itemsize
+
+    @property
+    def whole_bytes(self) -> int:
+        """The memory behind the whole parameters; none where they alias the shards."""
+        if self.alone:
+            return 0 if self.kind.compute == self.kind.storage else self.layout.numel * self.kind.compute.itemsize
+        return -(-self.layout.whole_numel // self.parts) * self.parts * self.kind.compute.itemsize
+
+    @property
+    def part_bytes(self) -> int:
+        """What is kept between forward and backward when parameters stay sharded over a smaller group."""
+        return 0 if self.alone or self.parts == 1 else self.whole_bytes // self.parts
+
+    @property
+    def staging_bytes(self) -> int:
+        """What only the gather needs: the rows of packed parameters, and the shards' cast."""
+        if self.alone:
+            return 0
+        packed = self.layout.numel - self.layout.gather_packed_start
+        cast = self.layout.numel if self.kind.compute != self.kind.storage else 0
+        return (self.layout.shards * packed + cast) * self.kind.compute.itemsize
+
+    @property
+    def gather_inputs(self) -> list[int]:
+        """What this rank gives to each transfer of the gather."""
+        if self.alone:
+            return []
+        direct = [piece.numel for piece in self.layout.pieces if piece.direct_gather]
+        packed = self.layout.numel - self.layout.gather_packed_start
+        return [numel * self.kind.compute.itemsize for numel in (*direct, packed) if numel]
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def made(self, late: bool) -> tuple[int, int, int]:
+        """Whole gradients as they wait for the reduction: (those that go directly, those to pack, largest one uncast).
+
+        `late`: those of embeddings, which autograd makes when the rest of the unit is over; or all others.
+        """
+        direct = packed = uncast = 0
+        if self.trained is not None:
+            compute, reduce = self.kind.compute.itemsize, self.kind.reduce.itemsize
+            for param, piece in zip(self.trainable, self.trained.pieces, strict=True):
+                if (param.active == 0) != late:
+                    continue
+                if piece.direct_reduce or self.alone:
+                    direct += param.numel * reduce
+                    if self.kind.compute != self.kind.reduce:  # cast in its own hook, one at a time
+                        uncast = max(uncast, param.numel * compute)
+                else:
+                    packed += param.numel * compute
+        return direct, packed, uncast
+
+    @property
+    def flags(self) -> int:
+        """Used-flags: one element per parameter that gets gradients."""
+        return len(self.trainable)
+
+    @property
+    def scatter_rows(self) -> int:
+        """The packed input of the reduce-scatter: a row per rank."""
+        if self.trained is None or self.alone:
+            return 0
+        packed = self.trained.numel - self.trained.reduce_packed_start + self.flags
+        return self.trained.shards * packed * self.kind.reduce.itemsize
+
+    @property
+    def scatter_inputs(self) -> list[int]:
+        """The inputs of the reduce-scatter: gradients that go directly, then the packed rows."""
+        if self.trained is None or self.alone:
+            return []
+        direct = [piece.spec.numel * self.kind.reduce.itemsize for piece in self.trained.pieces if piece.direct_reduce]
+        return [*direct, self.scatter_rows]
+
+    @property
+    def operands(self) -> list[int]:
+        """What is all-reduced over replicas: the reduction buffer, or each gradient where nothing is scattered."""
+        if self.trained is None:
+            return []
+        gradients = [piece.spec.numel for piece in self.trained.pieces]
+        numels = [*gradients, self.flags] if self.alone else [self.trained.numel + self.flags]
+        return [numel * self.kind.reduce.itemsize for numel in numels]
+
+    @property
+    def buffer_bytes(self) -> int:
+        """What the operands take beside the gradients that become them: the reduction buffer, or only the flags."""
+        return self.flags * self.kind.reduce.itemsize if self.alone else sum(self.operands)
+
+    @property
+    def landing_bytes(self) -> int:
+        """What a gradient's cast to the storage dtype takes; 0 where the reduced one serves as it is."""
+        if self.trained is None or self.kind.reduce == self.kind.storage:
+            return 0
+        numel = sum(p.spec.numel for p in self.trained.pieces) if self.alone else self.trained.numel
+        return numel * self.kind.storage.itemsize
+
+    @property
+    def partial_bytes(self) -> int:
+        """Sums of shards over micro-batches, in the dtype in which they are accumulated."""
+        return sum(self.operands) // self.kind.reduce.itemsize * self.kind.accumulate.itemsize
+
+    @property
+    def stash_bytes(self) -> int:
+        """Sums of whole gradients over micro-batches that were not communicated."""
+        return sum(param.numel for param in self.trainable) * self.kind.accumulate.itemsize
+
+
+@dataclass(frozen=True)
+class UnitPlan:
+    """A unit on a mesh.
+
+    Attributes:
+        facts: what it consists of.
+        replicas, shards: sizes R and S of the mesh.
+        lanes: its parameters by dtypes.
+    """
+
+    facts: UnitFacts
+    replicas: int
+    shards: int
+    lanes: tuple[LanePlan, ...]
+
+    @property
+    def numel(self) -> int:
+        """Elements of its whole parameters."""
+        return sum(param.numel for param in self.facts.params)
+
+    @property
+    def trains(self) -> bool:
+        """Whether any of its parameters gets gradients."""
+        return any(param.trainable for param in self.facts.params)
+
+    @property
+    def parts(self) -> int:
+        """Size of the group over which it stays sharded after forward; 1: it does not."""
+        return max((lane.parts for lane in self.lanes), default=1)
+
+    @property
+    def keeps(self) -> bool:
+        """Whether its parameters stay whole between forward and backward."""
+        policy = self.facts.reshard_after_forward
+        # A group of one, too, holds everything.
+        return policy is False or (policy is None and self.facts.parent is None) or (type(policy) is int and policy == 1)
+
+    def total(self, name: str) -> int:
+        """The sum of a size over its lanes."""
+        values = (getattr(lane, name) for lane in self.lanes)
+        return sum(sum(value) if isinstance(value, list) else value for value in values)
+
+
+def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str) -> UnitPlan:
+    """Plans a unit as `fully_shard` does on a mesh of `replicas` x `shards` ranks whose groups have this backend.
+
+    Raises:
+        ValueError: `reshard_after_forward` is an integer that does not divide the shard ranks.
+    """
+    after = facts.reshard_after_forward
+    if type(after) is int and (after < 1 or shards % after):
+        raise ValueError(
+            f"plan: unit {facts.name!r} has reshard_after_forward={after}, which does not divide {shards} shard ranks; "
+            f"choose one of {[k for k in range(1, shards + 1) if shards % k == 0]}"
+        )
+    parts = after if type(after) is int and 1 < after < shards else 1
+    facts = replace(facts, params=tuple(param.on(shards) for param in facts.params))
+    groups: dict[LaneKind, list[ParamFacts]] = {}
+    for param in facts.params:
+        groups.setdefault(LaneKind.of(param.dtype, facts.mp_policy, param.replicated), []).append(param)
+    lanes = []
+    for kind, params in groups.items():
+        thresholds = thresholds_for(facts.comm_policy, *direct_bytes(backend), kind)
+        ranks = 1 if kind.replicated else shards
+        trainable = [param for param in params if param.trainable]
+        layout, trained = (_layout_of(which, ranks, thresholds) for which in (params, trainable))
+        lanes.append(LanePlan(kind, tuple(params), layout, trained if trainable else None, parts))
+    return UnitPlan(facts, replicas, shards, tuple(lanes))
+
+
+def _layout_of(params: list[ParamFacts], shards: int, thresholds: Thresholds) -> Layout:
+    return _layout(tuple(ParamSpec(param.shape, param.dim, param.merged) for param in params), shards, thresholds)

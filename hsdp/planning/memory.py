@@ -1,0 +1,240 @@
+"""Bytes alive on one rank through a step, by what they are for, and the moment at which most of them are."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from hsdp.planning.layouts import LanePlan, UnitPlan
+from hsdp.planning.schedule import Event, Verb
+
+TERMS = {
+    "parameters": "the shards",
+    "optimizer": "its state for them",
+    "activations": "what the plan was told",
+    "gathered": "whole parameters, used or on their way",
+    "staging": "of gathers under way: rows of packed parameters, casts of shards",
+    "made": "whole gradients that wait for their unit's reduction",
+    "sums": "of micro-batches: whole ones, or shards whose all-reduce was deferred",
+    "reduction": "operands of reductions under way",
+    "gradients": "the sharded ones that the optimizer will see",
+}
+"""The terms of a peak, and what they mean."""
+
+
+@dataclass(frozen=True)
+class MemoryPlan:
+    """Bytes on the rank that holds most.
+
+    Attributes:
+        peak: by term, at the moment at which their sum is largest.
+        at: what happens at that moment, and to which unit.
+        largest: the largest that each term gets at any moment.
+    """
+
+    peak: dict[str, int]
+    at: str
+    largest: dict[str, int]
+
+    @property
+    def total(self) -> int:
+        """The peak."""
+        return sum(self.peak.values())
+
+    @property
+    def persistent(self) -> int:
+        """What is there between steps, when gradients were set to None."""
+        return self.peak["parameters"] + self.peak["optimizer"]
+
+    @property
+    def communication(self) -> int:
+        """The peak without activations and what persists."""
+        return self.total - self.persistent - self.peak["activations"]
+
+
+def replay(
+    events: Sequence[Event], units: Sequence[UnitPlan], optimizer_states: int, activations: int, backend: str
+) -> MemoryPlan:
+    """The peak of a step.
+
+    Args:
+        events: the step.
+        units: its units.
+        optimizer_states: tensors of optimizer state per parameter, in its storage dtype.
+        activations: bytes alive when a forward ends; units make and free them in proportion to their parameters.
+        backend: "gloo" receives reduce-scatters beside their inputs.
+    """
+    ledger = _Ledger(units, backend)
+    ledger.now["parameters"] = sum(unit.total("shard_bytes") for unit in units)
+    ledger.now["optimizer"] = optimizer_states * sum(unit.total("local_bytes") for unit in units)
+    numel = sum(unit.numel for unit in units) or 1
+    ledger.activations = [activations * unit.numel // numel for unit in units]
+    ledger.note("between steps")
+    for event in events:
+        for index in event.units:
+            ledger.play(event.verb, index)
+    return MemoryPlan(ledger.peak, ledger.at, ledger.largest)
+
+
+class _Ledger:
+    """Bytes alive now, by term."""
+
+    def __init__(self, units: Sequence[UnitPlan], backend: str) -> None:
+        self.units = units
+        self.now = dict.fromkeys(TERMS, 0)
+        self.peak = dict(self.now)
+        self.largest = dict(self.now)
+        self.at = ""
+        self.activations: list[int] = []
+        self._echo = 2 if backend == "gloo" else 1
+        self._stashed: set[int] = set()
+        self._deferred: set[int] = set()
+        self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
+            Verb.GATHER: self._gather,
+            Verb.REGATHER: self._regather,
+            Verb.OPEN: self._open,
+            Verb.FORWARD: self._forward,
+            Verb.KEEP_PART: self._keep_part,
+            Verb.FREE: self._free,
+            Verb.BACKWARD: self._backward,
+            Verb.EMBED: self._embed,
+            Verb.STASH: self._stash,
+            Verb.FILL: self._fill,
+            Verb.SCATTER: self._scatter,
+            Verb.RELEASE: self._release,
+            Verb.DEFER: self._defer,
+            Verb.ALL_REDUCE: self._all_reduce,
+            Verb.LAND: self._land,
+        }
+        self._held: dict[int, int] = {}
+        self._parted: set[int] = set()
+
+    def play(self, verb: Verb, index: int) -> None:
+        unit = self.units[index]
+        self._here = f"{unit.facts.name} {verb.value}"
+        self._verbs[verb](unit, index)
+        self.note(self._here)
+
+    def note(self, at: str) -> None:
+        """Compares with the peak."""
+        for term, nbytes in self.now.items():
+            self.largest[term] = max(self.largest[term], nbytes)
+        if sum(self.now.values()) > sum(self.peak.values()):
+            self.peak, self.at = dict(self.now), at
+
+    def _add(self, term: str, nbytes: int) -> None:
+        self.now[term] += nbytes
+        assert self.now[term] >= 0, f"{self._here}: {term} below 0"
+
+    def _for_a_moment(self, term: str, nbytes: int) -> None:
+        self._add(term, nbytes)
+        self.note(self._here)
+        self._add(term, -nbytes)
+
+    # -- parameters ----------------------------------------------------------------------------------------------
+
+    def _gather(self, unit: UnitPlan, index: int) -> None:
+        self._add("gathered", unit.total("whole_bytes"))
+        self._add("staging", unit.total("staging_bytes"))
+        self._held[index] = unit.total("staging_bytes")
+
+    def _regather(self, unit: UnitPlan, index: int) -> None:
+        self._add("gathered", unit.total("whole_bytes"))
+        self._held[index] = 0
+
+    def _open(self, unit: UnitPlan, index: int) -> None:
+        self.note(self._here)
+        self._add("staging", -self._held.pop(index))
+
+    def _keep_part(self, unit: UnitPlan, index: int) -> None:
+        self._add("gathered", unit.total("part_bytes"))
+        self.note(self._here)
+        self._add("gathered", -unit.total("whole_bytes"))
+        self._parted.add(index)
+
+    def _free(self, unit: UnitPlan, index: int) -> None:
+        part = unit.total("part_bytes") if index in self._parted else 0
+        self._parted.discard(index)
+        self._add("gathered", -unit.total("whole_bytes") - part)
+
+    def _forward(self, unit: UnitPlan, index: int) -> None:
+        self._add("activations", self.activations[index])
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def _backward(self, unit: UnitPlan, index: int) -> None:
+        self._make(unit, late=False)
+        self._add("activations", -self.activations[index])
+
+    def _embed(self, unit: UnitPlan, index: int) -> None:
+        self._make(unit, late=True)
+
+    def _make(self, unit: UnitPlan, late: bool) -> None:
+        sizes = [lane.made(late) for lane in unit.lanes]
+        self._add("made", sum(direct + packed for direct, packed, _ in sizes))
+        self._for_a_moment("made", max((uncast for _, _, uncast in sizes), default=0))
+
+    @staticmethod
+    def _waiting(lane: LanePlan) -> tuple[int, int]:
+        """Gradients that wait for the reduction: those that become its operands as they are, and those to pack."""
+        (direct, packed, _), (late, late_packed, _) = lane.made(False), lane.made(True)
+        return direct + late, packed + late_packed
+
+    def _stash(self, unit: UnitPlan, index: int) -> None:
+        moved = 0
+        if index not in self._stashed:  # the first gradients are the sums, where their dtype is right
+            for lane in unit.lanes:
+                direct, packed = self._waiting(lane)
+                wide = lane.kind.accumulate
+                alike = (direct if lane.kind.reduce == wide else 0) + (packed if lane.kind.compute == wide else 0)
+                self._add("sums", lane.stash_bytes - alike)
+                moved += alike
+            self.note(self._here)
+        self._add("made", -sum(map(sum, map(self._waiting, unit.lanes))))
+        self._add("sums", moved)
+        self._stashed.add(index)
+
+    def _fill(self, unit: UnitPlan, index: int) -> None:
+        stashed = index in self._stashed
+        self._stashed.discard(index)
+        moved = 0  # what goes directly is an operand as it is; what was packed, or cast from a sum, is alive until all is
+        for lane in unit.lanes:
+            direct, _ = self._waiting(lane)
+            cast = stashed and lane.kind.accumulate != lane.kind.reduce
+            self._add("reduction", lane.scatter_rows + lane.buffer_bytes + (direct if cast else 0))
+            moved += 0 if cast else direct
+        self.note(self._here)
+        self._add("made", -sum(map(sum, map(self._waiting, unit.lanes))))
+        self._add("sums", -unit.total("stash_bytes") if stashed else 0)
+        self._add("reduction", moved)
+
+    def _scatter(self, unit: UnitPlan, index: int) -> None:
+        self._add("reduction", (self._echo - 1) * unit.total("scatter_inputs"))
+
+    def _release(self, unit: UnitPlan, index: int) -> None:
+        self._add("reduction", -self._echo * unit.total("scatter_inputs"))
+
+    def _defer(self, unit: UnitPlan, index: int) -> None:
+        for lane in unit.lanes:
+            if index not in self._deferred:
+                alike = lane.kind.accumulate == lane.kind.reduce
+                self._add("sums", lane.partial_bytes)
+                if not alike:
+                    self.note(self._here)
+            self._add("reduction", -sum(lane.operands))
+        self._deferred.add(index)
+
+    def _all_reduce(self, unit: UnitPlan, index: int) -> None:
+        if index in self._deferred:
+            self._add("sums", -unit.total("partial_bytes"))
+            self._deferred.discard(index)
+
+    def _land(self, unit: UnitPlan, index: int) -> None:
+        for lane in unit.lanes:
+            operands = sum(lane.operands)
+            if lane.landing_bytes:
+                self._add("gradients", lane.landing_bytes)
+                self.note(self._here)
+            else:
+                self._add("gradients", operands)
+            self._add("reduction", -operands)

@@ -1,0 +1,289 @@
+"""Plans as text, JSON and CSV. Nothing is computed here."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Iterable, Sequence
+from dataclasses import asdict
+from typing import TYPE_CHECKING, Any
+
+from hsdp.planning.layouts import LanePlan, UnitPlan
+from hsdp.planning.memory import TERMS
+from hsdp.planning.traffic import Collective
+from hsdp.wording import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
+
+if TYPE_CHECKING:
+    from hsdp.planning.plan import Comparison, Plan
+
+_SHORT = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}
+Row = Sequence[str]
+
+
+def as_text(plan: Plan) -> str:
+    """The plan as tables."""
+    told, link = plan.assumptions, plan.assumptions.link
+    nodes = -(-plan.replicas * plan.shards // link.ranks_per_node)
+    head = [
+        f"{plan.name}: {count_of(plan.numel)} parameters in {len(plan.units)} units on {plan.replicas} replicas x "
+        f"{plan.shards} shards ({nodes} nodes of {link.ranks_per_node})",
+        f"{told.tokens_per_rank:,} tokens per rank x {told.micro_batches} micro-batch{'es' * (told.micro_batches > 1)}, "
+        f"{told.flops / 1e12:.4g} Tflop/s{' with recomputation' if told.recompute else ''}, links of "
+        f"{link.fast / 1e9:.4g} GB/s in a node and {link.slow / 1e9:.4g} GB/s between nodes, backend {told.backend}",
+    ]
+    tables = [
+        "units (sent: bytes per rank and step; fast: inside a node, slow: between nodes; direct: moved without a copy)",
+        _table(_UNIT_HEADS, _unit_rows(plan), left=2),
+        "collectives of a step",
+        _table(
+            ("kind", "axis", "ranks", "calls", "transfers", "sent", "fast", "slow", "takes", "exposed"),
+            [_collective_row(plan, one) for one in plan.collectives],
+            left=2,
+        ),
+        f"memory of a rank, at the peak ({plan.memory.at})",
+        _table(("term", "at the peak", "at most", "what"), _memory_rows(plan), left=1, last=True),
+        f"time of a step {seconds_of(plan.time.step)}: compute {seconds_of(plan.time.compute)}, exposed communication "
+        f"{seconds_of(sum(plan.time.exposed.values()))} ({plan.time.exposed_share:.1%}); "
+        f"{count_of(plan.tokens_per_second).replace(' ', '')} tokens/s in all",
+        plan.bottleneck[0].upper() + plan.bottleneck[1:],
+    ]
+    return "\n".join([*head, "", *tables])
+
+
+_UNIT_HEADS = (
+    ("unit", "dtypes", "parameters", "per rank", "padding", "direct AG", "direct RS")
+    + ("calls", "AG", "RS", "AR", "fast", "slow")
+)  # fmt: skip
+
+
+def _unit_rows(plan: Plan) -> Iterable[Row]:
+    """Units that differ by a number in their name only share a row."""
+    groups: dict[tuple[str, ...], list[str]] = {}
+    for unit, sent in zip(plan.units, plan.by_unit, strict=True):
+        name = unit.facts.name
+        groups.setdefault((pattern_of(name), *_unit_cells(unit, sent)), []).append(name)
+    for (_, *cells), names in groups.items():
+        yield together(names), *cells
+
+
+def _unit_cells(unit: UnitPlan, sent: Sequence[Collective]) -> Row:
+    kinds = {kind: sum(one.sent for one in sent if one.kind == kind) for kind in _SHORT}
+    return (
+        " + ".join(_dtypes(lane) for lane in unit.lanes),
+        count_of(unit.numel),
+        bytes_of(unit.total("shard_bytes")),
+        bytes_of(unit.total("padding_bytes")),
+        f"{direct_share(unit, 'gather'):.1%}",
+        f"{direct_share(unit, 'reduce'):.1%}",
+        str(sum(one.calls for one in sent)),
+        *(bytes_of(kinds[kind]) for kind in _SHORT),
+        bytes_of(sum(one.fast for one in sent)),
+        bytes_of(sum(one.slow for one in sent)),
+    )
+
+
+def _dtypes(lane: LanePlan) -> str:
+    kind = lane.kind
+    told = "/".join(dtype_of(dtype) for dtype in (kind.storage, kind.compute, kind.reduce))
+    return f"{told} whole" if kind.replicated else told
+
+
+def direct_share(unit: UnitPlan, what: str) -> float:
+    """Part of a unit's elements that is gathered, or reduced, without a copy ("gather", "reduce")."""
+    direct = 0
+    for lane in unit.lanes:
+        if lane.alone:
+            direct += sum(param.numel for param in lane.params if what == "gather" or param.trainable)
+        elif what == "gather":
+            direct += sum(piece.spec.numel for piece in lane.layout.pieces if piece.direct_gather)
+        elif lane.trained is not None:
+            direct += sum(piece.spec.numel for piece in lane.trained.pieces if piece.direct_reduce)
+    total = sum(param.numel for param in unit.facts.params if what == "gather" or param.trainable)
+    return direct / total if total else 0.0
+
+
+def _collective_row(plan: Plan, one: Collective) -> Row:
+    # Waits are known by kind: the first row of a kind shows them.
+    first = next(other for other in plan.collectives if other.kind == one.kind) is one
+    return (
+        one.kind,
+        one.axis,
+        str(one.size),
+        str(one.calls),
+        str(one.transfers),
+        bytes_of(one.sent),
+        bytes_of(one.fast),
+        bytes_of(one.slow),
+        seconds_of(one.seconds),
+        seconds_of(plan.time.exposed[one.kind]) if first else "",
+    )
+
+
+def _memory_rows(plan: Plan) -> Iterable[Row]:
+    for term, meaning in TERMS.items():
+        if plan.memory.largest[term]:
+            yield term, bytes_of(plan.memory.peak[term]), bytes_of(plan.memory.largest[term]), meaning
+    limit = plan.assumptions.memory
+    told = "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}"
+    yield "total", bytes_of(plan.memory.total), "", told
+
+
+def comparison_as_text(comparison: Comparison) -> str:
+    """One line per plan, the best one marked."""
+    plans = comparison.plans
+    if not plans:
+        return "nothing to compare"
+    shown = ("per rank", "peak", "AG+RS slow", "AR slow", "step", "compute", "exposed", *_SHORT.values(), "tokens/s")
+    rows = [_comparison_row(plan, plan is comparison.best) for plan in plans]
+    best = comparison.best
+    lines = [
+        f"{plans[0].name}: {count_of(plans[0].numel)} parameters, {plans[0].assumptions.tokens_per_rank:,} tokens per rank",
+        _table(("", "mesh", *shown), rows, left=2),
+        "no mesh fits" if best is None else f"* {best.replicas} x {best.shards} trains on most tokens per rank. With it, "
+        + best.bottleneck,
+    ]
+    return "\n".join(lines)
+
+
+def _comparison_row(plan: Plan, best: bool) -> Row:
+    slow = {kind: sum(one.slow for one in plan.collectives if one.kind == kind) for kind in _SHORT}
+    return (
+        "*" if best else "" if plan.fits else "!",
+        f"{plan.replicas} x {plan.shards}",
+        bytes_of(plan.memory.persistent),
+        bytes_of(plan.memory.total) + ("" if plan.fits else " (does not fit)"),
+        bytes_of(slow["all-gather"] + slow["reduce-scatter"]),
+        bytes_of(slow["all-reduce"]),
+        seconds_of(plan.time.step),
+        seconds_of(plan.time.compute),
+        f"{plan.time.exposed_share:.1%}",
+        *(seconds_of(plan.time.exposed[kind]) for kind in _SHORT),
+        count_of(plan.tokens_per_second).replace(" ", ""),
+    )
+
+
+def _table(heads: Row, rows: Iterable[Row], left: int, last: bool = False) -> str:
+    """Columns; the first `left` ones, and the last one if told, flush left."""
+    cells = [list(heads), *map(list, rows)]
+    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
+    lines = []
+    for row in cells:
+        flush = [at < left or (last and at == len(row) - 1) for at in range(len(row))]
+        told = [cell.ljust(n) if one else cell.rjust(n) for cell, n, one in zip(row, widths, flush, strict=True)]
+        lines.append(("  " + "  ".join(told)).rstrip())
+    return "\n".join(lines) + "\n"
+
+
+_UNIT_BYTES = ("shard_bytes", "padding_bytes", "whole_bytes")
+
+# -- data --------------------------------------------------------------------------------------------------------
+
+
+def as_dict(plan: Plan) -> dict[str, Any]:
+    """Everything, as plain data; sizes in bytes, times in seconds."""
+    return {
+        "model": plan.name,
+        "mesh": {"replicas": plan.replicas, "shards": plan.shards},
+        "assumptions": asdict(plan.assumptions),
+        "parameters": plan.numel,
+        "units": [_unit_dict(unit, sent) for unit, sent in zip(plan.units, plan.by_unit, strict=True)],
+        "collectives": [asdict(one) for one in plan.collectives],
+        "memory": {"total": plan.memory.total, **asdict(plan.memory)},
+        "time": {"exposed_share": plan.time.exposed_share, **asdict(plan.time)},
+        "tokens_per_second": plan.tokens_per_second,
+        "fits": plan.fits,
+        "bottleneck": plan.bottleneck,
+    }
+
+
+def _unit_dict(unit: UnitPlan, sent: Sequence[Collective]) -> dict[str, Any]:
+    return {
+        "name": unit.facts.name,
+        "parameters": unit.numel,
+        **{name: unit.total(name) for name in _UNIT_BYTES},
+        "direct_gather": direct_share(unit, "gather"),
+        "direct_reduce": direct_share(unit, "reduce"),
+        "collectives": [asdict(one) for one in sent],
+        "lanes": [
+            {
+                "storage": dtype_of(lane.kind.storage),
+                "compute": dtype_of(lane.kind.compute),
+                "reduce": dtype_of(lane.kind.reduce),
+                "replicated": lane.kind.replicated,
+                "params": [
+                    {
+                        "name": param.name,
+                        "shape": list(param.shape),
+                        "trainable": param.trainable,
+                        "direct_gather": piece.direct_gather,
+                        "bytes": piece.numel * lane.kind.storage.itemsize,
+                    }
+                    for param, piece in zip(lane.params, lane.layout.pieces, strict=True)
+                ],
+            }
+            for lane in unit.lanes
+        ],
+    }
+
+
+def as_json(plan: Plan) -> str:
+    """`as_dict` as JSON."""
+    return json.dumps(as_dict(plan), indent=1)
+
+
+def as_csv(plan: Plan) -> str:
+    """A line per unit; sizes in bytes."""
+    heads = ["unit", "dtypes", "parameters", *_UNIT_BYTES, "direct_gather", "direct_reduce"]
+    for kind in _SHORT:
+        heads += [f"{kind.replace('-', '_')}_{what}" for what in ("calls", "transfers", "sent", "fast", "slow")]
+    rows = []
+    for unit, sent in zip(plan.units, plan.by_unit, strict=True):
+        row: list[Any] = [unit.facts.name, " + ".join(map(_dtypes, unit.lanes)), unit.numel]
+        row += [unit.total(name) for name in _UNIT_BYTES]
+        row += [round(direct_share(unit, what), 6) for what in ("gather", "reduce")]
+        for kind in _SHORT:
+            alike = [one for one in sent if one.kind == kind]
+            row += [sum(getattr(one, name) for one in alike) for name in ("calls", "transfers", "sent", "fast", "slow")]
+        rows.append(row)
+    return _csv(heads, rows)
+
+
+def comparison_as_json(comparison: Comparison) -> str:
+    """The plans as JSON, and the index of the best."""
+    best = comparison.best
+    told = {
+        "best": None if best is None else comparison.plans.index(best),
+        "plans": [as_dict(plan) for plan in comparison.plans],
+    }
+    return json.dumps(told, indent=1)
+
+
+def comparison_as_csv(comparison: Comparison) -> str:
+    """A line per plan."""
+    heads = ["replicas", "shards", "best", "fits", "persistent_bytes", "peak_bytes", "step_s", "compute_s"]
+    heads += [*(f"{kind.replace('-', '_')}_exposed_s" for kind in _SHORT), "tokens_per_second"]
+    rows = [
+        [
+            plan.replicas,
+            plan.shards,
+            int(plan is comparison.best),
+            int(plan.fits),
+            plan.memory.persistent,
+            plan.memory.total,
+            plan.time.step,
+            plan.time.compute,
+            *(plan.time.exposed[kind] for kind in _SHORT),
+            plan.tokens_per_second,
+        ]
+        for plan in comparison.plans
+    ]
+    return _csv(heads, rows)
+
+
+def _csv(heads: Sequence[str], rows: Iterable[Sequence[Any]]) -> str:
+    out = io.StringIO()
+    writer = csv.writer(out, lineterminator="\n")
+    writer.writerow(heads)
+    writer.writerows(rows)
+    return out.getvalue()

@@ -1,0 +1,147 @@
+"""When a step's computing and its collectives happen: a clock for each, and how long one waits for the other."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.schedule import Event, Verb
+from hsdp.planning.traffic import Wires
+
+KINDS = ("all-gather", "reduce-scatter", "all-reduce")
+
+
+class Durations(Protocol):
+    """How long things take, in seconds."""
+
+    @property
+    def shared(self) -> bool:
+        """Whether the collectives of both axes take turns on one link."""
+        ...
+
+    def compute(self, verb: Verb, unit: int) -> float:
+        """A unit's own part of forward or backward."""
+        ...
+
+    def collective(self, event: Event) -> float:
+        """What an event starts; 0 if that is no collective."""
+        ...
+
+
+@dataclass(frozen=True)
+class TimePlan:
+    """A step's time, in seconds, without the optimizer.
+
+    Attributes:
+        step: the whole.
+        compute: what the same step takes without communication.
+        busy: by kind of collective, how long its calls take, whether hidden or not.
+        exposed: by kind, how long computing waits for it.
+    """
+
+    step: float
+    compute: float
+    busy: dict[str, float] = field(default_factory=dict)
+    exposed: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def exposed_share(self) -> float:
+        """Part of the step in which nothing is computed."""
+        return 1 - self.compute / self.step if self.step else 0.0
+
+
+def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePlan:
+    """Runs a step: computing goes on until it has to wait, collectives of a link run one after the other.
+
+    Args:
+        events: the step.
+        durations: of its parts.
+        device: whether streams order the work; else an all-reduce is started by the host, when it has seen the
+            reduce-scatter done.
+    """
+    now = compute = 0.0
+    free = {"shard": 0.0, "replicate": 0.0}
+    ends: dict[tuple[str, int], float] = {}
+    busy, exposed = dict.fromkeys(KINDS, 0.0), dict.fromkeys(KINDS, 0.0)
+
+    def start(kind: str, event: Event, ready: float) -> None:
+        link = "replicate" if kind == "all-reduce" and not durations.shared else "shard"
+        duration = durations.collective(event)
+        end = ready
+        if duration:
+            end = free[link] = max(ready, free[link]) + duration
+        busy[kind] += duration
+        for unit in event.units:
+            ends[kind, unit] = end
+
+    def wait(kind: str, unit: int) -> None:
+        nonlocal now
+        end = ends.pop((kind, unit), 0.0)
+        exposed[kind] += max(0.0, end - now)
+        now = max(now, end)
+
+    for event in events:
+        verb, unit = event.verb, event.units[0]
+        if verb in (Verb.GATHER, Verb.REGATHER):
+            start("all-gather", event, now)
+        elif verb is Verb.OPEN:
+            wait("all-gather", unit)
+        elif verb in (Verb.FORWARD, Verb.BACKWARD):
+            duration = durations.compute(verb, unit)
+            now += duration
+            compute += duration
+        elif verb is Verb.SCATTER:
+            start("reduce-scatter", event, now)
+        elif verb is Verb.RELEASE:
+            wait("reduce-scatter", unit)
+        elif verb is Verb.ALL_REDUCE:
+            scattered = max(ends.get(("reduce-scatter", unit), 0.0) for unit in event.units)
+            start("all-reduce", event, scattered if device else now)
+        elif verb is Verb.LAND:
+            wait("all-reduce", unit)
+    return TimePlan(now, compute, busy, exposed)
+
+
+@dataclass(frozen=True)
+class Predicted:
+    """Durations by the roofline: flops over flops per second, bytes over bytes per second.
+
+    A weight costs 2 flops per token and element in forward, as much again for the gradient of its input, and as much
+    again for its own if it is trainable. What attention computes with its scores is not counted.
+
+    Attributes:
+        units: of the step.
+        wires: their collectives.
+        tokens: of a micro-batch on a rank.
+        flops: per second, as achieved.
+        recompute: whether backward runs forward again (activation checkpointing).
+    """
+
+    units: Sequence[UnitPlan]
+    wires: Wires
+    tokens: int
+    flops: float
+    recompute: bool = False
+
+    @property
+    def shared(self) -> bool:
+        """Both axes need the links between nodes as soon as a shard group spans nodes."""
+        wires = self.wires
+        shard, replicate = (wires.link.members(axis, wires.replicas, wires.shards) for axis in ("shard", "replicate"))
+        return shard < wires.shards and replicate < wires.replicas
+
+    def compute(self, verb: Verb, unit: int) -> float:
+        """See `Durations`."""
+        params = self.units[unit].facts.params
+        forward = sum(param.numel * param.active for param in params)
+        if verb is Verb.FORWARD:
+            return 2 * forward * self.tokens / self.flops
+        trained = sum(param.numel * param.active for param in params if param.trainable)
+        passes = forward + trained + (forward if self.recompute else 0)
+        return 2 * passes * self.tokens / self.flops
+
+    def collective(self, event: Event) -> float:
+        """See `Durations`."""
+        return sum(one.seconds for one in self.wires.of(event, self.units))

@@ -1,0 +1,182 @@
+"""Collectives of a step and the bytes that a rank sends, on fast links inside a node and slow ones between nodes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from hsdp.collectives import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
+from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.schedule import Event, Verb
+
+
+@dataclass(frozen=True)
+class Link:
+    """How ranks are connected, neighbours in a node first: ranks 0 to n-1 are one node.
+
+    The default rates are 80 % and 90 % of the nominal ones of nodes of 8 H100 (NVLink 4: 450 GB/s each way; a 400 Gbit/s
+    NIC per GPU: 50 GB/s), the default latencies those by which NCCL itself predicts rings (src/graph/tuning.cc). Measure
+    your own (nccl-tests' "busbw") for figures to rely on.
+
+    Attributes:
+        fast: bytes per second that a rank sends inside a node, while it receives as many.
+        slow: the same between nodes, of a rank's share of its node's adapters.
+        ranks_per_node: n.
+        latency: seconds of a call.
+        fast_step, slow_step: seconds of each hop of a ring, inside a node and between nodes.
+    """
+
+    fast: float = 360e9
+    slow: float = 45e9
+    ranks_per_node: int = 8
+    latency: float = 8.4e-6
+    fast_step: float = 3.4e-6
+    slow_step: float = 14e-6
+
+    def __post_init__(self) -> None:
+        for name in ("fast", "slow", "ranks_per_node"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+                unit = "a number of ranks" if name == "ranks_per_node" else "bytes per second"
+                raise ValueError(f"Link({name}={value!r}): expected {unit}, a number above 0")
+        for name in ("latency", "fast_step", "slow_step"):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+                raise ValueError(f"Link({name}={value!r}): expected seconds, a number of at least 0")
+
+    def members(self, axis: str, replicas: int, shards: int) -> int:
+        """How many ranks of a group lie in one node, at least."""
+        if axis != "replicate":
+            return math.gcd(shards, self.ranks_per_node)
+        beside = self.ranks_per_node // shards if self.ranks_per_node % shards == 0 else 1
+        return math.gcd(replicas, beside)
+
+    def split(self, sent: float, size: int, members: int) -> tuple[float, float]:
+        """Of the bytes that a rank sends in a group of `size`, those inside its node and those between nodes.
+
+        A rank needs each other node's bytes once per node, not once per rank: that is how rings and trees over nodes
+        work, and every rank carries an equal share.
+        """
+        slow = sent * (size - members) / (members * (size - 1)) if size > 1 else 0.0
+        return sent - slow, slow
+
+    def seconds(self, rounds: int, size: int, members: int, fast: float, slow: float) -> float:
+        """How long a call takes that sends so much in `rounds` rounds of a ring: the two tiers work at the same time."""
+        between = size // members - 1
+        steps = rounds * ((size - 1 - between) * self.fast_step + between * self.slow_step)
+        return self.latency + steps + max(fast / self.fast, slow / self.slow)
+
+
+@dataclass(frozen=True)
+class Collective:
+    """Calls of one kind.
+
+    Attributes:
+        kind: "all-gather", "reduce-scatter" or "all-reduce".
+        axis: the group: "shard", "part" (neighbours that keep the whole parameters after forward) or "replicate".
+        size: ranks in it.
+        calls: how often a collective is started.
+        transfers: tensors that move, more than one per call when coalesced.
+        sent: bytes that a rank sends, and receives.
+        fast, slow: those of them inside a node, and between nodes.
+        seconds: what the calls take, each alone.
+    """
+
+    kind: str
+    axis: str
+    size: int
+    calls: int
+    transfers: int
+    sent: float
+    fast: float
+    slow: float
+    seconds: float
+
+    def __add__(self, other: Collective) -> Collective:
+        assert (self.kind, self.axis) == (other.kind, other.axis), "only calls of one kind are added up"
+        return Collective(
+            self.kind,
+            self.axis,
+            self.size,
+            self.calls + other.calls,
+            self.transfers + other.transfers,
+            self.sent + other.sent,
+            self.fast + other.fast,
+            self.slow + other.slow,
+            self.seconds + other.seconds,
+        )
+
+
+@dataclass(frozen=True)
+class Wires:
+    """What turns events into collectives: the mesh, its links and the habits of its backend."""
+
+    replicas: int
+    shards: int
+    link: Link
+    backend: str
+
+    def of(self, event: Event, units: Sequence[UnitPlan]) -> list[Collective]:
+        """The collectives that an event starts."""
+        involved = [units[index] for index in event.units]
+        if event.verb is Verb.GATHER:
+            inputs = [size for unit in involved for lane in unit.lanes for size in lane.gather_inputs]
+            return self._gather("shard", self.shards, inputs)
+        if event.verb is Verb.REGATHER:
+            parts = [lane.part_bytes for unit in involved for lane in unit.lanes if lane.part_bytes]
+            return self._gather("part", involved[0].parts, parts)
+        if event.verb is Verb.SCATTER and self.shards > 1:
+            return self._scatter(involved)
+        if event.verb is Verb.ALL_REDUCE and self.replicas > 1:
+            return self._all_reduce("replicate", self.replicas, _operands(involved))
+        return []
+
+    def _gather(self, axis: str, size: int, inputs: list[int]) -> list[Collective]:
+        calls = self._calls(inputs, GATHER_ALONE_BYTES)
+        return self._collective("all-gather", axis, size, calls, len(inputs), sum(inputs) * (size - 1))
+
+    def _scatter(self, units: list[UnitPlan]) -> list[Collective]:
+        inputs = [(lane.kind.reduce, size) for unit in units for lane in unit.lanes for size in lane.scatter_inputs]
+        # On gloo each tensor is an all-to-all of its own.
+        calls = len(inputs) if self.backend == "gloo" else len({dtype for dtype, _ in inputs})
+        sent = sum(size for _, size in inputs) * (self.shards - 1) / self.shards
+        found = self._collective("reduce-scatter", "shard", self.shards, calls, len(inputs), sent)
+        return found + self._all_reduce("shard", self.shards, _operands(units, replicated=True))
+
+    def _all_reduce(self, axis: str, size: int, operands: Sequence[tuple[torch.dtype, int]]) -> list[Collective]:
+        by_dtype: dict[torch.dtype, list[int]] = {}
+        for dtype, nbytes in operands:
+            by_dtype.setdefault(dtype, []).append(nbytes)
+        calls = sum(self._calls(sizes, REDUCE_ALONE_BYTES) for sizes in by_dtype.values())
+        sent = 2 * sum(nbytes for _, nbytes in operands) * (size - 1) / size
+        return self._collective("all-reduce", axis, size, calls, len(operands), sent)
+
+    def _calls(self, sizes: list[int], alone: int) -> int:
+        return len(share_calls(sizes, alone)) if self.backend == "gloo" else int(bool(sizes))
+
+    def _collective(self, kind: str, axis: str, size: int, calls: int, transfers: int, sent: float) -> list[Collective]:
+        if not calls:
+            return []
+        members = self.link.members(axis, self.replicas, size if axis == "part" else self.shards)
+        fast, slow = self.link.split(sent, size, members)
+        rounds = 2 if kind == "all-reduce" else 1
+        seconds = calls * self.link.seconds(rounds, size, members, fast / calls, slow / calls)
+        return [Collective(kind, axis, size, calls, transfers, sent, fast, slow, seconds)]
+
+
+def _operands(units: Sequence[UnitPlan], replicated: bool = False) -> list[tuple[torch.dtype, int]]:
+    """What is all-reduced, with its dtype; only that of parameters that every rank keeps whole if told."""
+    lanes = [lane for unit in units for lane in unit.lanes if lane.kind.replicated or not replicated]
+    return [(lane.kind.reduce, size) for lane in lanes for size in lane.operands]
+
+
+def add_up(collectives: Sequence[Collective]) -> tuple[Collective, ...]:
+    """One entry for each kind and axis."""
+    sums: dict[tuple[str, str], Collective] = {}
+    for one in collectives:
+        key = (one.kind, one.axis)
+        sums[key] = sums[key] + one if key in sums else one
+    return tuple(sums.values())

@@ -1,0 +1,54 @@
+"""Bytes, seconds, counts, dtypes and rows of names as people read them."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+
+import torch
+
+_NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+
+def bytes_of(nbytes: float) -> str:
+    """With three digits: "1.25 GiB"."""
+    for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
+        if abs(nbytes) < 1000 or unit == "TiB":
+            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        nbytes /= 1024
+    raise AssertionError("TiB takes whatever is left")
+
+
+def seconds_of(seconds: float) -> str:
+    """With three digits: "12.5 ms"."""
+    for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
+        if seconds >= scale or unit == "us":
+            return f"{seconds / scale:.3g} {unit}"
+    raise AssertionError("microseconds take whatever is left")
+
+
+def count_of(count: float) -> str:
+    """With three digits: "70.6 B"."""
+    for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
+        if count >= scale:
+            return f"{count / scale:.3g}{unit}"
+    return f"{count:.0f}"
+
+
+def dtype_of(dtype: torch.dtype) -> str:
+    """As the field abbreviates it: "bf16"."""
+    return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def pattern_of(name: str) -> str:
+    """A name without its numbers: those of alike modules are equal."""
+    return re.sub(r"\d+", "#", name)
+
+
+def together(names: Sequence[str]) -> str:
+    """Names of one pattern as one: "blocks.0..31 (each of 32)"."""
+    if len(names) == 1:
+        return names[0]
+    parts = zip(*(re.split(r"(\d+)", name) for name in (names[0], names[-1])), strict=True)
+    span = "".join(first if first == last else f"{first}..{last}" for first, last in parts)
+    return f"{span} (each of {len(names)})"

@@ -103,6 +103,21 @@ def test_peak_memory_is_as_planned(shape: tuple[int, ...], name: str) -> None:
         check(SETUPS[name], env.mesh(shape))
 
 
+def test_what_is_offloaded_is_in_host_memory() -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(Layer(torch.float32) for _ in range(LAYERS)))
+    here = hsdp.plan(model, mesh=(2, 4), tokens_per_rank=1, mp_policy=MixedPrecisionPolicy(BF16))
+    away = hsdp.plan(
+        model, mesh=(2, 4), tokens_per_rank=1, mp_policy=MixedPrecisionPolicy(BF16), offload_policy=hsdp.CPUOffloadPolicy()
+    )
+    kept = ("parameters", "optimizer", "gradients")
+    assert [away.memory.largest[term] for term in kept] == [0, 0, 0]
+    assert away.memory.host == sum(here.memory.largest[term] for term in kept)
+    assert here.memory.host == 0
+    assert away.memory.largest["gathered"] == here.memory.largest["gathered"]
+    assert "host" in str(away)
+
+
 def _on_gloo(env: RankEnv, shape: tuple[int, ...], names: list[str]) -> None:
     torch.set_num_threads(1)
     for name in names:

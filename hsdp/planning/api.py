@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.collectives import backend_name
 from hsdp.mesh import MeshAxes, resolve_mesh
+from hsdp.offload import OffloadPolicy
 from hsdp.param import PlacementFn
 from hsdp.planning.facts import facts_of
 from hsdp.planning.plan import Assumptions, Comparison, Plan, plan_facts
@@ -29,6 +30,7 @@ def plan(
     units: Pattern | Iterable[Pattern] | None = None,
     mp_policy: MixedPrecisionPolicy | None = None,
     comm_policy: CommPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -57,8 +59,9 @@ def plan(
         tokens_per_rank: tokens of one micro-batch on one rank.
         units: what is to be a unit, patterns as of `shard_units`, for a model that is not sharded. None: its blocks,
             which are the elements of its outermost lists of modules, and the rest.
-        mp_policy, comm_policy, reshard_after_forward, shard_placement_fn, ignored_params, replicate_params: as of
-            `fully_shard`. For a sharded model the first three replace its own.
+        mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
+            replicate_params: as of `fully_shard`. For a sharded model the first four replace its own. What offloaded
+            shards take on their way to the device, in time, is not reckoned with.
         micro_batches, optimizer_states, activations, link, flops, memory, recompute: see `Assumptions`.
         backend: of the process groups. None: that of the mesh, or "nccl" for one that does not exist.
 
@@ -70,6 +73,7 @@ def plan(
         units,
         mp_policy=mp_policy,
         comm_policy=comm_policy,
+        offload_policy=offload_policy,
         reshard_after_forward=reshard_after_forward,
         shard_placement_fn=shard_placement_fn,
         ignored_params=ignored_params,

@@ -14,6 +14,7 @@ from torch import nn
 from hsdp.api import check_param, choose_dim, collect_params
 from hsdp.inner import block_of
 from hsdp.module import HSDPModule
+from hsdp.offload import OffloadPolicy
 from hsdp.param import Place, PlacementFn
 from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -71,7 +72,7 @@ class UnitFacts:
         name: qualified name of its module.
         params: its own parameters, in the order in which `fully_shard` finds them.
         parent: index of the unit around it; None for the root.
-        mp_policy, comm_policy, reshard_after_forward: as given to `fully_shard`.
+        mp_policy, comm_policy, offload_policy, reshard_after_forward: as given to `fully_shard`.
     """
 
     name: str
@@ -79,6 +80,7 @@ class UnitFacts:
     parent: int | None = 0
     mp_policy: MixedPrecisionPolicy = field(default_factory=MixedPrecisionPolicy)
     comm_policy: CommPolicy = field(default_factory=CommPolicy)
+    offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: bool | int | None = None
 
 
@@ -88,6 +90,7 @@ def facts_of(
     *,
     mp_policy: MixedPrecisionPolicy | None = None,
     comm_policy: CommPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
     reshard_after_forward: bool | int | None = None,
     shard_placement_fn: PlacementFn | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
@@ -99,7 +102,8 @@ def facts_of(
         model: the model; on the meta device it costs nothing.
         units: patterns as of `shard_units`. None: the blocks of the model, which are the elements of its outermost
             `nn.ModuleList`s and `nn.ModuleDict`s (or of the model itself, if it is an `nn.Sequential`).
-        mp_policy, comm_policy, reshard_after_forward: as of `fully_shard`; for a sharded model, in place of its own.
+        mp_policy, comm_policy, offload_policy, reshard_after_forward: as of `fully_shard`; for a sharded model, in place
+            of its own.
         shard_placement_fn, ignored_params, replicate_params: as of `fully_shard`.
 
     Raises:
@@ -118,7 +122,7 @@ def facts_of(
         found = _of_sharded(model)
     else:
         found = _of_plain(model, units, shard_placement_fn, ignored_params, replicate_params)
-    changes: dict[str, Any] = {"mp_policy": mp_policy, "comm_policy": comm_policy}
+    changes: dict[str, Any] = {"mp_policy": mp_policy, "comm_policy": comm_policy, "offload_policy": offload_policy}
     changes["reshard_after_forward"] = reshard_after_forward
     changes = {name: value for name, value in changes.items() if value is not None}
     return [replace(unit, **changes) for unit in found]
@@ -140,6 +144,7 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
                     None if parent is None else order.index(parent),
                     unit.mp_policy,
                     unit.comm_policy,
+                    unit.offload,
                     unit.reshard_after_forward,
                 )
             parent = unit

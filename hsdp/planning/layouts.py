@@ -11,6 +11,7 @@ from dataclasses import dataclass, replace
 from hsdp.collectives import direct_bytes
 from hsdp.lane import LaneKind, thresholds_for
 from hsdp.layout import Layout, ParamSpec, Thresholds, plan
+from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
 
 # Blocks are alike: most layouts are asked for again and again.
@@ -27,6 +28,7 @@ class LanePlan:
         layout: of their shards and of the whole ones.
         trained: of the reduction of those that get gradients; None if none does.
         parts: size of the group over which they stay sharded after forward (1: none).
+        offloaded: shards, and gradients beside them, live in host memory.
     """
 
     kind: LaneKind
@@ -34,6 +36,12 @@ class LanePlan:
     layout: Layout
     trained: Layout | None
     parts: int = 1
+    offloaded: bool = False
+
+    @property
+    def moves(self) -> bool:
+        """What is gathered is a copy of the shards: in another dtype, or on another device."""
+        return self.offloaded or self.kind.compute != self.kind.storage
 
     @property
     def alone(self) -> bool:
@@ -53,6 +61,16 @@ class LanePlan:
         return self.layout.numel * self.kind.storage.itemsize
 
     @property
+    def device_bytes(self) -> int:
+        """What of that is on the device."""
+        return 0 if self.offloaded else self.shard_bytes
+
+    @property
+    def arriving_bytes(self) -> int:
+        """The offloaded shards on the device, before they are cast."""
+        return self.shard_bytes if self.offloaded else 0
+
+    @property
     def padding_bytes(self) -> int:
         """What of that is padding, on average over ranks."""
         return self.layout.padding * self.kind.storage.itemsize // self.layout.shards
@@ -68,7 +86,7 @@ class LanePlan:
     def whole_bytes(self) -> int:
         """The memory behind the whole parameters; none where they alias the shards."""
         if self.alone:
-            return 0 if self.kind.compute == self.kind.storage else self.layout.numel * self.kind.compute.itemsize
+            return self.layout.numel * self.kind.compute.itemsize if self.moves else 0
         return -(-self.layout.whole_numel // self.parts) * self.parts * self.kind.compute.itemsize
 
     @property
@@ -82,7 +100,7 @@ class LanePlan:
         if self.alone:
             return 0
         packed = self.layout.numel - self.layout.gather_packed_start
-        cast = self.layout.numel if self.kind.compute != self.kind.storage else 0
+        cast = self.layout.numel if self.moves else 0
         return (self.layout.shards * packed + cast) * self.kind.compute.itemsize
 
     @property
@@ -159,6 +177,11 @@ class LanePlan:
         return numel * self.kind.storage.itemsize
 
     @property
+    def gradient_bytes(self) -> int:
+        """The sharded gradients that stay, where the shards are."""
+        return self.landing_bytes or sum(self.operands)
+
+    @property
     def partial_bytes(self) -> int:
         """Sums of shards over micro-batches, in the dtype in which they are accumulated."""
         return sum(self.operands) // self.kind.reduce.itemsize * self.kind.accumulate.itemsize
@@ -212,8 +235,14 @@ class UnitPlan:
         return sum(sum(value) if isinstance(value, list) else value for value in values)
 
 
-def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str) -> UnitPlan:
-    """Plans a unit as `fully_shard` does on a mesh of `replicas` x `shards` ranks whose groups have this backend.
+def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device: bool) -> UnitPlan:
+    """Plans a unit as `fully_shard` does.
+
+    Args:
+        facts: what it consists of.
+        replicas, shards: sizes of the mesh.
+        backend: of its groups.
+        device: whether the mesh is of devices with memory of their own, from which shards can be offloaded.
 
     Raises:
         ValueError: `reshard_after_forward` is an integer that does not divide the shard ranks.
@@ -226,6 +255,7 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str) -> Uni
         )
     parts = after if type(after) is int and 1 < after < shards else 1
     facts = replace(facts, params=tuple(param.on(shards) for param in facts.params))
+    offloaded = device and type(facts.offload_policy) is not OffloadPolicy
     groups: dict[LaneKind, list[ParamFacts]] = {}
     for param in facts.params:
         groups.setdefault(LaneKind.of(param.dtype, facts.mp_policy, param.replicated), []).append(param)
@@ -235,7 +265,7 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str) -> Uni
         ranks = 1 if kind.replicated else shards
         trainable = [param for param in params if param.trainable]
         layout, trained = (_layout_of(which, ranks, thresholds) for which in (params, trainable))
-        lanes.append(LanePlan(kind, tuple(params), layout, trained if trainable else None, parts))
+        lanes.append(LanePlan(kind, tuple(params), layout, trained if trainable else None, parts, offloaded))
     return UnitPlan(facts, replicas, shards, tuple(lanes))
 
 

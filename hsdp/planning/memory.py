@@ -30,11 +30,13 @@ class MemoryPlan:
         peak: by term, at the moment at which their sum is largest.
         at: what happens at that moment, and to which unit.
         largest: the largest that each term gets at any moment.
+        host: bytes in host memory, or files, of units that are offloaded: shards, optimizer state and gradients.
     """
 
     peak: dict[str, int]
     at: str
     largest: dict[str, int]
+    host: int = 0
 
     @property
     def total(self) -> int:
@@ -65,15 +67,18 @@ def replay(
         backend: "gloo" receives reduce-scatters beside their inputs.
     """
     ledger = _Ledger(units, backend)
-    ledger.now["parameters"] = sum(unit.total("shard_bytes") for unit in units)
-    ledger.now["optimizer"] = optimizer_states * sum(unit.total("local_bytes") for unit in units)
+    ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
+    lanes = [lane for unit in units for lane in unit.lanes]
+    ledger.now["optimizer"] = optimizer_states * sum(lane.local_bytes for lane in lanes if not lane.offloaded)
+    away = [lane for lane in lanes if lane.offloaded]
+    host = sum(lane.shard_bytes + optimizer_states * lane.local_bytes + lane.gradient_bytes for lane in away)
     numel = sum(unit.numel for unit in units) or 1
     ledger.activations = [activations * unit.numel // numel for unit in units]
     ledger.note("between steps")
     for event in events:
         for index in event.units:
             ledger.play(event.verb, index)
-    return MemoryPlan(ledger.peak, ledger.at, ledger.largest)
+    return MemoryPlan(ledger.peak, ledger.at, ledger.largest, host)
 
 
 class _Ledger:
@@ -137,6 +142,7 @@ class _Ledger:
         self._add("gathered", unit.total("whole_bytes"))
         self._add("staging", unit.total("staging_bytes"))
         self._held[index] = unit.total("staging_bytes")
+        self._for_a_moment("staging", unit.total("arriving_bytes"))
 
     def _regather(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("whole_bytes"))
@@ -232,9 +238,10 @@ class _Ledger:
     def _land(self, unit: UnitPlan, index: int) -> None:
         for lane in unit.lanes:
             operands = sum(lane.operands)
-            if lane.landing_bytes:
-                self._add("gradients", lane.landing_bytes)
-                self.note(self._here)
+            if lane.offloaded:
+                self._for_a_moment("reduction", lane.landing_bytes)
             else:
-                self._add("gradients", operands)
+                self._add("gradients", lane.gradient_bytes)
+                if lane.landing_bytes:
+                    self.note(self._here)
             self._add("reduction", -operands)

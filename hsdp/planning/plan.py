@@ -142,7 +142,7 @@ class Plan:
 def plan_facts(name: str, facts: Sequence[UnitFacts], replicas: int, shards: int, assumptions: Assumptions) -> Plan:
     """Plans a step of a model that is given as facts; needs no module, no process group and no device."""
     told = assumptions
-    units = tuple(plan_unit(one, replicas, shards, told.backend) for one in facts)
+    units = tuple(plan_unit(one, replicas, shards, told.backend, told.streams) for one in facts)
     events = tuple(rehearse(units, told.micro_batches, told.streams))
     wires = Wires(replicas, shards, told.link, told.backend)
     return Plan(

@@ -188,7 +188,7 @@ def preset(
             cut = None if shard_placement_fn is None else cut_by(shard_placement_fn, shape, key, title)
             params.append(ParamFacts(key, shape, dtype, active=0.0 if key == "embedding" else active, cut=cut))
         after = None if parent is None else reshard_after_forward
-        return UnitFacts(title, tuple(params), parent, mp_policy, comm_policy, after)
+        return UnitFacts(title, tuple(params), parent, mp_policy, comm_policy, reshard_after_forward=after)
 
     units = [unit(f"{name} (root)", model.root, None)]
     for index, block in enumerate(model.blocks):

@@ -127,6 +127,8 @@ def _memory_rows(plan: Plan) -> Iterable[Row]:
     limit = plan.assumptions.memory
     told = "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}"
     yield "total", bytes_of(plan.memory.total), "", told
+    if plan.memory.host:
+        yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
 
 
 def comparison_as_text(comparison: Comparison) -> str:

@@ -1,6 +1,6 @@
 """Kills a rank with SIGKILL again and again, while it trains and while it saves, and checks that nothing is lost.
 
-    python -m tests.checkpoint_crash_run --training 20 --saving 20 --seed 1 --log benchmarks/results/crashes.txt
+    python -m tests.checkpoint_crash_run --training 20 --saving 20 --seed 1 --log benchmarks/results/kills.txt
 
 One *launch* is a set of processes that train from the latest checkpoint on, each time on another mesh. The parent kills
 one of them: while training, at a random moment; while saving, by turns at a random moment or, from inside, at a random
@@ -204,7 +204,7 @@ def launch(orders: Orders) -> Launch:
 class CrashRun:
     """A whole run: kills, checks, and the log."""
 
-    def __init__(self, directory: Path, seed: int, meshes: Sequence[Mesh], log: Path | None = None) -> None:
+    def __init__(self, directory: Path, seed: int, meshes: Sequence[Mesh], command: str, log: Path | None) -> None:
         self.directory = directory
         self.meshes = meshes
         self.rng = random.Random(seed)
@@ -213,8 +213,9 @@ class CrashRun:
         self.done = 0  # steps behind the latest checkpoint
         self._log = log
         self._launches = 0
-        self._say(f"{', '.join(f'{key} {value}' for key, value in header().items())}")
-        self._say(f"seed {seed}, meshes {', '.join(f'{r}x{s}' for r, s in meshes)}, collectives' timeout {TIMEOUT:g} s")
+        self._say(command)
+        self._say(", ".join(f"{key} {value}" for key, value in header().items()))
+        self._say(f"timeout of collectives: {TIMEOUT:g} s")
 
     def _say(self, line: str) -> None:
         self.lines.append(line)
@@ -295,7 +296,8 @@ class CrashRun:
         assert not survived, f"ranks {survived} hung for {took:.1f} s after rank {victim} was killed {where}"
         others = [told[-1] for rank, told in enumerate(running.told) if rank != victim]
         assert all(other[0] == "error" for other in others), f"not all noticed: {others}"
-        self._check(running, f"rank {victim} killed {where}; the others ended in {took:.1f} s ({others[0][1][:60]}...)")
+        error = others[0][1].partition(":")[0]
+        self._check(running, f"rank {victim} killed {where}; the others ended in {took:.1f} s ({error})")
 
     def _check(self, running: Launch, what: str) -> None:
         for step, by_rank in running.losses.items():
@@ -337,7 +339,9 @@ def crash_run(
     Raises:
         AssertionError: something was lost, half-written, or hung.
     """
-    run = CrashRun(directory / "checkpoints", seed, meshes, log)
+    command = f"python -m tests.checkpoint_crash_run --training {num_training} --saving {num_saving} --seed {seed}"
+    command += f" --meshes {','.join(f'{replicas}x{shards}' for replicas, shards in meshes)}"
+    run = CrashRun(directory / "checkpoints", seed, meshes, command, log)
     run.directory.mkdir(parents=True)
     calls = run.run_undisturbed(SAVE_EVERY)
     kinds = ["training"] * num_training + [("outside", "inside")[i % 2] for i in range(num_saving)]

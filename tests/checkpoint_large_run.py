@@ -1,6 +1,6 @@
 """A model of 200 M parameters on two ranks: out to safetensors and back, and the memory that this and whole states take.
 
-    python -m tests.checkpoint_large_run --log benchmarks/results/checkpoints.txt
+    python -m tests.checkpoint_large_run --log benchmarks/results/large_model.txt
 
 Read back by the `safetensors` library alone: a process that imports neither torch nor hsdp takes the SHA-256 of each
 tensor's bytes, and so do the ranks of the model that was exported and of one that loaded the files.
@@ -155,7 +155,7 @@ def large_run(directory: Path) -> list[str]:
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--log", type=Path, help="append to this file")
+    parser.add_argument("--log", type=Path, help="write to this file")
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="hsdp-large-") as directory:
         lines = large_run(Path(directory))
@@ -165,8 +165,8 @@ def main(argv: Sequence[str] | None = None) -> None:
     print(text)
     if options.log is not None:
         options.log.parent.mkdir(parents=True, exist_ok=True)
-        with options.log.open("a") as log:
-            log.write(text + "\n")
+        with options.log.open("w") as log:
+            log.write(text)
 
 
 if __name__ == "__main__":

@@ -41,7 +41,8 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
 
     Returns:
         Whole tensors, copies, by name; tied parameters are one tensor under all their names. Beside its shard, rank 0
-        holds at most the dict and, where `cpu` moves it, one whole tensor on the device.
+        holds at most the dict and, where `cpu` moves it, one whole tensor on the device. To hold no more than one of them
+        (and write it, say), go through `iter_full_state_dict`.
 
     Raises:
         CheckpointError: a parameter is on the meta device.
@@ -74,6 +75,13 @@ def full_optimizer_state_dict(
     """The optimizer's state by parameter name, with whole tensors, arranged as torch's `get_optimizer_state_dict` has it.
 
     Nothing is initialised, and no step is taken. Arguments as for `full_state_dict`; every rank calls it.
+
+    Returns:
+        `{"state": {parameter: {"exp_avg": whole tensor, ...}}, "param_groups": [{"params": [parameter, ...], ...}]}`; on
+        ranks that do not get it an empty dict.
+
+    Raises:
+        CheckpointError: a parameter of the optimizer is not one of the model's.
     """
     state = optimizer_state(model, optimizer)
     dst = first_rank(model.parameters()) if rank0_only else None

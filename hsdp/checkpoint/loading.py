@@ -79,7 +79,8 @@ def load(
 
     Raises:
         CheckpointError: on all ranks, before anything is changed: there is no checkpoint; a file is missing, truncated,
-            damaged or foreign; names, shapes or dtypes differ; a parameter is on the meta device.
+            damaged or foreign; names, shapes or dtypes differ; a parameter is on the meta device; or an earlier
+            asynchronous save had failed.
     """
     settle()
     ranks = Ranks(process_group)

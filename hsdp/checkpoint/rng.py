@@ -10,7 +10,10 @@ import torch
 
 
 def rng_state() -> dict[str, Any]:
-    """The state of Python's, NumPy's (if it is in use), the CPU's and the current accelerator device's generators."""
+    """The state of Python's, NumPy's (if it is in use), the CPU's and the current accelerator device's generators.
+
+    Each rank's own: `save(..., extra={"rng": rng_state()})`, then `set_rng_state(loaded.extra["rng"])` on as many ranks.
+    """
     state: dict[str, Any] = {"python": random.getstate(), "torch": torch.get_rng_state()}
     numpy = sys.modules.get("numpy")
     if numpy is not None:

@@ -126,8 +126,8 @@ def write_file(path: Path, data: bytes) -> FileRecord:
 def latest(directory: str | os.PathLike[str]) -> Path | None:
     """The checkpoint in `directory` that was saved last, which need not be the one of the highest step; None without any.
 
-    Only complete checkpoints count. It reads the file system of this process alone: `load(directory)` makes all ranks
-    take the one that rank 0 sees.
+    Only complete checkpoints count. It reads the file system of this process alone, and other ranks may see another
+    one for a while: `resume(directory)` and `load(directory)` make all ranks take the one that rank 0 sees.
 
     Raises:
         CheckpointError: a checkpoint's manifest is damaged or missing, so that it is not known which is the last.

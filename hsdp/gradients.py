@@ -42,7 +42,6 @@ class Gradients:
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
         self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
-        self._casts: list[torch.dtype | None] = [None] * len(params)
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
@@ -62,11 +61,8 @@ class Gradients:
 
     def put(self, slot: int, grad: Tensor) -> None:
         """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
-        cast = self._casts[slot]
-        if cast is not None:
-            grad = grad.to(cast)
         held = self.slots[slot]
-        self.slots[slot] = grad if held is None else held + grad
+        self.slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
 
     def waiting(self) -> bool:
         """Whether gradients of the backward under way wait to be reduced."""
@@ -100,16 +96,10 @@ class Gradients:
                 )
             self._mask = mask
             self._plans = []
-            self._casts = [None] * len(self._params)
             for lane in self._lanes:
                 trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
                 if trainable:
                     self._plans.append(self._plan_for(lane, trainable))
-            for plan in self._plans:
-                # What goes directly is cast as it comes, one gradient at a time; the packed rows cast as they are filled.
-                for slot, piece in zip(plan.slots, plan.layout.pieces, strict=True):
-                    if plan.kind.reduce != plan.kind.compute and (piece.direct_reduce or plan.shards == 1):
-                        self._casts[slot] = plan.kind.reduce
 
     def _plan_for(self, lane: Lane, trainable: tuple[int, ...]) -> ReducePlan:
         key = (id(lane), trainable)
@@ -129,12 +119,17 @@ class Gradients:
         """
         if self._witnesses:
             self._heed_zero_grad()
+        if self._stash:
+            self.slots = [self._joined(slot) for slot in range(len(self.slots))]
+            self._stash.clear()
+        slots = self.slots
+        self.drop()
         parts = []
         for plan in self._plans:
-            grads = [self._joined(slot) for slot in plan.slots] if self._stash else [self.slots[s] for s in plan.slots]
+            grads = [slots[slot] for slot in plan.slots]
+            for slot in plan.slots:
+                slots[slot] = None  # `fill` holds the last reference: what it casts is not alive twice
             parts.append(plan.fill(grads, [grad is not None for grad in grads]))
-        self._stash.clear()
-        self.drop()
         if runs_on:
             self._running += parts
             for plan in self._plans:

@@ -1,8 +1,10 @@
 """A lane: the parameters of a unit that share dtypes, and the buffers behind them.
 
-    shard buffer --(one cast, only if compute dtype differs)--> gather input
-    gather input --(direct: own transfer)---------------------> whole parameter's place in the arena
-    gather input --(packed: one transfer)--> staging --(copy)-> whole parameters' places in the arena
+    shard buffer --(direct: own transfer)---------------------> whole parameter's place in the arena
+    shard buffer --(packed: one transfer)--> staging --(copy)-> whole parameters' places in the arena
+
+Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the arena and
+of staging, and gathered in place.
 
 With one shard rank nothing is transferred: whole parameters alias the shard buffer (or its cast copy).
 """
@@ -87,7 +89,8 @@ class Lane:
         self._part: Tensor | None = None
         self._arena: Arena | None = None
         self._staging: Arena | None = None
-        self._cast: Arena | None = None
+        self._fill_to: list[Tensor] = []
+        self._fill_from: list[tuple[int, int]] = []
         self._unpack_to: list[Tensor] = []
         self._unpack_from: list[Tensor] = []
 
@@ -138,6 +141,7 @@ class Lane:
         else:
             self._arena = Arena(self.layout.numel, self.kind.compute, self.device)
             source = self._arena.tensor
+            self._fill_to, self._fill_from = [source.data], [(0, self.layout.numel)]
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
             param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
 
@@ -145,24 +149,18 @@ class Lane:
         layout, compute, device = self.layout, self.kind.compute, self.device
         shards = layout.shards
         self._arena = Arena(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
-        source = self.shard
-        if self._moves:
-            self._cast = Arena(layout.numel, compute, device)
-            source = self._cast.tensor
         for param, piece in zip(self.params, layout.pieces, strict=True):
             param.make_whole(self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
         for i in layout.in_order:
             piece = layout.pieces[i]
             if piece.direct_gather:
                 stop = piece.whole_offset + piece.spec.numel
-                self.outputs.append(self._arena.alias(piece.whole_offset, stop).view(U8))
-                self.inputs.append(source.data[piece.offset : piece.offset + piece.numel].view(U8))
+                self._add_transfer(self._arena.alias(piece.whole_offset, stop), piece.offset, piece.offset + piece.numel)
         start = layout.gather_packed_start
         packed = layout.numel - start
         if packed:
             self._staging = Arena(shards * packed, compute, device)
-            self.outputs.append(self._staging.tensor.data.view(U8))
-            self.inputs.append(source.data[start:].view(U8))
+            self._add_transfer(self._staging.tensor.data, start, layout.numel)
             rows = self._staging.tensor.data.view(shards, packed)
             for piece in layout.pieces:
                 if not piece.direct_gather and piece.spec.numel:
@@ -176,18 +174,28 @@ class Lane:
                         self._unpack_to += whole_views(piece, whole, shards)
                         self._unpack_from += sources
 
+    def _add_transfer(self, output: Tensor, start: int, stop: int) -> None:
+        """Gathers elements `start:stop` of every rank's shard buffer into `output`."""
+        own = self.shard.data[start:stop]
+        if self._moves:
+            own = output.view(self.shards, -1)[self.rank].data
+            self._fill_to.append(own)
+            self._fill_from.append((start, stop))
+        self.outputs.append(output.view(U8))
+        self.inputs.append(own.view(U8))
+
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
-        for arena in (self._arena, self._staging, self._cast):
+        for arena in (self._arena, self._staging):
             if arena is not None:
                 arena.alloc()
 
     def fill_gather(self) -> None:
         """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
-        to = self._cast or (self._arena if self.shards == 1 else None)
-        if to is not None:
+        if self._fill_to:
             # First over to the device, then to another dtype: the other way round the host would cast, and wait.
-            to.tensor.copy_(self.shard.to(self.device, non_blocking=True))
+            shard = self.shard.to(self.device, non_blocking=True)
+            torch._foreach_copy_(self._fill_to, [shard[start:stop] for start, stop in self._fill_from])
 
     def unpack(self) -> None:
         """Copies packed parameters from the staging rows to their places."""
@@ -198,8 +206,6 @@ class Lane:
         """Frees what only the gather needed."""
         if self._staging is not None:
             self._staging.free()
-        if self._cast is not None:
-            self._cast.free()
 
     def release_whole(self) -> None:
         """Frees the whole parameters (unless they alias the shards)."""

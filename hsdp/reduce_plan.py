@@ -54,7 +54,11 @@ class ReducePlan:
         self._free_rows: list[Rows] = []
 
     def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
-        """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction."""
+        """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
+
+        Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
+        copy would live beside the reduction before it, which by now has ended.
+        """
         if self.shards == 1:
             return self._fill_alone(grads, used)
         layout, dtype, device = self.layout, self.kind.reduce, self.device
@@ -66,6 +70,7 @@ class ReducePlan:
         outputs: list[Tensor] = []
         for i in self._direct:
             inputs.append(_flat(grads[i], pieces[i], dtype, device))
+            grads[i] = None
             outputs.append(buffer[pieces[i].offset : pieces[i].offset + pieces[i].numel])
         shards = layout.shards
         if all(used):
@@ -103,7 +108,10 @@ class ReducePlan:
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
         dtype, device = self.kind.reduce, self.device
-        operands = [_flat(g, piece, dtype, device) for g, piece in zip(grads, self.layout.pieces, strict=True)]
+        operands: list[Tensor] = []
+        for i, piece in enumerate(self.layout.pieces):
+            operands.append(_flat(grads[i], piece, dtype, device))
+            grads[i] = None
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
         return LaneReduction(self, [], [], operands, used, None)
 

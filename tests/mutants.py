@@ -17,17 +17,23 @@ from unittest import mock
 
 import torch
 
+import hsdp.param
 import hsdp.pipeline
 import hsdp.stepping
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm, Flight
 from hsdp.gradients import Gradients
-from hsdp.lane import LaneKind
+from hsdp.inner import Inner
+from hsdp.lane import Lane, LaneKind
 from hsdp.pipeline import ReductionPipeline
 from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
+from tests import test_offload as offload
+from tests import test_placement as placement
+from tests import test_tensor_parallel as tensor_parallel
 from tests.divergence_soak import Case, disagree
+from tests.models import make_case
 from tests.rig import RankEnv
 from tests.rules import test_rule_11_unused as rule_11
 from tests.rules import test_rule_12_passes as rule_12
@@ -41,6 +47,7 @@ from tests.rules import test_rule_20_failures as rule_20
 from tests.rules import test_rule_21_divergence as rule_21
 from tests.rules import test_rule_24_bounded as rule_24
 from tests.rules.support import Deep
+from tests.twin import adamw, sgd, twin_of
 
 WRONG_NUMBERS = "differ|not close"
 
@@ -387,3 +394,57 @@ def lands_at_the_end_only() -> Any:
 @mutant(Check(rule_18.check_deleted), kill="AssertionError")
 def holds_units_strongly() -> Any:
     return remembering(Unit, "join")
+
+
+# -- parameters that are DTensors already, merged dims, offloaded shards --------------------------------------------
+
+
+
+def trains_in_sequence_parallel(env: RankEnv) -> None:
+    tensor_parallel.check_training(env, (1, 2, 2), "sequence", tensor_parallel.twin(2, 2), {})
+
+
+def trains_experts(env: RankEnv) -> None:
+    placement.check_training(env, (4,), "direct", twin_of(placement.CASE, 4, 1, sgd))
+
+
+def trains_offloaded(env: RankEnv) -> None:
+    offload.check_copies(env, (2, 2), twin_of(make_case("mlp"), 4, 2, adamw))
+
+
+SEQUENCE = Check(trains_in_sequence_parallel, world=4)
+EXPERTS = Check(trains_experts, world=4)
+OFFLOADED = Check(trains_offloaded, world=4)
+
+
+@mutant(SEQUENCE)
+def leaves_sums_over_the_inner_mesh_partial() -> Any:
+    return mock.patch.object(Inner, "block_of_grad", lambda inner, grad: grad._local_tensor)
+
+
+@mutant(Check(tensor_parallel.check_as_fsdp2, ((1, 2, 2),), world=4), kill="AssertionError")
+def forgets_that_shards_are_strided() -> Any:
+    return mock.patch.object(Inner, "_splits", return_value=1)
+
+
+@mutant(EXPERTS)
+def deals_out_merged_rows_in_another_order() -> Any:
+    def rows_of(whole: torch.Tensor, piece: Any, rank: int) -> torch.Tensor:
+        return right(whole, piece, 3 - rank if piece.spec.merged > 1 else rank)
+
+    right = hsdp.param.rows_of
+    return mock.patch.object(hsdp.param, "rows_of", rows_of)
+
+
+@mutant(OFFLOADED)
+def gathers_what_was_not_copied_to_the_device() -> Any:
+    return mock.patch.object(Lane, "fill_gather", return_value=None)
+
+
+@mutant(OFFLOADED, kill="AttributeError|AssertionError")
+def stores_other_gradients_than_the_reduced_ones() -> Any:
+    def store(part: LaneReduction) -> None:
+        if part.plan.offload is not None:
+            part._stored = [torch.zeros_like(value) for value in part.values()]
+
+    return mock.patch.object(LaneReduction, "store", store)

@@ -64,7 +64,7 @@ def check_rest(model: nn.Module) -> None:
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
         assert not unit.gradients.waiting(), f"{unit.name} holds gradients"
         for lane in unit.lanes:
-            arenas = {"whole": lane._arena, "staging": lane._staging, "cast": lane._cast}
+            arenas = {"whole": lane._arena, "staging": lane._staging}
             held = [kind for kind, arena in arenas.items() if arena is not None and arena.nbytes and arena.allocated]
             assert not held, f"{unit.name} holds {held} memory"
         assert unit.runtime is None or len(unit.runtime.pipeline) == 0, f"{unit.name}: reductions did not land"

@@ -14,7 +14,6 @@ from tests.counting import LiveBytes
 from tests.rig import Pool, RankEnv, fake_world
 
 SETUPS = [Setup(mesh, precision, "hsdp", w) for mesh in ("4", "2x2") for precision in ("fp32", "bf16/fp32") for w in (0, 1)]
-CASTS = pytest.mark.xfail(reason="bf16 gradients are alive twice while a reduction is filled; so are casts of prefetches")
 
 
 @pytest.fixture
@@ -39,9 +38,7 @@ def test_transient_memory_is_constant_in_the_number_of_layers(setup: Setup) -> N
     assert _peaks(setup, 7).pair == _peaks(setup, 11).pair
 
 
-@pytest.mark.parametrize(
-    "setup", [pytest.param(one, marks=CASTS if one.precision != "fp32" else ()) for one in SETUPS], ids=str
-)
+@pytest.mark.parametrize("setup", SETUPS, ids=str)
 def test_transient_memory_keeps_to_the_formula(setup: Setup) -> None:
     peaks = _peaks(setup, 7)
     forward, backward = formula(setup)

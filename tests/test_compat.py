@@ -26,7 +26,9 @@ from tests.twin import assert_same, full_grads
 
 METHODS = [name for name in vars(FSDPModule) if not name.startswith("_")]
 FUNCTIONS = ["fully_shard", "register_fsdp_forward_method", "share_comm_ctx"]
-TYPES = ["DataParallelMeshDims", "FSDPModule", "MixedPrecisionPolicy", "UnshardHandle"]
+TYPES = ["CPUOffloadPolicy", "FSDPModule", "MixedPrecisionPolicy", "OffloadPolicy", "UnshardHandle"]
+if hasattr(fsdp, "DataParallelMeshDims"):  # newer than torch 2.11
+    TYPES.append("DataParallelMeshDims")
 
 
 @pytest.mark.parametrize("name", METHODS)
@@ -74,7 +76,7 @@ def test_policies_of_fsdp2_are_taken() -> None:
     theirs = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
-        dims = fsdp.DataParallelMeshDims(shard=("one", "two"))
+        dims = getattr(fsdp, "DataParallelMeshDims", hsdp.DataParallelMeshDims)(shard=("one", "two"))
         model: Any = hsdp.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims, mp_policy=theirs)
         (unit,) = model._units()
     assert unit.axes.shard_size == 4

@@ -19,6 +19,7 @@ from tests.test_tensor_parallel import CASE
 from tests.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
 
 Dims = hsdp.DataParallelMeshDims
+TorchsDims = getattr(fsdp, "DataParallelMeshDims", Dims)  # newer than torch 2.11
 
 
 def check_named(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...], dims: Any, twin: Twin) -> None:
@@ -39,7 +40,7 @@ def check_named(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...], di
         ((2, 2), ("dp", "cp"), Dims(replicate=("dp", "cp"))),
         ((4,), ("dp",), Dims(replicate="dp")),
         ((1, 2, 2), ("pp", "a", "b"), Dims(replicate="a", shard="b")),
-        ((2, 2), ("dp", "cp"), fsdp.DataParallelMeshDims(shard="cp", replicate="dp")),
+        ((2, 2), ("dp", "cp"), TorchsDims(shard="cp", replicate="dp")),
     ],
     ids=str,
 )

@@ -140,15 +140,16 @@ def large_run(directory: Path) -> list[str]:
         f"each tensor is the same in the model, by the library alone, and in a model that loaded the files",
         f"{'peak above the shard, MiB':24} {'formula':>8} {'rank 0':>8} {'rank 1':>8}   seconds",
     ]
-    largest, total, slack = VOCAB * DIM * 4 / MIB, first["numel"] * 4 / MIB, 16.0
+    largest, total, slack = VOCAB * DIM * 4 / MIB, first["numel"] * 4 / MIB, 4.0
     formula = dict.fromkeys(first["rows"], (largest, 0.0))
-    # Rows of a rank are read from the mapped file into its shard: what is held is one tensor's rows, here all of them.
-    formula |= {"full_state_dict": (total, 0.0), "load_safetensors": (largest, largest)}
+    # The library maps the files: pages that were read count as held, until the system takes them back.
+    formula |= {"full_state_dict": (total, 0.0), "load_safetensors": (size / MIB, size / MIB)}
     for name, (peak, seconds) in first["rows"].items():
         other = second["rows"][name][0]
         lines.append(f"{name:24} {formula[name][0]:8.1f} {peak:8.1f} {other:8.1f} {seconds:9.1f}")
         for measured, most in zip((peak, other), formula[name], strict=True):
             assert measured <= most + slack, lines
+    lines.append("load_safetensors: on 2x1 each rank reads all; pages of mapped files, which the system can take back")
     return lines
 
 

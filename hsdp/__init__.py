@@ -15,6 +15,7 @@ from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *
 from hsdp.api import fully_shard, register_forward_method, register_fsdp_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.compat import UnshardHandle, share_comm_ctx
+from hsdp.compressed import CompressedAllReduce, CompressedReduceScatter
 from hsdp.custom import AllGather, ReduceScatter
 from hsdp.describe import describe
 from hsdp.errors import CheckpointError, CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
@@ -38,6 +39,8 @@ __all__ = [
     "CheckpointError",
     "CollectiveError",
     "CommPolicy",
+    "CompressedAllReduce",
+    "CompressedReduceScatter",
     "DataParallelMeshDims",
     "DiskOffloadPolicy",
     "DivergenceError",

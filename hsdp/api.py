@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.collectives import fingerprint
 from hsdp.compat import own_policy, put_pipeline_face
@@ -263,6 +264,11 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         raise ValueError(
             f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
             "shard the smallest module that holds both names as one unit, or untie them"
+        )
+    if not isinstance(param, DTensor) and is_traceable_wrapper_subclass(param):
+        raise ValueError(
+            f"{where} is a {type(param).__name__}, and its shards would not be (gather extensions, for float8, are "
+            "not supported); shard the plain parameter, or pass it in ignored_params"
         )
     if not param.dtype.is_floating_point:
         raise ValueError(

@@ -257,6 +257,13 @@ class Comm:
         self._sum_in_place(group, works, tensors)
         return Flight(self, "all-reduce", owner, works, tensors, finish)
 
+    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> Flight:
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
+        group = self._ready(op, "all-to-all", owner)
+        pairs, options = zip(outputs, inputs, strict=True), self._all_to_all_options
+        works = [group.alltoall_base(output, sent, [], [], options) for output, sent in pairs]
+        return Flight(self, "all-to-all", owner, works, (outputs, inputs))
+
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
         assert self.group is not None, f"an {kind} needs a group"
         if self.agreement is not None:

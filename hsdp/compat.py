@@ -179,7 +179,7 @@ class PipelineFace:
     """What `torch.distributed.pipelining` reaches for once a stage has run the backward of its last micro-batch.
 
     A schedule switches gradient sync off and does FSDP2's post-backward by hand, on `fully_shard.state(stage)`. Here that
-    is one call: the sums over micro-batches are communicated and land in `.grad`.
+    is one call: the sums over micro-batches are communicated and land in `.grad`, and whole parameters go.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -196,6 +196,8 @@ class PipelineFace:
                 "hsdp shows sharded ones; use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B"
             )
         module.flush()
+        for unit in module._units():
+            unit.reshard()
 
 
 _torch_fully_shard: Any = getattr(fsdp.fully_shard, "__wrapped__", None)

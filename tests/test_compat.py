@@ -46,7 +46,7 @@ def test_every_method_is_hsdps_own_and_takes_the_same_arguments(name: str) -> No
 
 @pytest.mark.parametrize("name", [*FUNCTIONS, *TYPES])
 def test_every_public_name_is_there(name: str) -> None:
-    assert hasattr(fsdp, name)
+    assert hasattr(fsdp, name) or torch.__version__ < "2.13"
     assert name in hsdp.__all__
 
 
@@ -76,6 +76,7 @@ def test_policies_of_fsdp2_are_taken() -> None:
     theirs = fsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32, torch.float64, False)
     with fake_world(4):
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("one", "two"))
+        # Newer than torch 2.11.
         dims = getattr(fsdp, "DataParallelMeshDims", hsdp.DataParallelMeshDims)(shard=("one", "two"))
         model: Any = hsdp.fully_shard(nn.Linear(4, 4), mesh=mesh, dp_mesh_dims=dims, mp_policy=theirs)
         (unit,) = model._units()
@@ -99,6 +100,39 @@ def test_what_is_not_there_is_refused_with_a_remedy() -> None:
             model.set_unshard_in_backward(1)
         with pytest.raises(ValueError, match="share_comm_ctx: Linear is not sharded"):
             hsdp.share_comm_ctx([nn.Linear(2, 2)])
+
+
+class Wrapper(torch.Tensor):
+    """A tensor that keeps its values in another one, as quantised weights do."""
+
+    @staticmethod
+    def __new__(cls, inner: Tensor) -> Wrapper:
+        return torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)  # type: ignore[attr-defined,no-any-return]
+
+    def __init__(self, inner: Tensor) -> None:
+        self.inner = inner
+
+    def __tensor_flatten__(self) -> tuple[list[str], None]:
+        return ["inner"], None
+
+    @classmethod
+    def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: None, size: Any, stride: Any) -> Wrapper:
+        return cls(inner["inner"])
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        assert func is torch.ops.aten.detach.default
+        return cls(args[0].inner)
+
+
+def test_wrapped_weights_are_refused_by_name() -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(Wrapper(torch.zeros(4, 4)), requires_grad=False)
+    with (
+        fake_world(4),
+        pytest.raises(ValueError, match=r"parameter 'weight' of shape \(4, 4\) is a Wrapper, .*ignored_params"),
+    ):
+        hsdp.fully_shard(model)
 
 
 # -- meaning and reach ----------------------------------------------------------------------------------------------

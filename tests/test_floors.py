@@ -26,7 +26,7 @@ MOST_LINES = 450
 _UNORDERED: list[set[str]] = [
     {"layout", "mesh", "policies", "streams", "errors", "memory", "offload", "wording"},
 ]
-_SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim"]
+_SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim", "compressed"]
 _ORDERED: list[list[str]] = [
     ["agreement", "inner", "placement", "param", "custom", "collectives", "shadows"],
     ["registry", "training_state", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],

@@ -73,6 +73,11 @@ class Block(nn.Module):
 
 
 def prepare(library: str, setup: Setup, units: int, mesh: DeviceMesh) -> Step:
+    """The pass or step of a model of `units` units."""
+    return prepare_with_model(library, setup, units, mesh)[0]
+
+
+def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh) -> tuple[Step, nn.Module]:
     """A model of `units` units, and its pass or step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(setup.params) for _ in range(units)))
@@ -89,7 +94,7 @@ def prepare(library: str, setup: Setup, units: int, mesh: DeviceMesh) -> Step:
             param.grad = None
 
     if setup.what == "pass":
-        return one_pass
+        return one_pass, model
     kind = setup.what.split()[1]
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=kind == "fused", foreach=kind == "foreach")
     clip: Callable[..., object] = clip_grad_norm_ if library == "hsdp" else nn.utils.clip_grad_norm_
@@ -100,7 +105,7 @@ def prepare(library: str, setup: Setup, units: int, mesh: DeviceMesh) -> Step:
         optimizer.step()
         optimizer.zero_grad()
 
-    return whole_step
+    return whole_step, model
 
 
 def _shard(library: str, setup: Setup, model: nn.Sequential, mesh: DeviceMesh) -> None:

@@ -30,6 +30,7 @@ from hsdp.placement import least_padding
 from hsdp.planning import plan
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.replicas import AllReduce, ReplicaReduce
+from hsdp.tracing import Trace, trace
 from hsdp.units import by_numel, shard_units
 
 __all__ = [
@@ -54,6 +55,7 @@ __all__ = [
     "ReplicaReduce",
     "StaleParametersError",
     "StateError",
+    "Trace",
     "UnshardHandle",
     "by_numel",
     "clip_grad_norm_",
@@ -69,4 +71,5 @@ __all__ = [
     "shard_units",
     "share_comm_ctx",
     "sync_module_states",
+    "trace",
 ]

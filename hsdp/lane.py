@@ -184,6 +184,15 @@ class Lane:
         self.outputs.append(output.view(U8))
         self.inputs.append(own.view(U8))
 
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
+        held = 0
+        for arena in (self._arena, self._staging):
+            if arena is not None:
+                held += arena.held
+        return held
+
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
         for arena in (self._arena, self._staging):

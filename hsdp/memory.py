@@ -30,6 +30,11 @@ class Arena:
         """Whether the memory is there."""
         return self._bytes == 0 or self._storage.nbytes() != 0
 
+    @property
+    def held(self) -> int:
+        """Bytes that it takes now."""
+        return self._storage.nbytes()
+
     def alloc(self) -> None:
         """Makes the memory present; its content is undefined. Allocates on the current stream."""
         if self._storage.nbytes() != self._bytes:

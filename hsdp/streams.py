@@ -71,6 +71,19 @@ class Streams:
         event.record(self._module().current_stream(self.device))
         return event
 
+    def stamp(self) -> Event:
+        """As `mark`, an event that keeps its time."""
+        if not self.active:
+            return None
+        event = self._module().Event(enable_timing=True)
+        event.record(self._module().current_stream(self.device))
+        return event
+
+    def synchronize(self) -> None:
+        """The host waits for all streams of the device."""
+        if self.active:
+            self._module().synchronize(self.device)
+
     def join(self, event: Event) -> None:
         """The current stream waits for `event`; the host does not."""
         if event is not None:

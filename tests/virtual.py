@@ -88,6 +88,10 @@ class Event:
     def query(self) -> bool:
         return self._clock.now >= self.time
 
+    def elapsed_time(self, later: Event) -> float:
+        """Milliseconds, if the clock counts seconds."""
+        return 1e3 * (later.time - self.time)
+
 
 class Clock:
     """The host's time and the device's streams; also the device module that the engine finds.
@@ -112,7 +116,7 @@ class Clock:
         self._streams.append(Stream(self))
         return self._streams[-1]
 
-    def Event(self) -> Event:
+    def Event(self, enable_timing: bool = False) -> Event:
         return Event(self)
 
     def current_stream(self, device: Any = None) -> Stream:
@@ -135,7 +139,7 @@ class Clock:
             self.current_stream().end = start + duration
         self.trace.append(Span(kind, unit, start, start, start + duration))
 
-    def synchronize(self) -> float:
+    def synchronize(self, device: Any = None) -> float:
         """The host waits for the device; returns the time."""
         self.now = max(self.now, *(stream.end for stream in self._streams))
         return self.now

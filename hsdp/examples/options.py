@@ -42,6 +42,7 @@ class Options:
     save_every: int
     keep: int
     async_save: bool
+    trace: Path | None
     sample: bool
     prompt: str
 
@@ -177,6 +178,7 @@ def _parser() -> argparse.ArgumentParser:
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="metrics.jsonl and loss.svg")
     output.add_argument("--log-every", type=_positive, default=20, help="steps between progress lines")
+    output.add_argument("--trace", type=Path, metavar="DIR", help="write a picture and a Perfetto file of one step there")
     output.add_argument("--no-sample", dest="sample", action="store_false", help="no generated text")
     output.add_argument("--prompt", default="def ", help="what the generated text starts with")
 

@@ -23,7 +23,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard
+from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, trace
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -51,6 +51,7 @@ from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes,
 NUM_QUICK_WINDOWS = 128  # held-out windows behind each progress line; the last figure takes all of them
 EVAL_WINDOWS_PER_RANK = 32  # in one forward
 MAX_GRAD_NORM = 1.0
+STEPS_BEFORE_TRACE = 5  # the first ones record orders and ask other ranks
 NUM_SAMPLE_BYTES = 240
 SAMPLE_TEMPERATURE = 0.8
 
@@ -133,7 +134,11 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
         learning_rate = options.learning_rate(step)
         for group in job.optimizer.param_groups:
             group["lr"] = learning_rate
-        loss, grad_norm = train_step(model, job.optimizer, _rank_rows(job, step).to(device))
+        rows = _rank_rows(job, step).to(device)
+        if options.trace is not None and step == first_step + STEPS_BEFORE_TRACE:
+            loss, grad_norm = _traced_step(job, rows, options.trace)
+        else:
+            loss, grad_norm = train_step(model, job.optimizer, rows)
         # One small sum tells all ranks the loss of the global batch, and lets them stop after the same step.
         loss_sum, num_stopping = sum_over_ranks([loss.item(), float(stop.requested)], device)
         losses.append(loss_sum / options.world_size)
@@ -178,6 +183,18 @@ def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tup
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum, grad_norm
+
+
+def _traced_step(job: Job, rows: Tensor, folder: Path) -> tuple[Tensor, Tensor]:
+    """A step whose trace each rank writes to ``folder``, rank 0 with its summary."""
+    dist.barrier()  # or what ranks did before it shows as waiting
+    with trace(job.model) as traced:
+        result = train_step(job.model, job.optimizer, rows)
+    prepare_folder(folder)
+    traced.to_chrome(folder / f"rank{dist.get_rank()}.json")
+    traced.to_svg(folder / f"rank{dist.get_rank()}.svg")
+    job.report.say(str(traced.summary()))
+    return result
 
 
 def next_byte_loss(model: Llama, windows: Tensor, reduction: str = "mean") -> Tensor:

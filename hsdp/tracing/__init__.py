@@ -1,0 +1,101 @@
+"""`trace`: what a sharded model did while it ran, as numbers, as a file for Perfetto, and as one picture.
+
+    with hsdp.trace(model) as t:
+        train_step()
+    print(t.summary())
+    t.to_chrome("trace.json")
+    t.to_svg("trace.svg")
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch.distributed as dist
+from torch import nn
+
+from hsdp.api import state_of
+from hsdp.tracing.chrome import chrome_trace
+from hsdp.tracing.picture import draw
+from hsdp.tracing.recorder import Recorder
+from hsdp.tracing.spans import Recording, Span
+from hsdp.tracing.summary import Summary, summarize
+
+__all__ = ["Span", "Summary", "Trace", "trace"]
+
+
+class Trace:
+    """What was recorded. It is complete once the `with` block of `trace` has ended."""
+
+    def __init__(self, recorder: Recorder) -> None:
+        self._recorder = recorder
+        self._recording: Recording | None = None
+
+    def _finish(self) -> None:
+        self._recording = self._recorder.finish()
+
+    @property
+    def recording(self) -> Recording:
+        """Every span, in seconds since the trace began.
+
+        Raises:
+            RuntimeError: the `with` block has not ended.
+        """
+        if self._recording is None:
+            raise RuntimeError("trace: still recording; read it behind the `with hsdp.trace(model) as t:` block")
+        return self._recording
+
+    def summary(self) -> Summary:
+        """Exposed waits, overlap, bytes, the peak of communication buffers and the slowest units. Print it."""
+        return summarize(self.recording)
+
+    def to_chrome(self, path: str | Path) -> None:
+        """Writes the trace of this rank in Chrome's trace event format, which ui.perfetto.dev opens."""
+        Path(path).write_text(chrome_trace(self.recording, _rank()))
+
+    def to_svg(self, path: str | Path, iteration: int = -1) -> None:
+        """Draws one iteration (a forward and what follows it until the next one): a lane per stream, units coloured.
+
+        Args:
+            path: the SVG file.
+            iteration: which one, as an index; by default the last one that had a backward.
+
+        Raises:
+            ValueError: there is no such iteration.
+        """
+        Path(path).write_text(draw(self.recording, iteration, _rank()))
+
+
+@contextmanager
+def trace(model: nn.Module) -> Iterator[Trace]:
+    """Records what the units of `model` do inside the `with` block, on this rank.
+
+    Nothing of it exists outside of the block: methods of the engine are wrapped when it begins, on the objects of this
+    model only, and put back when it ends. On the CPU times are the host's, and the end of a collective is told by its
+    future. On a device they are those of events on the streams, read once, when the block ends: it waits for the device.
+
+    Args:
+        model: a sharded module, or one that holds some.
+
+    Raises:
+        ValueError: nothing in the model is sharded.
+        RuntimeError: the model is being traced already.
+    """
+    states: dict[Any, None] = {}
+    for module in model.modules():
+        if (state := state_of(module)) is not None:
+            states.setdefault(state)
+    if not states:
+        raise ValueError(f"trace({type(model).__name__}): nothing in it is sharded; call fully_shard first")
+    recorder = Recorder(list(states))
+    result = Trace(recorder)
+    with recorder:
+        yield result
+    result._finish()
+
+
+def _rank() -> int:
+    return dist.get_rank() if dist.is_initialized() else 0

@@ -1,0 +1,398 @@
+"""The recorder: wraps methods of one model's units, runtimes and process groups while it is entered.
+
+Wrappers lie in the objects' own `__dict__`, in front of their class's methods, and are removed at the end: a model that
+is not traced runs the code as it is written. What is recorded are two lists:
+
+    marks      "from now on the compute lane does this": the lane is a flat sequence, a stack says what to go back to
+    flights    a record for each collective: when it started, when it was done, its bytes
+
+Times are pairs of the host's clock and an event on the current stream (None on the CPU). They become spans at the end.
+"""
+
+from __future__ import annotations
+
+import time
+import weakref
+from collections.abc import Callable
+from functools import partial
+from typing import Any, cast
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hsdp.collectives import Comm, Flight, Named
+from hsdp.reduce_plan import LaneReduction
+from hsdp.registry import unit_of
+from hsdp.runtime import Runtime
+from hsdp.state import ModuleState
+from hsdp.streams import Event, Streams
+from hsdp.tracing.flights import FlightRecord, Moment, TracedFlight, forget_flights
+from hsdp.tracing.spans import Lane, Recording, Span
+from hsdp.unit import Unit
+
+_BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
+"""What the host does in `Flight.wait` once the collective is done."""
+
+Mark = tuple[float, Event, str, str, "FlightRecord | None"]
+"""What the compute lane does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""
+
+_NOTHING = ("", "", None)
+_now = time.perf_counter
+_traced: weakref.WeakSet[Unit] = weakref.WeakSet()
+
+
+class Recorder:
+    """Records the units of some module states while it is entered.
+
+    Attributes:
+        reducing: bytes of whole gradients and reduction buffers in the pipelines.
+    """
+
+    def __init__(self, states: list[ModuleState]) -> None:
+        self._states = states
+        self._units = [state.unit for state in states]
+        device = self._units[0].axes.device
+        self._device = device.type
+        self._streams = Streams(device)
+        self._stamp = self._streams.stamp if self._streams.active else None
+        self._marks: list[Mark] = []
+        self._stack: list[tuple[str, str, FlightRecord | None]] = []
+        self._flights: list[FlightRecord] = []
+        self._asides: list[tuple[Lane, str, str, Moment, Moment]] = []
+        self._iterations: list[Moment] = []
+        self._memory: list[tuple[float, int]] = []
+        self._gathered: dict[Unit, int] = {}
+        self._gathering = 0
+        self._backward: Unit | None = None
+        self.reducing = 0
+        self._names: list[str] = []
+        self._undo: list[tuple[Any, str]] = []
+        self._hooks: list[Any] = []
+        self._begin: Moment
+        self._end: Moment
+
+    # -- wrapping ------------------------------------------------------------------------------------------------
+
+    def __enter__(self) -> Recorder:
+        if any(unit in _traced for unit in self._units):
+            raise RuntimeError("trace: the model is being traced already; end that trace first")
+        _traced.update(self._units)
+        self._streams.synchronize()
+        self._begin = self.now()
+        for state in self._states:
+            # A root's runtime may be made later than this, and there may be several roots.
+            self._wrap(state._become_root, lambda call: lambda: self._attach(call()))
+            self._attach_unit(state.unit)
+        for runtime in {unit.runtime: None for unit in self._units if unit.runtime is not None}:
+            self._attach(runtime)
+        self._hooks = [
+            register_optimizer_step_pre_hook(self._before_optimizer_step),
+            register_optimizer_step_post_hook(self._after_optimizer_step),
+        ]
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._end = self.now()
+        for owner, name in reversed(self._undo):
+            delattr(owner, name)
+        for hook in self._hooks:
+            hook.remove()
+        _traced.difference_update(self._units)
+        forget_flights(self)
+        self._names = [unit.name for unit in self._units]
+        self._streams.synchronize()
+        # A trace that is kept must not keep the model.
+        self._undo, self._hooks, self._states, self._units = [], [], [], []
+        self._gathered, self._backward = {}, None
+
+    def _wrap(self, method: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+        """Puts `change(method)` in front of a bound method."""
+        owner, name = method.__self__, method.__name__
+        self._undo.append((owner, name))
+        setattr(owner, name, change(method))
+
+    def _during(self, kind: str, unit: Unit) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """While the method runs, the compute lane does `kind`."""
+
+        def change(call: Callable[..., Any]) -> Callable[..., Any]:
+            def during(*args: Any, **kwargs: Any) -> Any:
+                self.push(kind, unit.name)
+                try:
+                    return call(*args, **kwargs)
+                finally:
+                    self.pop()
+
+            return during
+
+        return change
+
+    def _before(self, before: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """`before` is called with the method's arguments before it runs."""
+
+        def change(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any, **kwargs: Any) -> Any:
+                before(*args)
+                return call(*args, **kwargs)
+
+            return wrapped
+
+        return change
+
+    def _after(self, after: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """`after` is called with the method's arguments once it has run."""
+
+        def change(call: Callable[..., Any]) -> Callable[..., Any]:
+            def wrapped(*args: Any) -> Any:
+                result = call(*args)
+                after(*args)
+                return result
+
+            return wrapped
+
+        return change
+
+    def _attach(self, runtime: Runtime) -> Runtime:
+        if "begin_forward" in vars(runtime):
+            return runtime
+        stack = self._stack
+        heights: list[int] = []
+
+        def begin_forward() -> None:
+            if not any(kind == "forward" for kind, _, _ in stack):
+                stack.clear()  # what a backward or a step that failed left behind
+            if not len(runtime.pipeline):
+                self.reducing = 0
+            heights[:] = [len(stack)]
+            self._iterations.append(self.now())
+
+        def forget_forward() -> None:
+            del stack[heights[0] if heights else 0 :]
+            self._mark()
+
+        self._wrap(runtime.begin_forward, self._before(begin_forward))
+        self._wrap(runtime.enter_forward, self._before(self._enter_forward))
+        self._wrap(runtime.leave_forward, self._after(self._leave_forward))
+        self._wrap(runtime.forget_forward, self._after(forget_forward))
+        self._wrap(runtime.enter_backward, self._before(self._enter_backward))
+        self._wrap(runtime.completed, self._after(self._leave_backward))
+        self._wrap(runtime._end_backward, self._after(self._end_backward))
+        self._wrap(runtime.pipeline.submit, self._submitting)
+        return runtime
+
+    def _attach_unit(self, unit: Unit) -> None:
+        measure = partial(self._measure, unit)
+        self._wrap(unit.launch, lambda call: self._after(measure)(self._during("launch", unit)(call)))
+        self._wrap(unit.finish, self._after(measure))
+        self._wrap(unit.reshard, self._after(measure))
+        self._wrap(unit.gradients.take, self._during("copy", unit))
+        self._wrap(unit.gradients.stash, self._during("copy", unit))
+        self._wrap(unit.gradients.land, lambda call: self._after(self._landed)(self._during("landing", unit)(call)))
+        self._wrap(unit.gradients.defer, self._after(self._landed))
+        if self._streams.active:
+            self._wrap(unit._unpack, self._aside("gather", "copy", unit))
+        for comm in (unit.shard_comm, unit.replicate_comm, unit._part_comm):
+            if comm is None:
+                continue
+            self._wrap(comm.all_gather, self._flying(comm, "gather", "all-gather", whole=0))
+            self._wrap(comm.reduce_scatter, self._flying(comm, "scatter", "reduce-scatter", whole=1, summed=2))
+            self._wrap(comm.all_reduce, self._flying(comm, "replicate", "all-reduce", summed=0))
+
+    def _flying(
+        self, comm: Comm, lane: Lane, kind: str, whole: int | None = None, summed: int | None = None
+    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The method starts a collective; `whole` and `summed` are the operands that a ring sends once and twice."""
+        share = (comm.size - 1) / comm.size
+
+        def change(call: Callable[..., Flight]) -> Callable[..., Flight]:
+            def start(owner: Named, op: int, *operands: Any) -> Flight:
+                began = self.now()
+                once = _nbytes(operands[whole]) if whole is not None else 0
+                twice = _nbytes(operands[summed]) if summed is not None else 0
+                record = FlightRecord(lane, kind, owner.name, began, once + twice, share * (once + 2 * twice))
+                flight = call(owner, op, *operands)
+                flight.__class__ = TracedFlight
+                cast(TracedFlight, flight).watch(self, record)
+                self._flights.append(record)
+                return flight
+
+            return start
+
+        return change
+
+    def _submitting(self, call: Callable[..., Any]) -> Callable[..., Any]:
+        def submit(reduction: Any) -> None:
+            self.reducing += reduction.scatter_bytes() + reduction.reduce_bytes()
+            self._note_memory()
+            self.push("launch", reduction.unit.name)
+            try:
+                call(reduction)
+            finally:
+                self.pop()
+
+        return submit
+
+    def _aside(self, lane: Lane, kind: str, unit: Unit) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+        """The method's work goes to a side stream."""
+
+        def change(call: Callable[..., Any]) -> Callable[..., Any]:
+            def aside(*args: Any) -> None:
+                began = self.now()
+                call(*args)
+                self._asides.append((lane, kind, unit.name, began, self.now()))
+
+            return aside
+
+        return change
+
+    # -- recording -----------------------------------------------------------------------------------------------
+
+    def now(self) -> Moment:
+        """This moment, on the host and on the current stream."""
+        return _now(), self._stamp() if self._stamp is not None else None
+
+    def push(self, kind: str, unit: str, flight: FlightRecord | None = None) -> None:
+        """The compute lane begins to do something else for a while."""
+        self._stack.append((kind, unit, flight))
+        self._mark()
+
+    def pop(self) -> None:
+        """The compute lane goes back to what it did before."""
+        if self._stack:
+            self._stack.pop()
+        self._mark()
+
+    def _mark(self) -> None:
+        stamp = self._stamp
+        kind, unit, flight = self._stack[-1] if self._stack else _NOTHING
+        self._marks.append((_now(), stamp() if stamp is not None else None, kind, unit, flight))
+
+    def _enter_forward(self, unit: Unit) -> None:
+        self.push("forward", unit.name)
+
+    def _leave_forward(self, unit: Unit, *_: object) -> None:
+        # Above it may be what a module left whose exception somebody caught.
+        while self._stack and self._stack.pop()[:2] != ("forward", unit.name):
+            pass
+        self._mark()
+
+    def _enter_backward(self, unit: Unit, *_: object) -> None:
+        # The last child's outputs are its parent's too, and both are told of them.
+        if not (self._in_backward() and self._backward is not None and self._backward.parent is unit):
+            self._go_backward(unit)
+
+    def _leave_backward(self, unit: Unit) -> None:
+        # What follows is its parent's, until the next unit is entered: an embedding's backward is the root's.
+        if unit.parent is not None and self._in_backward() and self._backward is unit:
+            self._go_backward(unit.parent)
+
+    def _go_backward(self, unit: Unit) -> None:
+        if self._in_backward():
+            self._stack.pop()
+        self._backward = unit
+        self.push("backward", unit.name)
+
+    def _in_backward(self) -> bool:
+        return bool(self._stack) and self._stack[-1][0] == "backward"
+
+    def _end_backward(self) -> None:
+        if self._in_backward():
+            self.pop()
+
+    def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._steps(optimizer):
+            self.push("optimizer", type(optimizer).__name__)
+
+    def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if self._steps(optimizer) and self._stack and self._stack[-1][0] == "optimizer":
+            self.pop()
+
+    def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
+        return any(unit_of(param) in _traced for group in optimizer.param_groups for param in group["params"][:1])
+
+    def _measure(self, unit: Unit, *_: object) -> None:
+        held = 0
+        for lane in unit.lanes:
+            held += lane.transient_bytes
+        before = self._gathered.get(unit, 0)
+        if held != before:
+            self._gathering += held - before
+            self._gathered[unit] = held
+            self._note_memory()
+
+    def _landed(self, parts: list[LaneReduction]) -> None:
+        self.reducing -= sum(_nbytes(part.operands) for part in parts)
+        self._note_memory()
+
+    def _note_memory(self) -> None:
+        self._memory.append((_now(), self._gathering + self.reducing))
+
+    # -- the end -------------------------------------------------------------------------------------------------
+
+    def finish(self) -> Recording:
+        """What was recorded, as spans."""
+        end = self._seconds(self._end)
+        spans = self._compute_spans("compute", end)
+        if self._streams.active:
+            spans += self._compute_spans("host", self._end[0] - self._begin[0])
+        for record in self._flights:
+            spans.append(
+                Span(
+                    record.lane,
+                    record.kind,
+                    record.unit,
+                    self._seconds(record.start),
+                    self._end_of(record, end),
+                    record.nbytes,
+                    record.sent,
+                    record.calls,
+                )
+            )
+        for lane, kind, unit, start, stop in self._asides:
+            spans.append(Span(lane, kind, unit, self._seconds(start), self._seconds(stop)))
+        return Recording(
+            spans=spans,
+            iterations=[self._seconds(moment) for moment in self._iterations],
+            end=end,
+            memory=[(at - self._begin[0], nbytes) for at, nbytes in self._memory],
+            units=self._names,
+            device=self._device,
+        )
+
+    def _seconds(self, moment: Moment) -> float:
+        host, event = moment
+        if event is None:
+            return host - self._begin[0]
+        return float(self._begin[1].elapsed_time(event)) / 1e3
+
+    def _end_of(self, record: FlightRecord, end: float) -> float:
+        if (done := record.done) is not None:
+            return self._seconds(done)
+        return end if record.waited is None else record.waited - self._begin[0]
+
+    def _compute_spans(self, lane: Lane, end: float) -> list[Span]:
+        by_host = lane == "host" or not self._streams.active
+        times = [mark[0] - self._begin[0] if by_host else self._seconds(mark[:2]) for mark in self._marks]
+        spans: list[Span] = []
+
+        def add(kind: str, unit: str, start: float, stop: float) -> None:
+            last = spans[-1] if spans else None
+            if last is not None and (last.kind, last.unit, last.end) == (kind, unit, start):
+                spans[-1] = Span(lane, kind, unit, last.start, stop)
+            elif stop > start:
+                spans.append(Span(lane, kind, unit, start, stop))
+
+        for (_, _, kind, unit, flight), start, stop in zip(self._marks, times, [*times[1:], end], strict=False):
+            ended = flight.done if flight is not None and not self._streams.active else None
+            if flight is not None and ended is not None:
+                # The wait ends with the collective; behind it the host unpacks or sums what came.
+                done = min(max(start, self._seconds(ended)), stop)
+                add(kind, unit, start, done)
+                add(_BEHIND.get(flight.kind, "sum"), unit, done, stop)
+            elif kind:
+                add(kind, unit, start, stop)
+        return spans
+
+
+def _nbytes(tensors: list[Tensor]) -> int:
+    return sum([tensor.nbytes for tensor in tensors])  # on every flight: a list is faster than a generator

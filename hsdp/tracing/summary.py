@@ -1,0 +1,139 @@
+"""A recording as a few numbers: what was exposed, what was hidden, how much was moved, which units are slow."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+
+from hsdp.tracing.spans import COLLECTIVES, WORKING, Recording, Span, intersection, length, union
+
+_MOST_UNITS = 8
+
+
+@dataclass(frozen=True)
+class Collectives:
+    """All collectives of one kind.
+
+    Attributes:
+        flights: how many; `calls` of the backend.
+        nbytes: bytes of their whole operands.
+        sent: bytes that this rank sends at least, by the ring's formula.
+        under_way: seconds in which at least one was under way.
+        exposed: seconds in which the compute lane waited for one.
+    """
+
+    flights: int
+    calls: int
+    nbytes: int
+    sent: float
+    under_way: float
+    exposed: float
+
+
+@dataclass(frozen=True)
+class UnitTimes:
+    """Seconds of the compute lane that a unit took, by kind; `total` sums them."""
+
+    name: str
+    by_kind: dict[str, float]
+
+    @property
+    def total(self) -> float:
+        """Seconds of all kinds."""
+        return sum(self.by_kind.values())
+
+    @property
+    def waits(self) -> float:
+        """Seconds of waiting."""
+        return sum(seconds for kind, seconds in self.by_kind.items() if kind.startswith("wait"))
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a trace says.
+
+    Attributes:
+        seconds: how long the trace is.
+        iterations: forwards of a root in it.
+        collectives: by kind.
+        under_way: seconds in which at least one collective was under way.
+        overlap: the share of these in which the compute lane worked: neither waited nor did nothing. 1: all is hidden.
+        peak_bytes: most bytes of gather buffers, whole gradients and reduction buffers at a time.
+        units: the slowest first.
+    """
+
+    seconds: float
+    iterations: int
+    collectives: dict[str, Collectives]
+    under_way: float
+    overlap: float
+    peak_bytes: int
+    units: list[UnitTimes]
+
+    def __str__(self) -> str:
+        exposed = sum(one.exposed for one in self.collectives.values())
+        lines = [
+            f"{self.iterations} iterations in {_ms(self.seconds)} ms; collectives under way for {_ms(self.under_way)} ms, "
+            f"{self.overlap:.0%} of it under compute; {_ms(exposed)} ms of waiting; "
+            f"communication buffers at most {self.peak_bytes / 2**20:.2f} MiB",
+            f"{'':16}{'flights':>9}{'calls':>8}{'MiB':>10}{'MiB sent':>10}{'ms':>10}{'exposed':>10}",
+        ]
+        for kind, one in self.collectives.items():
+            lines.append(
+                f"{kind:16}{one.flights:9}{one.calls:8}{one.nbytes / 2**20:10.2f}{one.sent / 2**20:10.2f}"
+                f"{_ms(one.under_way):>10}{_ms(one.exposed):>10}"
+            )
+        width = max((len(unit.name) for unit in self.units[:_MOST_UNITS]), default=0)
+        lines.append(f"slowest of {len(self.units)} units, ms on the compute lane:")
+        for unit in self.units[:_MOST_UNITS]:
+            kinds = ", ".join(f"{kind} {_ms(s)}" for kind, s in sorted(unit.by_kind.items(), key=lambda pair: -pair[1]))
+            lines.append(f"  {unit.name:{width}}  {_ms(unit.total):>8}: {kinds}")
+        return "\n".join(lines)
+
+
+def summarize(recording: Recording) -> Summary:
+    """The summary of a recording."""
+    compute = recording.lane("compute")
+    working = union((span.start, span.end) for span in compute if span.kind in WORKING)
+    under_way = _under_way(recording.flights())
+    seconds = length(under_way)
+    return Summary(
+        seconds=recording.end,
+        iterations=len(recording.iterations),
+        collectives={kind: _collectives(recording, kind) for kind in COLLECTIVES},
+        under_way=seconds,
+        overlap=length(intersection(under_way, working)) / seconds if seconds else 1.0,
+        peak_bytes=max((nbytes for _, nbytes in recording.memory), default=0),
+        units=_units(recording, compute),
+    )
+
+
+def _under_way(flights: list[Span]) -> list[tuple[float, float]]:
+    return union((span.start, span.end) for span in flights)
+
+
+def _collectives(recording: Recording, kind: str) -> Collectives:
+    flights = [span for span in recording.flights() if span.kind == kind]
+    waits = (span.seconds for span in recording.lane("compute") if span.kind == f"wait {kind}")
+    return Collectives(
+        flights=len(flights),
+        calls=sum(span.calls for span in flights),
+        nbytes=sum(span.nbytes for span in flights),
+        sent=sum(span.sent for span in flights),
+        under_way=length(_under_way(flights)),
+        exposed=sum(waits),
+    )
+
+
+def _units(recording: Recording, compute: list[Span]) -> list[UnitTimes]:
+    times: dict[str, dict[str, float]] = {name: defaultdict(float) for name in recording.units}
+    for span in compute:
+        for name in span.unit.split(" + "):
+            if name in times:
+                times[name][span.kind] += span.seconds / (span.unit.count(" + ") + 1)
+    units = [UnitTimes(name, dict(by_kind)) for name, by_kind in times.items()]
+    return sorted(units, key=lambda unit: -unit.total)
+
+
+def _ms(seconds: float) -> str:
+    return f"{1e3 * seconds:.1f}"

@@ -1,0 +1,411 @@
+"""`local`: the step of an elementwise optimizer at the price of plain tensors.
+
+An optimizer of DTensors spends most of a step on dispatch, parameter by parameter, and PyTorch's multi-tensor kernels are
+not chosen for it. An elementwise optimizer (SGD, Adam, ...) does the same to each element whoever holds it, so it can step
+each rank's local tensors:
+
+    optimizer = hsdp.optim.local(torch.optim.AdamW(model.parameters(), lr=3e-4))
+
+    param_groups, state     DTensors, as before: schedulers, clipping, checkpoints and hooks see nothing new
+    while it steps          plain tensors that share their memory; with flat=True one per unit, dtype and group
+
+Optimizers that look at a parameter as a whole (norms, factored moments, orthogonalised updates: LAMB, Adafactor, Muon)
+would compute something else from a shard; they are refused.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.utils.dlpack import from_dlpack
+
+from hsdp.errors import StateError
+from hsdp.param import new_dtensor
+from hsdp.registry import unit_of
+
+O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
+
+ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
+    torch.optim.SGD,
+    torch.optim.Adam,
+    torch.optim.AdamW,
+    torch.optim.Adamax,
+    torch.optim.NAdam,
+    torch.optim.RAdam,
+    torch.optim.RMSprop,
+    torch.optim.Rprop,
+    torch.optim.Adagrad,
+    torch.optim.Adadelta,
+    torch.optim.ASGD,
+)
+"""PyTorch's own optimizers whose update of an element depends on that element's gradient and state alone."""
+
+_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of their state that are numbers: of a scalar parameter they have the parameter's shape, and are no DTensors."""
+
+
+def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
+    """Makes an optimizer of DTensors step plain local tensors.
+
+    Call it right after the optimizer was made, before a learning rate scheduler is. The update is the same to the last bit
+    as that of the same implementation (for-loop, `foreach`, `fused`) on plain tensors.
+
+    Args:
+        optimizer: one of `ELEMENTWISE`. Its parameters may be DTensors of any mesh, and plain tensors beside them.
+        flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
+            for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
+            takes the memory of the gradients once more while it steps.
+        elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
+
+    Returns:
+        `optimizer` itself; its class becomes `Local<Class>`, a subclass of its own.
+
+    Raises:
+        TypeError: not an optimizer, or one that is not known to be elementwise.
+        ValueError: something replaced its `step` already (a scheduler does).
+    """
+    if not isinstance(optimizer, torch.optim.Optimizer):
+        raise TypeError(f"optim.local takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    cls = type(optimizer)
+    if isinstance(getattr(optimizer, "_hsdp_stepper", None), _Stepper):
+        raise ValueError(f"optim.local({cls.__name__}): it steps local tensors already")
+    if cls not in ELEMENTWISE and not elementwise:
+        raise TypeError(
+            f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at whole parameters "
+            "(their norms, rows or columns, as LAMB, Adafactor and Muon do), shards would give other updates: leave it as "
+            "it is. If it does not, pass elementwise=True"
+        )
+    if "step" in vars(optimizer):
+        raise ValueError(
+            f"optim.local({cls.__name__}): something replaced its step, a learning rate scheduler perhaps; call "
+            "optim.local first, and make the scheduler afterwards"
+        )
+    optimizer._hsdp_stepper = _Stepper(flat)  # type: ignore[attr-defined]
+    optimizer.__class__ = _local_class(cls)
+    optimizer._patch_step_function()
+    return optimizer
+
+
+_classes: dict[type, type] = {}
+
+
+def _local_class(cls: type[torch.optim.Optimizer]) -> Any:
+    """`Local<Class>`: as `cls`, but that `step` runs on local tensors, between the hooks that PyTorch runs around it."""
+    if cls not in _classes:
+        # PyTorch puts hooks around each class's `step`. Ours is wrapped so; inside it the bare one is called.
+        bare: Callable[..., Any] = cls.step
+        if getattr(bare, "hooked", False):
+            bare = inspect.unwrap(bare, stop=lambda f: not getattr(f, "hooked", False))
+
+        def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
+            loss = None
+            if closure is not None:
+                with torch.enable_grad():
+                    loss = closure()
+            with torch.no_grad():
+                self._hsdp_stepper.step(self, bare)
+            return loss
+
+        def refuse(self: Any, protocol: Any) -> Any:
+            raise TypeError(
+                f"{type(self).__name__} cannot be copied or pickled; make another one and load this one's state_dict()"
+            )
+
+        members = {"step": step, "__reduce_ex__": refuse, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"Local{cls.__name__}", (cls,), members)
+    return _classes[cls]
+
+
+@dataclass
+class _Member:
+    """A parameter as the stepped tensor that holds it sees it: `count` elements from `start` on, of that shape."""
+
+    param: Any
+    shape: torch.Size
+    start: int
+    count: int
+    accepted: object = None
+    """The spec of the last gradient that was sharded as the parameter is: it is the same object step after step."""
+
+
+@dataclass
+class _Target:
+    """A plain tensor that is stepped, and the parameters in it: one, or with flat buffers several.
+
+    `gaps` are ranges between them, which are stepped along with zeros.
+    """
+
+    tensor: Tensor
+    members: list[_Member]
+    gaps: list[tuple[int, int]]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the tensor is the parameter's own."""
+        return len(self.members) == 1 and self.tensor.shape == self.members[0].shape
+
+    def cut(self, value: Tensor, member: _Member) -> Tensor:
+        """A parameter's part of a tensor that is laid out as the target is."""
+        if self.alone:
+            return value
+        part = value[member.start : member.start + member.count]
+        # With a storage of its own, as `Lane.local` makes them: code that copies storages does not know offsets.
+        return (from_dlpack(part) if member.count else part).view(member.shape)
+
+
+class _Stepper:
+    """What an optimizer steps instead of its DTensors.
+
+    The optimizer's own `state` has DTensors around the same memory, so it is always current. It is looked at again when
+    it, or `param_groups`, was replaced: `load_state_dict` does that. Entries that are assigned one by one are not noticed.
+    """
+
+    def __init__(self, flat: bool) -> None:
+        self._flat = flat
+        self._groups: list[list[_Target]] = []
+        self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._seen: tuple[object, ...] = ()
+        self._params: list[Any] = []
+        self._locals: list[Tensor] = []
+        self._used: list[bool] = []
+
+    def step(self, optimizer: Any, bare: Callable[..., Any]) -> None:
+        """One step: targets in the place of parameters, gradients beside them, the bare step, everything back."""
+        grads = [param.grad for param in self._listed(optimizer)]
+        used = [grad is not None for grad in grads]
+        if not self._fits(optimizer, used):
+            self._plan(optimizer, used)
+        by_param = dict(zip(map(id, self._params), grads, strict=True)) if self._flat else {}
+        wholes = [group["params"] for group in optimizer.param_groups]
+        shown = optimizer.state
+        try:
+            if self._flat:
+                for targets in self._groups:
+                    for target in targets:
+                        target.tensor.grad = _flat_grad(target, by_param)
+            else:
+                for target, grad in zip((t for targets in self._groups for t in targets), grads, strict=True):
+                    if grad is not None and target.tensor is not target.members[0].param:
+                        target.tensor.grad = _local_grad(target.members[0], grad)
+            for group, targets in zip(optimizer.param_groups, self._groups, strict=True):
+                group["params"] = [target.tensor for target in targets]
+            optimizer.state = self._state
+            known = len(self._state)
+            bare(optimizer)
+        finally:
+            optimizer.state = shown
+            for group, params, targets in zip(optimizer.param_groups, wholes, self._groups, strict=True):
+                group["params"] = params
+                for target in targets:
+                    if target.tensor is not target.members[0].param:
+                        target.tensor.grad = None  # or the gradients would live until the next step
+        if len(self._state) != known:
+            self._show(optimizer)
+
+    def _listed(self, optimizer: Any) -> list[Any]:
+        """The parameters of all groups, looked up again only where a list changed."""
+        groups = optimizer.param_groups
+        if len(groups) == 1:
+            params: list[Any] = groups[0]["params"]
+            return params
+        return [param for group in groups for param in group["params"]]
+
+    def _fits(self, optimizer: Any, used: list[bool]) -> bool:
+        """Whether what was planned holds still."""
+        params = self._listed(optimizer)
+        return (
+            self._seen == _identity(optimizer)
+            and len(params) == len(self._params)
+            and (not self._flat or used == self._used)
+            and all(
+                one is other and (param_local is one or one._local_tensor is param_local)
+                for one, other, param_local in zip(params, self._params, self._locals, strict=True)
+            )
+        )
+
+    # -- planning ------------------------------------------------------------------------------------------------
+
+    def _plan(self, optimizer: Any, used: list[bool]) -> None:
+        """Makes the targets anew, and their state from the optimizer's."""
+        self._params = list(self._listed(optimizer))
+        self._used = used
+        self._locals = [param._local_tensor if isinstance(param, DTensor) else param for param in self._params]
+        is_used = dict(zip(map(id, self._params), used, strict=True))
+        self._groups = []
+        for group in optimizer.param_groups:
+            params = group["params"]
+            targets = _flat_targets(params, is_used, optimizer.state) if self._flat else [_single(p) for p in params]
+            self._groups.append(targets)
+        self._state = defaultdict(dict)
+        for targets in self._groups:
+            for target in targets:
+                if optimizer.state.get(target.members[0].param):
+                    self._state[target.tensor] = _gathered_state(target, optimizer.state)
+        self._show(optimizer)
+
+    def _show(self, optimizer: Any) -> None:
+        """Puts the state that the targets have into the optimizer's, as DTensors around the same memory."""
+        for targets in self._groups:
+            for target in targets:
+                held = self._state.get(target.tensor)
+                if not held:
+                    continue
+                for member in target.members:
+                    optimizer.state[member.param] = {
+                        name: _wrapped(member, target.cut(value, member)) if _like(name, value, target.tensor) else value
+                        for name, value in held.items()
+                    }
+        self._seen = _identity(optimizer)
+
+
+def _identity(optimizer: Any) -> tuple[object, ...]:
+    """Changes when the optimizer's state or groups are replaced."""
+    return (id(optimizer.state), len(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
+
+
+def _single(param: Any) -> _Target:
+    if not isinstance(param, DTensor):
+        return _Target(param, [_Member(param, param.shape, 0, param.numel())], [])
+    plain = param._local_tensor.detach()
+    return _Target(plain, [_Member(param, plain.shape, 0, plain.numel())], [])
+
+
+def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> list[_Target]:
+    """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
+    places: dict[int, tuple[Tensor, int, int]] = {}
+    for unit in dict.fromkeys(unit_of(param) for param in params):
+        for lane in unit.lanes if unit is not None else ():
+            stops = sorted({piece.offset for piece in lane.layout.pieces} | {lane.layout.numel})
+            for managed, piece in zip(lane.params, lane.layout.pieces, strict=True):
+                after = next((stop for stop in stops if stop > piece.offset), lane.layout.numel)
+                places[id(managed.sharded)] = (lane.shard, piece.offset, after)
+    targets: list[_Target] = []
+    runs: dict[tuple[int, object], list[Any]] = {}
+    for param in params:
+        if id(param) not in places or not used[id(param)] or not param._local_tensor.numel():
+            targets.append(_single(param))
+        else:
+            runs.setdefault((id(places[id(param)][0]), _numbers(state.get(param))), []).append(param)
+    for run in runs.values():
+        run.sort(key=lambda param: places[id(param)][1])
+        part: list[Any] = []
+        for param in run:
+            if part and places[id(part[-1])][2] != places[id(param)][1]:
+                targets.append(_flat_target(part, places))
+                part = []
+            part.append(param)
+        targets.append(_flat_target(part, places))
+    return targets
+
+
+def _flat_target(params: list[Any], places: dict[int, tuple[Tensor, int, int]]) -> _Target:
+    buffer, start, _ = places[id(params[0])]
+    stop = places[id(params[-1])][2]
+    members, gaps = [], []
+    for param in params:
+        _, offset, after = places[id(param)]
+        count = param._local_tensor.numel()
+        members.append(_Member(param, param._local_tensor.shape, offset - start, count))
+        if offset + count < after:
+            gaps.append((offset + count - start, after - start))
+    return _Target(buffer.detach()[start:stop], members, gaps)
+
+
+def _numbers(state: dict[str, Any] | None) -> object:
+    """What must be equal for two parameters to step as one: the numbers in their state, their count of steps first."""
+    if not state:
+        return ()
+    numbers = {k: v for k, v in state.items() if k in _NUMBERS or not isinstance(v, Tensor)}
+    return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in numbers.items()))
+
+
+# -- gradients and state ----------------------------------------------------------------------------------------------
+
+
+def _local_grad(member: _Member, grad: Any) -> Tensor:
+    param = member.param
+    if isinstance(grad, DTensor):
+        spec = grad._spec
+        if spec is not member.accepted and (spec.placements, spec.mesh) == (param.placements, param.device_mesh):
+            member.accepted = spec
+        if spec is member.accepted:
+            return grad._local_tensor
+    raise StateError(
+        f"optim.local: a gradient of a parameter of shape {tuple(param.shape)} is not sharded as the parameter is; set it "
+        f"to None, or to a DTensor with placements {param.placements}"
+    )
+
+
+def _flat_grad(target: _Target, grads: dict[int, Any]) -> Tensor | None:
+    """The gradients of a target as one tensor: where they lie side by side, or in a copy."""
+    first = target.members[0].param
+    if target.alone:
+        grad = grads[id(first)]
+        if grad is None or target.tensor is first:
+            return grad  # type: ignore[no-any-return]
+        return _local_grad(target.members[0], grad)
+    parts = [_local_grad(member, grads[id(member.param)]) for member in target.members]
+    base = parts[0]._base
+    origin = parts[0].storage_offset() - target.members[0].start
+    lie_alike = base is not None and all(
+        part._base is base and part.storage_offset() == origin + member.start and part.is_contiguous()
+        for part, member in zip(parts, target.members, strict=True)
+    )
+    size = target.tensor.numel()
+    if lie_alike and base is not None and base.is_contiguous() and 0 <= origin <= base.numel() - size:
+        flat = base.view(-1)[origin : origin + size]
+        gaps = [flat[start:stop] for start, stop in target.gaps]
+        if gaps:
+            torch._foreach_zero_(gaps)  # nobody wrote there: what came with the memory must not step
+        return flat
+    flat = torch.zeros_like(target.tensor)
+    torch._foreach_copy_([flat[m.start : m.start + m.count].view(m.shape) for m in target.members], parts)
+    return flat
+
+
+def _like(name: str, value: Any, tensor: Tensor) -> bool:
+    """Whether an entry of the state has an element for each of the parameter's."""
+    return isinstance(value, Tensor) and name not in _NUMBERS and value.shape == tensor.shape
+
+
+def _wrapped(member: _Member, value: Tensor) -> Tensor:
+    param = member.param
+    if not isinstance(param, DTensor):
+        return value
+    spec = param._spec
+    if value.dtype != param.dtype:
+        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, value.dtype))
+    return new_dtensor(DTensor, value, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
+    """A target's state from that of its parameters: their local tensors, side by side."""
+    held: dict[str, Any] = {}
+    for name, value in state[target.members[0].param].items():
+        if not isinstance(value, DTensor):
+            held[name] = value
+        elif target.alone:
+            held[name] = _local_state(target.members[0].param, name, value)
+        else:
+            held[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
+            for member in target.members:
+                part = held[name][member.start : member.start + member.count].view(member.shape)
+                part.copy_(_local_state(member.param, name, state[member.param][name]))
+    return held
+
+
+def _local_state(param: Any, name: str, value: Any) -> Tensor:
+    if isinstance(value, DTensor) and (value.placements, value.device_mesh) == (param.placements, param.device_mesh):
+        return value._local_tensor
+    raise StateError(
+        f"optim.local: entry {name!r} of the state of a parameter of shape {tuple(param.shape)} is not sharded as the "
+        f"parameter is ({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}"
+    )

@@ -12,6 +12,7 @@ The training loop stays as it was.
 """
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
+from hsdp import optim as optim  # nor torch's optim
 from hsdp.api import fully_shard, register_forward_method, register_fsdp_forward_method
 from hsdp.clip import clip_grad_norm_
 from hsdp.compat import UnshardHandle, share_comm_ctx

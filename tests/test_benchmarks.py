@@ -7,8 +7,10 @@ from functools import partial
 from pathlib import Path
 
 import pytest
+import torch
 from torch.distributed.device_mesh import DeviceMesh
 
+from benchmarks import gpu, optimizer, tracing
 from benchmarks.harness import Contender, Plan, Rounds, Row, Step, compare, report
 from benchmarks.step import Sizes, build
 from tests.rig import Pool, RankEnv
@@ -50,3 +52,29 @@ def _run_step(env: RankEnv, library: str) -> None:
 @pytest.mark.parametrize("library", ["hsdp", "fsdp2"])
 def test_step_runs(pool2: Pool, library: str) -> None:
     pool2.run(_run_step, library)
+
+
+def _check_verbs(env: RankEnv) -> list[str]:
+    alone = env.mesh((2, 1)).get_group("shard")
+    return gpu.check_verbs(alone, torch.device("cpu"))
+
+
+def test_the_gpu_benchmark_s_rehearsal(pool2: Pool) -> None:
+    device = torch.device("cpu")
+    verbs = pool2.run(_check_verbs)[0]
+    assert len(verbs) == 10 and "reduce-scatter of two dtypes" in verbs
+    steps = [vars(gpu.measure_steps(library, 8, gpu.TINY, device)) for library in gpu.LIBRARIES]
+    overlap = gpu.measure_overlap(gpu.TINY, device)
+    told = gpu.table({"verbs": verbs, "steps": steps, "overlap": vars(overlap)})
+    assert all(library in told for library in gpu.LIBRARIES) and "10 paths" in told
+    assert "all-reduce" in overlap.summary and overlap.delayed_ms > 0
+
+
+def test_the_optimizer_s_contenders_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+    optimizer.main(["--kind", "foreach", "--dim", "16", "--rounds", "1", "--steps", "1"])
+    assert "foreach" in capsys.readouterr().out
+
+
+def test_the_tracing_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    tracing.main(["--units", "2", "--params", "2", "--rounds", "1", "--steps", "1"])
+    assert "step foreach" in capsys.readouterr().out

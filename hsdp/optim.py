@@ -28,7 +28,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.dlpack import from_dlpack
 
 from hsdp.errors import StateError
-from hsdp.param import new_dtensor
+from hsdp.inner import new_dtensor
 from hsdp.registry import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741

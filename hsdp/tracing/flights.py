@@ -21,9 +21,9 @@ _now = time.perf_counter
 
 
 class FlightRecord:
-    """A collective that was started."""
+    """A collective that was started. `frees`: bytes of gradients that are let go once it was waited for."""
 
-    __slots__ = ("_ends", "calls", "end", "kind", "lane", "nbytes", "sent", "start", "unit", "waited")
+    __slots__ = ("_ends", "calls", "end", "frees", "kind", "lane", "nbytes", "sent", "start", "unit", "waited")
 
     def __init__(self, lane: Lane, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
         self.lane: Lane = lane
@@ -34,7 +34,7 @@ class FlightRecord:
         self.sent = sent
         self.end: Moment | None = None
         self.waited: float | None = None
-        self.calls = 0
+        self.calls = self.frees = 0
         self._ends: list[float] = []
 
     def call_done(self, _: object) -> None:
@@ -81,8 +81,7 @@ class TracedFlight(Flight):
         finally:
             recorder.pop()
             record.waited = _now()
-            if record.kind == "reduce-scatter":
-                recorder.reducing -= record.nbytes
+            recorder.reducing -= record.frees
 
 
 _under_way: dict[TracedFlight, tuple[Recorder, FlightRecord]] = {}

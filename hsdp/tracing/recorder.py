@@ -82,7 +82,7 @@ class Recorder:
         self._begin = self.now()
         for state in self._states:
             # A root's runtime may be made later than this, and there may be several roots.
-            self._wrap(state._become_root, lambda call: lambda: self._attach(call()))
+            self._wrap(state.own_runtime, lambda call: lambda: self._attach(call()))
             self._attach_unit(state.unit)
         for runtime in {unit.runtime: None for unit in self._units if unit.runtime is not None}:
             self._attach(runtime)
@@ -191,8 +191,8 @@ class Recorder:
         self._wrap(unit.gradients.defer, self._after(self._landed))
         if self._streams.active:
             self._wrap(unit._unpack, self._aside("gather", "copy", unit))
-        for comm in (unit.shard_comm, unit.replicate_comm, unit._part_comm):
-            if comm is None:
+        for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit._part_comm):
+            if comm is None or "all_gather" in vars(comm):
                 continue
             self._wrap(comm.all_gather, self._flying(comm, "gather", "all-gather", whole=0))
             self._wrap(comm.reduce_scatter, self._flying(comm, "scatter", "reduce-scatter", whole=1, summed=2))
@@ -210,6 +210,7 @@ class Recorder:
                 once = _nbytes(operands[whole]) if whole is not None else 0
                 twice = _nbytes(operands[summed]) if summed is not None else 0
                 record = FlightRecord(lane, kind, owner.name, began, once + twice, share * (once + 2 * twice))
+                record.frees = once if lane == "scatter" else 0
                 flight = call(owner, op, *operands)
                 flight.__class__ = TracedFlight
                 cast(TracedFlight, flight).watch(self, record)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import gc
 import os
 import resource
 import shutil
@@ -99,20 +101,22 @@ def test_nothing_changes(pool4: Pool, tmp_path: Path) -> None:
 
 def anonymous_bytes() -> int:
     """What this process holds in memory that has no file behind it."""
+    gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)  # what was freed goes back to the system
     lines = Path("/proc/self/status").read_text().splitlines()
     return int(next(line for line in lines if line.startswith("RssAnon")).split()[1]) * 1024
 
 
 def measure(env: RankEnv, directory: str) -> tuple[int, int]:
     """Bytes of anonymous memory that a sharded model of 64 MiB takes: in memory, on disk."""
-    taken = []
+    taken, models = [], []
     for offload in (None, None, hsdp.DiskOffloadPolicy(directory)):  # the first round pays for what is made only once
         before = anonymous_bytes()
         model = nn.Sequential(*(nn.Linear(2048, 2048, bias=False) for _ in range(4)))
         for layer in model:
             hsdp.fully_shard(layer, mesh=env.mesh(2), offload_policy=offload)
         taken.append(anonymous_bytes() - before)
-        del model
+        models.append(model)
     return taken[1], taken[2]
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -40,6 +41,8 @@ class HSDPModule(FSDP2Methods):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its whole parameters; hooks that users put on the module see them too."""
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(_run_uncompiled)(self, args, kwargs)
         state: ModuleState = self.__dict__["_hsdp_state"]
         return state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
@@ -305,6 +308,17 @@ class HSDPModule(FSDP2Methods):
         """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
         for unit in self._units(recurse=False):
             unit.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
+
+
+def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
+    """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it."""
+    if module._compiled_call_impl is None:
+        warnings.warn(
+            f"hsdp: torch.compile around {type(module).__name__}, which is sharded, leaves it uncompiled; call compile() "
+            "on the sharded module itself, or compile it before fully_shard",
+            stacklevel=2,
+        )
+    return module(*args, **kwargs)
 
 
 def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:

@@ -16,12 +16,14 @@ from typing import Any
 from unittest import mock
 
 import torch
+from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import hsdp.param
 import hsdp.pipeline
 import hsdp.stepping
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm, Flight
+from hsdp.compat import PipelineFace
 from hsdp.gradients import Gradients
 from hsdp.inner import Inner
 from hsdp.lane import Lane, LaneKind
@@ -29,6 +31,7 @@ from hsdp.pipeline import ReductionPipeline
 from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
+from tests import test_compat, test_compressed, test_pipelining
 from tests import test_offload as offload
 from tests import test_placement as placement
 from tests import test_tensor_parallel as tensor_parallel
@@ -448,3 +451,35 @@ def stores_other_gradients_than_the_reduced_ones() -> Any:
             part._stored = [torch.zeros_like(value) for value in part.values()]
 
     return mock.patch.object(LaneReduction, "store", store)
+
+
+# -- beside others --------------------------------------------------------------------------------------------------
+
+
+@mutant(Check(test_compat._unshards), kill="serves until reshard")
+def throws_asynchronous_unshards_away() -> Any:
+    return mock.patch.object(Unit, "pinned", property(lambda unit: False, lambda unit, value: None), create=True)
+
+
+@mutant(Check(test_compat._no_gather_in_backward), kill="AssertionError")
+def gathers_ahead_what_backward_does_not_need() -> Any:
+    return mock.patch.object(
+        Unit, "unshard_in_backward", property(lambda unit: True, lambda unit, value: None), create=True
+    )
+
+
+@mutant(Check(test_pipelining._train, (Schedule1F1B, True), world=4), kill="reduced once|differ|names")
+def leaves_the_sums_of_a_stage() -> Any:
+    return mock.patch.object(PipelineFace, "_root_post_backward_final_callback", return_value=None)
+
+
+@mutant(Check(test_compressed._errors, world=4), kill="AssertionError")
+def sums_in_sixteen_bits() -> Any:
+    def add(parts: torch.Tensor, ranks: int) -> torch.Tensor:
+        rows = parts.view(ranks, -1)
+        total = rows[0].clone()
+        for row in rows[1:]:
+            total = total + row
+        return total.float()
+
+    return mock.patch("hsdp.compressed.add_in_order", add)

@@ -180,8 +180,7 @@ def prepare(library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device) 
             fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
     if library == "plain":
         model.bfloat16()
-        model.turns = torch.view_as_complex(torch.view_as_real(Blocks(sizes).turns)).to(device)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=True)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # no temporaries
     x = torch.randn(sizes.rows, sizes.length, sizes.width, device=device, dtype=torch.bfloat16)
 
     def step() -> None:

@@ -10,6 +10,7 @@ import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -18,6 +19,8 @@ from torch import nn
 
 import hsdp
 from benchmarks.schedule import Durations
+from hsdp.examples import train_lm
+from hsdp.examples.options import parse_options
 from hsdp.pipeline import ReductionPipeline
 from hsdp.registry import unit_of
 from hsdp.tracing.spans import intersection, length, union
@@ -115,6 +118,13 @@ def _trace_and_count(env: RankEnv, folder: str, shape: tuple[int, ...]) -> None:
     for name, param in full_params(models[0]).items():
         assert torch.equal(param, full_params(models[1])[name]), f"{name}: tracing changes the numbers"
     _check_recording(t, counter)
+    plan = hsdp.plan(models[0], tokens_per_rank=32, backend="gloo")
+    planned = {kind: sum(one.sent for one in plan.collectives if one.kind == kind) for kind in _COUNTED}
+    assert {kind: one.sent / 3 for kind, one in t.summary().collectives.items()} == pytest.approx(planned)
+    started = {kind: sum(one.calls for one in plan.collectives if one.kind == kind) for kind in _COUNTED}
+    assert {kind: one.calls / 3 for kind, one in t.summary().collectives.items()} == started
+    beside = t.summary().beside(plan)
+    assert f"{started['all-gather']} / {started['all-gather']}" in beside, beside
     chrome, svg = Path(folder, f"{env.rank}.json"), Path(folder, f"{env.rank}.svg")
     t.to_chrome(chrome)
     t.to_svg(svg)
@@ -177,6 +187,25 @@ def _wait_for_a_late_rank(env: RankEnv) -> None:
 
 def test_a_late_rank_shows_as_an_exposed_wait(pool2: Pool) -> None:
     pool2.run(_wait_for_a_late_rank)
+
+
+def _sleep_beside_a_gather(env: RankEnv) -> None:
+    model: Any = shard(CASE.model(), env.mesh((2,)))
+    CASE.loss(model, CASE.batch(0, env.rank)).backward()
+    unit = model.blocks[1]._units()[0]
+    torch.distributed.barrier()
+    with hsdp.trace(model) as t:
+        unit.launch()
+        time.sleep(1.0)
+        unit.finish()
+        unit.reshard()
+    (gather,) = t.recording.flights()
+    assert gather.seconds < 0.7, "its end is when it was done, not when somebody waited for it"
+    assert t.summary().collectives["all-gather"].exposed < 0.3
+
+
+def test_the_end_of_a_collective_is_when_it_was_done(pool2: Pool) -> None:
+    pool2.run(_sleep_beside_a_gather)
 
 
 def _objects(model: Any) -> list[Any]:
@@ -256,3 +285,23 @@ def test_failures_leave_no_spans_open() -> None:
     assert slept >= 0.05
     busy = length(union((s.start, s.end) for s in t.recording.lane("compute")))
     assert busy < t.recording.end - 0.09, "the pauses belong to no unit"
+
+
+def _train(env: RankEnv, folder: str) -> int:
+    flags = (
+        f"--steps 7 --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000 --no-sample "
+        f"--device cpu --out {folder}/run --trace {folder}/trace"
+    )
+    stop: Any = SimpleNamespace(requested=False)
+    return train_lm.run(parse_options(flags.split(), env.world_size), torch.device("cpu"), stop)
+
+
+def test_the_main_job_draws_a_step(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(_train, str(tmp_path)) == [0, 0]
+    assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
+        "rank0.json",
+        "rank0.svg",
+        "rank1.json",
+        "rank1.svg",
+    ]
+    assert "optimizer" in (tmp_path / "trace/rank1.svg").read_text()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import defaultdict
 from dataclasses import dataclass
 
+from hsdp.planning import Plan
 from hsdp.tracing.spans import COLLECTIVES, WORKING, Recording, Span, intersection, length, union
 
 _MOST_UNITS = 8
@@ -88,6 +89,28 @@ class Summary:
         for unit in self.units[:_MOST_UNITS]:
             kinds = ", ".join(f"{kind} {_ms(s)}" for kind, s in sorted(unit.by_kind.items(), key=lambda pair: -pair[1]))
             lines.append(f"  {unit.name:{width}}  {_ms(unit.total):>8}: {kinds}")
+        return "\n".join(lines)
+
+    def beside(self, plan: Plan) -> str:
+        """What was measured beside what `hsdp.plan` foretold, per step, as a table.
+
+        Args:
+            plan: of the traced model. The trace holds whole steps of its number of micro-batches, and nothing else.
+        """
+        steps = self.iterations / plan.assumptions.micro_batches
+        lines = [
+            f"per step, measured / planned{'':4}{'started':>16}{'MiB sent':>20}{'ms under way':>20}{'ms exposed':>20}",
+        ]
+        for kind, one in self.collectives.items():
+            planned = [part for part in plan.collectives if part.kind == kind]
+            pairs = [
+                (f"{one.calls / steps:.0f}", f"{sum(part.calls for part in planned)}"),
+                (f"{one.sent / steps / 2**20:.2f}", f"{sum(part.sent for part in planned) / 2**20:.2f}"),
+                (_ms(one.under_way / steps), _ms(sum(part.seconds for part in planned))),
+                (_ms(one.exposed / steps), _ms(plan.time.exposed.get(kind, 0.0))),
+            ]
+            cells = [f"{measured} / {foretold}" for measured, foretold in pairs]
+            lines.append(f"{kind:32}{cells[0]:>16}" + "".join(f"{cell:>20}" for cell in cells[1:]))
         return "\n".join(lines)
 
 

@@ -407,6 +407,7 @@ class Unit:
         if task not in remaining:
             self.begin_task(task)
         self.gradients.put(slot, grad)
+        del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:
             runtime.completed(self)

@@ -20,6 +20,7 @@ from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import hsdp.param
 import hsdp.pipeline
+import hsdp.planning.memory
 import hsdp.stepping
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm, Flight
@@ -28,12 +29,15 @@ from hsdp.gradients import Gradients
 from hsdp.inner import Inner
 from hsdp.lane import Lane, LaneKind
 from hsdp.pipeline import ReductionPipeline
+from hsdp.planning.layouts import LanePlan, UnitPlan
 from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
 from tests import test_offload as offload
 from tests import test_placement as placement
+from tests import test_plan as plan_collectives
+from tests import test_plan_memory as plan_memory
 from tests import test_tensor_parallel as tensor_parallel
 from tests.divergence_soak import Case, disagree
 from tests.models import make_case
@@ -483,3 +487,29 @@ def sums_in_sixteen_bits() -> Any:
         return total.float()
 
     return mock.patch("hsdp.compressed.add_in_order", add)
+
+
+# -- plans ----------------------------------------------------------------------------------------------------------
+
+COLLECTIVES = Check(plan_collectives.check_on_gloo, ((2,), ("transformer", "wide")))
+PEAK = Check(plan_memory.check_on_gloo, ((2,), ("fp32",)))
+
+
+@mutant(COLLECTIVES, kill="AssertionError")
+def plans_without_used_flags() -> Any:
+    return mock.patch.object(LanePlan, "flags", 0)
+
+
+@mutant(COLLECTIVES, kill="AssertionError")
+def plans_a_root_that_is_freed() -> Any:
+    return mock.patch.object(UnitPlan, "keeps", False)
+
+
+@mutant(PEAK, kill="planned .* measured")
+def plans_parameters_that_are_never_freed() -> Any:
+    return mock.patch.object(hsdp.planning.memory._Ledger, "_free", lambda ledger, unit, index: None)
+
+
+@mutant(PEAK, kill="reduction below 0")
+def plans_reductions_that_take_nothing() -> Any:
+    return mock.patch.object(LanePlan, "buffer_bytes", 0)

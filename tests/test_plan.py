@@ -33,6 +33,7 @@ class Setup:
     options: dict[str, Any] = field(default_factory=dict)
     micro_batches: int = 1
     freeze: tuple[str, ...] = ()
+    units: tuple[str, ...] = ("blocks.*",)
     replicate: tuple[str, ...] = ()
 
 
@@ -48,6 +49,7 @@ def _wide() -> nn.Module:
     return MLP((256, 512, 256, 128))
 
 
+ALL_BUT_Q = ("embedding", "norm", "head", "blocks.0", *(f"blocks.1.{name}" for name in ("n", "k", "v", "o", "g", "u", "d")))
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SETUPS = {
     "transformer": Setup(),
@@ -66,6 +68,8 @@ SETUPS = {
     "no prefetch": Setup(options={"comm_policy": CommPolicy(prefetch=0)}),
     "a frozen bias": Setup(_wide, freeze=("blocks.1.bias",)),
     "a frozen first block": Setup(_wide, freeze=("blocks.0.weight", "blocks.0.bias")),
+    "nested units": Setup(units=("blocks.*", "blocks.*.q", "head")),
+    "one trained layer": Setup(units=("blocks.*", "blocks.1.q"), freeze=ALL_BUT_Q),
     "replicated norms": Setup(replicate=("blocks.0.norm1.weight", "norm.weight")),
 }
 
@@ -73,8 +77,8 @@ SETUPS = {
 def build(setup: Setup) -> tuple[nn.Module, dict[str, Any]]:
     """The model, not sharded yet, and the arguments with which it is to be."""
     model = setup.build()
-    for name in setup.freeze:
-        model.get_parameter(name).requires_grad_(False)
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(setup.freeze or "nothing"))
     replicate = {"replicate_params": [model.get_parameter(name) for name in setup.replicate]} if setup.replicate else {}
     return model, setup.options | replicate
 
@@ -113,8 +117,8 @@ def check(setup: Setup, mesh: DeviceMesh) -> None:
     sizes = tuple(mesh.shape)
     model, options = build(setup)
     told: dict[str, Any] = {"tokens_per_rank": 4, "micro_batches": setup.micro_batches}
-    before = hsdp.plan(model, mesh=mesh, **told, **options)
-    hsdp.shard_units(model, "blocks.*", mesh=mesh, **options)
+    before = hsdp.plan(model, mesh=mesh, units=setup.units, **told, **options)
+    hsdp.shard_units(model, setup.units, mesh=mesh, **options)
     after = hsdp.plan(model, **told)
     assert before == after
     backend = before.assumptions.backend
@@ -135,14 +139,15 @@ def test_collectives_are_as_planned(shape: tuple[int, ...], name: str) -> None:
         check(SETUPS[name], env.mesh(shape))
 
 
-def _on_gloo(env: RankEnv, shape: tuple[int, ...], names: list[str]) -> None:
+def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Several setups, on every rank."""
     for name in names:
         check(SETUPS[name], env.mesh(shape))
 
 
-ON_GLOO = ["transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets"]
+ON_GLOO = ("transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets")
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_collectives_are_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(_on_gloo, shape, ON_GLOO)
+    pool4.run(check_on_gloo, shape, ON_GLOO)

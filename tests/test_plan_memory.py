@@ -1,4 +1,8 @@
-"""What `plan` says of memory is what a tracker of live bytes sees, within 5 %; activations are next to nothing here."""
+"""What `plan` says of memory is what a tracker of live bytes sees: within 1 %, and within 5 % on gloo.
+
+Activations are next to nothing here. On gloo something may land before it has to, and a thread of gloo's may hold what a
+reduce-scatter received for a moment after it has ended.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +11,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
@@ -16,10 +21,10 @@ from benchmarks.memory import Layer
 from hsdp import CommPolicy, MixedPrecisionPolicy
 from hsdp.planning import Plan
 from tests.counting import LiveBytes
+from tests.models import Transformer
 from tests.rig import Pool, RankEnv, fake_world
 from tests.sharded import mesh_id
 
-TOLERANCE = 0.05
 LAYERS = 7
 """More than the queue is deep: it fills up."""
 
@@ -71,8 +76,11 @@ def _bytes(tensor: Tensor) -> int:
     return (tensor._local_tensor if isinstance(tensor, DTensor) else tensor).nbytes
 
 
-def check(setup: Setup, mesh: DeviceMesh) -> None:
-    """The peak of a steady step, and what is alive between steps."""
+def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) -> None:
+    """The peak of a steady step, and what is alive between steps.
+
+    `late`: one reduce-scatter's output may be freed late.
+    """
     model = nn.Sequential(*(Layer(setup.param or torch.float32) for _ in range(LAYERS)))
     told: dict[str, Any] = {"tokens_per_rank": 1, "micro_batches": setup.micro_batches}
     plan: Plan = hsdp.plan(model, mesh=mesh, **told, **setup.options)
@@ -85,10 +93,12 @@ def check(setup: Setup, mesh: DeviceMesh) -> None:
     with LiveBytes() as live:
         _step(model, setup.micro_batches)
     told_peak = plan.memory.communication
-    assert live.peak == pytest.approx(told_peak, rel=TOLERANCE), (
+    slack = max(unit.total("scatter_inputs") for unit in plan.units) if late else 0
+    assert (1 - tolerance) * told_peak <= live.peak <= (1 + tolerance) * told_peak + slack, (
         f"planned {told_peak:,} ({plan.memory.at}: {plan.memory.peak}), measured {live.peak:,}: {live.peak_sizes[:20]}"
     )
-    assert live.live == pytest.approx(plan.memory.largest["gradients"], rel=TOLERANCE)
+    kept = plan.memory.largest["gradients"]
+    assert (1 - tolerance) * kept <= live.live <= (1 + tolerance) * kept + slack, f"planned {kept:,}, left {live.live:,}"
     shards = sum(lane.shard.nbytes for unit in model._units() for lane in unit.lanes)  # type: ignore[operator]
     state = sum(_bytes(value) for states in optimizer.state.values() for value in states.values() if value.ndim)
     assert shards + state == pytest.approx(plan.memory.persistent, rel=0.001)
@@ -100,7 +110,30 @@ def test_peak_memory_is_as_planned(shape: tuple[int, ...], name: str) -> None:
     if name == "kept in parts" and shape == (4, 1):
         pytest.skip("one shard rank has no parts")
     with fake_world(4) as env:
-        check(SETUPS[name], env.mesh(shape))
+        check(SETUPS[name], env.mesh(shape), 0.01)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_activations_come_on_top(shape: tuple[int, ...]) -> None:
+    def run(model: nn.Module) -> Tensor:
+        return F.cross_entropy(model(tokens).flatten(0, 1), tokens.flatten())
+
+    tokens = torch.arange(4).view(1, 4)
+    model = Transformer(vocab=1024, dim=128, heads=4, hidden=512, layers=6)  # a root with a table and a head
+    with LiveBytes() as live:
+        loss = run(model)
+        activations = live.live
+    del loss
+    with fake_world(4) as env:
+        plan = hsdp.plan(model, mesh=env.mesh(shape), tokens_per_rank=4, activations=activations)
+        hsdp.shard_units(model, "blocks.*", mesh=env.mesh(shape))
+        for _ in range(2):
+            run(model).backward()
+            model.zero_grad()
+        with LiveBytes() as live:
+            run(model).backward()
+    told = plan.memory.communication + plan.memory.peak["activations"]
+    assert live.peak == pytest.approx(told, rel=0.05), f"{plan.memory}: {live.peak_sizes[:20]}"
 
 
 def test_what_is_offloaded_is_in_host_memory() -> None:
@@ -118,12 +151,13 @@ def test_what_is_offloaded_is_in_host_memory() -> None:
     assert "host" in str(away)
 
 
-def _on_gloo(env: RankEnv, shape: tuple[int, ...], names: list[str]) -> None:
+def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Several setups, on every rank."""
     torch.set_num_threads(1)
     for name in names:
-        check(SETUPS[name], env.mesh(shape))
+        check(SETUPS[name], env.mesh(shape), 0.05, late=True)
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_peak_memory_is_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(_on_gloo, shape, ["fp32", "bf16/fp32", "micro-batches"])
+    pool4.run(check_on_gloo, shape, ("fp32", "bf16/fp32", "micro-batches"))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 import io
 import json
-import subprocess
+import runpy
 import sys
 import time
 from typing import Any
@@ -17,10 +17,9 @@ from torch import nn
 
 import hsdp
 from hsdp import CommPolicy
-from hsdp.__main__ import main as commands
 from hsdp.planning import PRESETS, Assumptions, Comparison, Plan, compare, preset
 from hsdp.planning.command import main
-from hsdp.planning.plan import plan_facts
+from hsdp.planning.plans import plan_facts
 from tests.models import Transformer
 from tests.rig import fake_world
 
@@ -174,14 +173,20 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
         assert told in capsys.readouterr().err
 
 
-def test_the_command_line(capsys: pytest.CaptureFixture[str]) -> None:
-    command = [sys.executable, "-m", "hsdp", "plan", "--preset", "gpt-oss-20b", "--shard", "8"]
-    found = subprocess.run(command, capture_output=True, text=True)
-    assert found.returncode == 0 and "gpt-oss-20b" in found.stdout, found.stderr
-    assert commands(["--help"]) == 0
-    assert capsys.readouterr().out.startswith("usage: python -m hsdp")
-    assert commands(["plot"]) == 2
-    assert "plan " in capsys.readouterr().err
+COMMANDS = {
+    "plan --preset gpt-oss-20b --shard 8": (0, "gpt-oss-20b: 20.9 B parameters"),
+    "--help": (0, "usage: python -m hsdp"),
+    "plot": (2, "usage: python -m hsdp"),
+}
+
+
+@pytest.mark.parametrize("line", COMMANDS)
+def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], line: str) -> None:
+    monkeypatch.setattr(sys, "argv", ["hsdp", *line.split()])
+    with pytest.raises(SystemExit) as ended:
+        runpy.run_module("hsdp", run_name="__main__")
+    told = capsys.readouterr()
+    assert (ended.value.code, (told.out or told.err).startswith(COMMANDS[line][1])) == (COMMANDS[line][0], True), told
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -193,6 +198,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no flops": ({"flops": 0}, ValueError, "flops"),
     "parts that do not divide": ({"reshard_after_forward": 3}, ValueError, "'blocks|root.*does not divide 8"),
     "a pattern without a match": ({"units": "layers.*"}, ValueError, "matches nothing"),
+    "a policy that is none": ({"mp_policy": torch.bfloat16}, TypeError, "mp_policy=torch.bfloat16"),
+    "a word": ({"reshard_after_forward": "yes"}, TypeError, "reshard_after_forward='yes'"),
     "a placement that is none": ({"shard_placement_fn": lambda p: 0}, TypeError, "Shard"),
 }
 

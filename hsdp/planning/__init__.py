@@ -7,7 +7,7 @@
 """
 
 from hsdp.planning.api import compare, plan
-from hsdp.planning.plan import Assumptions, Comparison, Plan
+from hsdp.planning.plans import Assumptions, Comparison, Plan
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from hsdp.wording import bytes_of, seconds_of
 
 if TYPE_CHECKING:
-    from hsdp.planning.plan import Plan
+    from hsdp.planning.plans import Plan
 
 HIDDEN = 0.03
 """A wait below this part of the step is the fill and the drain, which no schedule hides."""

@@ -13,7 +13,7 @@ from hsdp.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
 from hsdp.param import PlacementFn
 from hsdp.planning.facts import facts_of
-from hsdp.planning.plan import Assumptions, Comparison, Plan, plan_facts
+from hsdp.planning.plans import Assumptions, Comparison, Plan, plan_facts
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.state import state_of

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from hsdp.placement import least_padding
-from hsdp.planning.plan import Assumptions, Comparison, Plan, meshes_of, plan_facts
+from hsdp.planning.plans import Assumptions, Comparison, Plan, meshes_of, plan_facts
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from hsdp.api import check_param, choose_dim, collect_params
+from hsdp.compat import own_policy
 from hsdp.inner import block_of
 from hsdp.module import HSDPModule
 from hsdp.offload import OffloadPolicy
@@ -122,9 +123,16 @@ def facts_of(
         found = _of_sharded(model)
     else:
         found = _of_plain(model, units, shard_placement_fn, ignored_params, replicate_params)
-    changes: dict[str, Any] = {"mp_policy": mp_policy, "comm_policy": comm_policy, "offload_policy": offload_policy}
-    changes["reshard_after_forward"] = reshard_after_forward
-    changes = {name: value for name, value in changes.items() if value is not None}
+    policies: dict[str, tuple[Any, type | tuple[type, ...]]] = {
+        "mp_policy": (own_policy(mp_policy), MixedPrecisionPolicy),
+        "comm_policy": (comm_policy, CommPolicy),
+        "offload_policy": (own_policy(offload_policy), OffloadPolicy),
+        "reshard_after_forward": (reshard_after_forward, (bool, int)),
+    }
+    changes = {name: value for name, (value, _) in policies.items() if value is not None}
+    for name, value in changes.items():
+        if not isinstance(value, policies[name][1]):
+            raise TypeError(f"plan({name}={value!r}): expected what fully_shard takes, not a {type(value).__name__}")
     return [replace(unit, **changes) for unit in found]
 
 

@@ -96,12 +96,11 @@ class LanePlan:
 
     @property
     def staging_bytes(self) -> int:
-        """What only the gather needs: the rows of packed parameters, and the shards' cast."""
+        """What only the gather needs: the rows of packed parameters."""
         if self.alone:
             return 0
         packed = self.layout.numel - self.layout.gather_packed_start
-        cast = self.layout.numel if self.moves else 0
-        return (self.layout.shards * packed + cast) * self.kind.compute.itemsize
+        return self.layout.shards * packed * self.kind.compute.itemsize
 
     @property
     def gather_inputs(self) -> list[int]:
@@ -114,24 +113,26 @@ class LanePlan:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
-    def made(self, late: bool) -> tuple[int, int, int]:
-        """Whole gradients as they wait for the reduction: (those that go directly, those to pack, largest one uncast).
+    def made_bytes(self, late: bool) -> int:
+        """Whole gradients as autograd makes them.
 
-        `late`: those of embeddings, which autograd makes when the rest of the unit is over; or all others.
+        `late`: those of embeddings, which it makes when the rest of the unit is over; or all others.
         """
-        direct = packed = uncast = 0
-        if self.trained is not None:
-            compute, reduce = self.kind.compute.itemsize, self.kind.reduce.itemsize
-            for param, piece in zip(self.trainable, self.trained.pieces, strict=True):
-                if (param.active == 0) != late:
-                    continue
-                if piece.direct_reduce or self.alone:
-                    direct += param.numel * reduce
-                    if self.kind.compute != self.kind.reduce:  # cast in its own hook, one at a time
-                        uncast = max(uncast, param.numel * compute)
-                else:
-                    packed += param.numel * compute
-        return direct, packed, uncast
+        made = (param.numel for param in self.trainable if (param.active == 0) == late)
+        return sum(made) * self.kind.compute.itemsize
+
+    @property
+    def direct_numels(self) -> list[int]:
+        """Elements of the gradients that are reduced as they are, in the order in which they are handed over."""
+        if self.trained is None:
+            return []
+        pieces = [self.trained.pieces[i] for i in (range(self.flags) if self.alone else self.trained.in_order)]
+        return [piece.spec.numel for piece in pieces if piece.direct_reduce or self.alone]
+
+    @property
+    def packed_numel(self) -> int:
+        """Elements of the gradients that are packed into rows."""
+        return sum(param.numel for param in self.trainable) - sum(self.direct_numels)
 
     @property
     def flags(self) -> int:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hsdp.planning.layouts import LanePlan, UnitPlan
+from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb
 
 TERMS = {
@@ -13,7 +13,7 @@ TERMS = {
     "optimizer": "its state for them",
     "activations": "what the plan was told",
     "gathered": "whole parameters, used or on their way",
-    "staging": "of gathers under way: rows of packed parameters, casts of shards",
+    "staging": "of gathers under way: rows of packed parameters",
     "made": "whole gradients that wait for their unit's reduction",
     "sums": "of micro-batches: whole ones, or shards whose all-reduce was deferred",
     "reduction": "operands of reductions under way",
@@ -72,8 +72,10 @@ def replay(
     ledger.now["optimizer"] = optimizer_states * sum(lane.local_bytes for lane in lanes if not lane.offloaded)
     away = [lane for lane in lanes if lane.offloaded]
     host = sum(lane.shard_bytes + optimizer_states * lane.local_bytes + lane.gradient_bytes for lane in away)
-    numel = sum(unit.numel for unit in units) or 1
-    ledger.activations = [activations * unit.numel // numel for unit in units]
+    # A unit without a backward leaves nothing for it.
+    holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
+    numel = sum(units[index].numel for index in holding) or 1
+    ledger.activations = [activations * (i in holding) * unit.numel // numel for i, unit in enumerate(units)]
     ledger.note("between steps")
     for event in events:
         for index in event.units:
@@ -91,9 +93,12 @@ class _Ledger:
         self.largest = dict(self.now)
         self.at = ""
         self.activations: list[int] = []
-        self._echo = 2 if backend == "gloo" else 1
+        self._here = ""
+        self._copies = 2 if backend == "gloo" else 1  # gloo's all-to-all receives beside what it sends
         self._stashed: set[int] = set()
         self._deferred: set[int] = set()
+        self._staging: dict[int, int] = {}
+        self._parted: set[int] = set()
         self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
             Verb.GATHER: self._gather,
             Verb.REGATHER: self._regather,
@@ -111,10 +116,9 @@ class _Ledger:
             Verb.ALL_REDUCE: self._all_reduce,
             Verb.LAND: self._land,
         }
-        self._held: dict[int, int] = {}
-        self._parted: set[int] = set()
 
     def play(self, verb: Verb, index: int) -> None:
+        """Something happens to a unit."""
         unit = self.units[index]
         self._here = f"{unit.facts.name} {verb.value}"
         self._verbs[verb](unit, index)
@@ -141,16 +145,16 @@ class _Ledger:
     def _gather(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("whole_bytes"))
         self._add("staging", unit.total("staging_bytes"))
-        self._held[index] = unit.total("staging_bytes")
+        self._staging[index] = unit.total("staging_bytes")
         self._for_a_moment("staging", unit.total("arriving_bytes"))
 
     def _regather(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("whole_bytes"))
-        self._held[index] = 0
+        self._staging[index] = 0
 
     def _open(self, unit: UnitPlan, index: int) -> None:
         self.note(self._here)
-        self._add("staging", -self._held.pop(index))
+        self._add("staging", -self._staging.pop(index))
 
     def _keep_part(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("part_bytes"))
@@ -176,49 +180,41 @@ class _Ledger:
         self._make(unit, late=True)
 
     def _make(self, unit: UnitPlan, late: bool) -> None:
-        sizes = [lane.made(late) for lane in unit.lanes]
-        self._add("made", sum(direct + packed for direct, packed, _ in sizes))
-        self._for_a_moment("made", max((uncast for _, _, uncast in sizes), default=0))
-
-    @staticmethod
-    def _waiting(lane: LanePlan) -> tuple[int, int]:
-        """Gradients that wait for the reduction: those that become its operands as they are, and those to pack."""
-        (direct, packed, _), (late, late_packed, _) = lane.made(False), lane.made(True)
-        return direct + late, packed + late_packed
+        self._add("made", sum(lane.made_bytes(late) for lane in unit.lanes))
 
     def _stash(self, unit: UnitPlan, index: int) -> None:
-        moved = 0
+        made = {lane: lane.made_bytes(False) + lane.made_bytes(True) for lane in unit.lanes}
         if index not in self._stashed:  # the first gradients are the sums, where their dtype is right
             for lane in unit.lanes:
-                direct, packed = self._waiting(lane)
-                wide = lane.kind.accumulate
-                alike = (direct if lane.kind.reduce == wide else 0) + (packed if lane.kind.compute == wide else 0)
-                self._add("sums", lane.stash_bytes - alike)
-                moved += alike
+                self._add("sums", lane.stash_bytes)
+                if lane.kind.compute == lane.kind.accumulate:
+                    self._add("made", -made.pop(lane))
             self.note(self._here)
-        self._add("made", -sum(map(sum, map(self._waiting, unit.lanes))))
-        self._add("sums", moved)
+        self._add("made", -sum(made.values()))
         self._stashed.add(index)
 
     def _fill(self, unit: UnitPlan, index: int) -> None:
         stashed = index in self._stashed
         self._stashed.discard(index)
-        moved = 0  # what goes directly is an operand as it is; what was packed, or cast from a sum, is alive until all is
+        held = "sums" if stashed else "made"
+        if stashed:  # the gradients of this micro-batch are added to the sums
+            self._add("made", -sum(lane.made_bytes(False) + lane.made_bytes(True) for lane in unit.lanes))
         for lane in unit.lanes:
-            direct, _ = self._waiting(lane)
-            cast = stashed and lane.kind.accumulate != lane.kind.reduce
-            self._add("reduction", lane.scatter_rows + lane.buffer_bytes + (direct if cast else 0))
-            moved += 0 if cast else direct
-        self.note(self._here)
-        self._add("made", -sum(map(sum, map(self._waiting, unit.lanes))))
-        self._add("sums", -unit.total("stash_bytes") if stashed else 0)
-        self._add("reduction", moved)
+            dtype = lane.kind.accumulate if stashed else lane.kind.compute
+            self._add("reduction", lane.scatter_rows + lane.buffer_bytes)
+            self.note(self._here)
+            for numel in lane.direct_numels:  # each is an operand as it is, or cast and let go
+                self._add("reduction", numel * lane.kind.reduce.itemsize)
+                if dtype != lane.kind.reduce:
+                    self.note(self._here)
+                self._add(held, -numel * dtype.itemsize)
+            self._add(held, -lane.packed_numel * dtype.itemsize)
 
     def _scatter(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", (self._echo - 1) * unit.total("scatter_inputs"))
+        self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs"))
 
     def _release(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", -self._echo * unit.total("scatter_inputs"))
+        self._add("reduction", -self._copies * unit.total("scatter_inputs"))
 
     def _defer(self, unit: UnitPlan, index: int) -> None:
         for lane in unit.lanes:

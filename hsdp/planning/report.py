@@ -15,7 +15,7 @@ from hsdp.planning.traffic import Collective
 from hsdp.wording import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
 
 if TYPE_CHECKING:
-    from hsdp.planning.plan import Comparison, Plan
+    from hsdp.planning.plans import Comparison, Plan
 
 _SHORT = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}
 Row = Sequence[str]

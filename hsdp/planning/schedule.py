@@ -70,11 +70,9 @@ class _Rehearsal:
         for index, unit in enumerate(units):
             if unit.facts.parent is not None:
                 self._children[unit.facts.parent].append(index)
-        # Gradients flow through a unit if it trains, or something that runs before it does.
+        # Gradients flow through a unit if something trains that runs before it, or in it.
         first = next((index for index, unit in enumerate(units) if unit.trains), len(units))
-        self._in_backward = [index >= first or unit.facts.parent is None for index, unit in enumerate(units)]
-        if first == len(units):
-            self._in_backward = [False] * len(units)
+        self._in_backward = [first <= self._last_in(index) for index in range(len(units))]
         self._whole: set[int] = set()  # gathered, or being gathered
         self._waiting: set[int] = set()  # being gathered
         self._parted: set[int] = set()
@@ -82,7 +80,13 @@ class _Rehearsal:
         self._holding: deque[tuple[int, ...]] = deque()
         self._scattered: list[int] = []
         self._reducing: deque[tuple[int, ...]] = deque()
+        self._order: list[int] = []  # in which units are still to be gathered in this pass
+        self._opened: list[int] = []  # in backward, not freed yet
         self._last = True
+
+    def _last_in(self, unit: int) -> int:
+        """The last of the units in a unit, or itself."""
+        return max((self._last_in(child) for child in self._children[unit]), default=unit)
 
     def _emit(self, verb: Verb, *units: int) -> None:
         self.events.append(Event(verb, units))
@@ -138,7 +142,7 @@ class _Rehearsal:
                 self._free(unit)
             return
         self._last = last
-        self._opened: list[int] = []
+        self._opened = []
         # What stayed whole is no part of the order of gathers.
         self._order = [unit for unit in self._backward_order(0) if unit not in self._whole]
         self._backward_of(0)

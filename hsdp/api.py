@@ -381,6 +381,10 @@ def _watch_loads(unit: Unit) -> None:
 def register_forward_method(module: nn.Module, method_name: str) -> None:
     """Makes another method of a sharded module an entry point, as its forward is: whole parameters, watched outputs.
 
+    Args:
+        module: a sharded module.
+        method_name: the method, "generate" say. Calls of it on this instance are entries from then on.
+
     Raises:
         ValueError: the module is not sharded, or has no such method.
     """
@@ -405,6 +409,6 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
 
 
 def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """FSDP2's name of `register_forward_method`. As there, a module that is not sharded is left as it is."""
+    """FSDP2's name of `register_forward_method`: `method_name` becomes an entry point, if `module` is sharded at all."""
     if isinstance(module, HSDPModule):
         register_forward_method(module, method_name)

@@ -215,7 +215,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     """Makes several roots (a pipeline's stages on this rank) use the same side streams.
 
     Raises:
-        ValueError: one of them is not sharded.
+        ValueError: one of `modules` is not sharded.
     """
     for module in modules:
         if not isinstance(module, FSDP2Methods):

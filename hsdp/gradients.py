@@ -272,6 +272,7 @@ class Gradients:
             values = part.stored()
             if plan.offload is not None and _host_reads(plan.params):
                 synchronize(plan.device)
+            _run_grad_hooks(plan, values, used)
             if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0])):
                 self._assign(plan, values, used)
             _run_hooks(plan.params, used)
@@ -349,7 +350,26 @@ def _local_grad(param: ManagedParam) -> Tensor:
 
 def _host_reads(params: list[ManagedParam]) -> bool:
     """Whether offloaded gradients are needed at once, to be added or handed on, and not only after the backward."""
-    return any(p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks for p in params)
+    return any(
+        p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks or p.sharded._backward_hooks for p in params
+    )
+
+
+def _run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
+    """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one."""
+    if not any(param.sharded._backward_hooks for param in plan.params):
+        return
+    for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
+        for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
+            other: Any = hook(new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False))
+            if other is None:
+                continue
+            if not isinstance(other, DTensor) or other.placements != param.tensor_spec.placements:
+                raise StateError(
+                    f"a hook of parameter {param.fqn!r} returned {type(other).__name__} instead of a gradient with "
+                    f"placements {param.tensor_spec.placements}; return a DTensor like the one that it gets, or None"
+                )
+            local.copy_(other.to_local())
 
 
 def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:

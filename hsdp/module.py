@@ -29,7 +29,13 @@ _classes: dict[type, type] = {}
 
 
 class HSDPModule(FSDP2Methods):
-    """What a sharded module can do beyond its own class. Setters reach all sharded modules below it by default."""
+    """What a sharded module can do beyond its own class.
+
+    Setters reach this module and all sharded modules below it, with `recurse=False` this one alone; where FSDP2 has the
+    same setter, its reach is FSDP2's, and its docstring says so. They hold until they are called again. What makes no sense
+    is refused with a TypeError or ValueError, what comes at the wrong moment with a StateError that names the unit, the
+    state that it is in, and those that were expected. Gradients and sums are those of the ranks of the unit's mesh.
+    """
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
@@ -211,10 +217,15 @@ class HSDPModule(FSDP2Methods):
         return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """This rank's whole gradients that were not communicated: raw ones, for looking at.
+        """This rank's whole gradients that were not communicated, by parameter name: raw ones, for looking at.
 
-        Run the backward inside `no_sync()` to have them all here, in fp32 or the reduce dtype if wider; drop them with
-        `zero_grad()`, or let the next backward that communicates send them.
+            with model.no_sync():  # skips the reduction
+                loss_of(model(batch)).backward()
+            print(model.local_gradients()["blocks.0.weight"].norm())
+            model.zero_grad()  # drops them, or the next backward that communicates sends them
+
+        They have the whole shape of their parameter, are in fp32 or the reduce dtype if that is wider, and neither averaged
+        nor scaled. They are the sums themselves, not copies.
         """
         return self._by_name(lambda unit: unit.gradients.local_sums())
 

@@ -34,7 +34,7 @@ class AllReduce:
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> Flight:
-        """Sums `tensors` over the ranks of `comm`, in place."""
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `ReplicaReduce.start` says."""
         return comm.all_reduce(owner, op, tensors, finish)
 
 

@@ -10,8 +10,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
-from contextlib import AbstractContextManager
-from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
@@ -22,6 +20,7 @@ import hsdp.param
 import hsdp.pipeline
 import hsdp.planning.memory
 import hsdp.stepping
+import tests.loop_mutants  # noqa: F401  (registers its own)
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm, Flight
 from hsdp.compat import PipelineFace
@@ -41,6 +40,7 @@ from tests import test_plan_memory as plan_memory
 from tests import test_tensor_parallel as tensor_parallel
 from tests.divergence_soak import Case, disagree
 from tests.models import make_case
+from tests.planting import MUTANTS, WRONG_NUMBERS, Check, mutant, remembering, replaced
 from tests.rig import RankEnv
 from tests.rules import test_rule_11_unused as rule_11
 from tests.rules import test_rule_12_passes as rule_12
@@ -56,44 +56,6 @@ from tests.rules import test_rule_24_bounded as rule_24
 from tests.rules.support import Deep
 from tests.twin import adamw, sgd, twin_of
 
-WRONG_NUMBERS = "differ|not close"
-
-
-@dataclass(frozen=True)
-class Check:
-    """A worker function with its arguments; it ends with error `ends` on every rank (None: it returns)."""
-
-    run: Callable[..., Any]
-    args: tuple[Any, ...] = ()
-    world: int = 2
-    ends: str | None = None
-
-
-@dataclass(frozen=True)
-class Mutant:
-    """A planted bug. `kill` is a pattern that the failed check's error, as "Type: message", matches on some rank."""
-
-    name: str
-    plant: Callable[[], AbstractContextManager[Any]] = field(repr=False)
-    check: Check
-    kill: str = WRONG_NUMBERS
-
-
-MUTANTS: dict[str, Mutant] = {}
-
-
-def mutant(
-    check: Check, kill: str = WRONG_NUMBERS
-) -> Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]]:
-    """Registers a function that plants a bug, under its own name."""
-
-    def register(plant: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-        name = plant.__name__.replace("_", " ")
-        MUTANTS[name] = Mutant(name, plant, check, kill)
-        return plant
-
-    return register
-
 
 def run_mutated(env: RankEnv, name: str) -> None:
     """On a worker: the check of a mutant, under the mutant."""
@@ -105,17 +67,6 @@ def run_mutated(env: RankEnv, name: str) -> None:
 def script(text: str, *shapes: tuple[int, ...]) -> Check:
     """A schedule of micro-batches against the twin."""
     return Check(rule_14.check_script, (text, shapes or ((2, 1),), None))
-
-
-def replaced(owner: Any, name: str, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> Any:
-    """Patches a method by what `change` makes of it."""
-    return mock.patch.object(owner, name, change(getattr(owner, name)))
-
-
-def remembering(owner: type, name: str) -> Any:
-    """Patches a method so that every object it was called on is held, until the mutant is gone."""
-    held: list[Any] = []
-    return replaced(owner, name, lambda call: lambda one, *args: (held.append(one), call(one, *args))[1])
 
 
 # -- sums -----------------------------------------------------------------------------------------------------------

@@ -7,12 +7,14 @@ A schedule is a list of plain tuples, so that hypothesis can shrink it and it tr
     ("flush",)                                     communicate what is pending
     ("eval",)                                      a forward without gradients
     ("step",)                                      flush, then an optimizer step on both
+
+`uses` says what a forward is to use; what it means is the model's affair.
 """
 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -26,6 +28,8 @@ from tests.rig import RankEnv
 WIDTH = 4
 NUM_BLOCKS = 3
 Action = tuple[Any, ...]
+MakeLoss = Callable[[nn.Module, int, int, Any], Tensor]
+"""(model, seed, rank, uses) -> a loss, the same on the sharded model as on its twin."""
 
 
 class Choosy(nn.Module):
@@ -75,26 +79,32 @@ def run_schedule(
     for block in model.blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
+    play(env, model, twin, schedule, _loss, [(0,) * NUM_BLOCKS])
+
+
+def play(env: RankEnv, model: Any, twin: nn.Module, schedule: list[Action], make_loss: MakeLoss, eval_uses: Any) -> None:
+    """Plays a schedule on a sharded model and on its twin; raises AssertionError where they differ."""
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin)]
     zeroed = False
     for number, action in enumerate(schedule):
         kind = action[0]
         if kind == "micro":
             _, level, uses, forwards, backwards = action
+            seeds = [100 * number + k for k in range(forwards)]
             with _level(model, level):
-                _backward(model, _batch(number, env.rank, forwards), _uses_of(uses, env.rank), backwards, 1.0)
+                _backward([make_loss(model, seed, env.rank, uses) for seed in seeds], backwards)
             for rank in range(env.world_size):
-                batch = _batch(number, rank, forwards)
-                _backward(twin, batch, _uses_of(uses, rank), backwards, 1.0 / env.world_size)
+                losses = [make_loss(twin, seed, rank, uses) / env.world_size for seed in seeds]
+                _backward(losses, backwards)
         elif kind == "zero":
             _, who, to_none = action
             zeroed = zeroed or not to_none
             (model if who == "module" else optimizers[0]).zero_grad(set_to_none=to_none)
             twin.zero_grad(set_to_none=to_none)
         elif kind == "eval":
-            x = _batch(number, env.rank, 1)[0]
             with torch.no_grad():
-                assert torch.allclose(model(x, (0,) * NUM_BLOCKS), twin(x, (0,) * NUM_BLOCKS), rtol=0, atol=1e-11)
+                values = [make_loss(m, 100 * number, env.rank, eval_uses) for m in (model, twin)]
+            assert torch.allclose(*values, rtol=0, atol=1e-11), f"losses differ in action {number}"
         else:
             model.flush()
             _compare(model, twin, zeroed, f"after action {number} {action}")
@@ -105,18 +115,14 @@ def run_schedule(
     _compare(model, twin, zeroed, "at the end")
 
 
-def _uses_of(uses: list[list[int]], rank: int) -> tuple[int, ...]:
+def _loss(model: nn.Module, seed: int, rank: int, uses: list[Any]) -> Tensor:
     """Each rank its own choice of branches; the dropped block (3) is the same everywhere, as it is a branch."""
-    return tuple(uses[rank % len(uses)])
+    x = torch.randn(2, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(1000 * seed + rank))
+    loss: Tensor = (model(x, tuple(uses[rank % len(uses)])) ** 2).mean()
+    return loss
 
 
-def _batch(seed: int, rank: int, forwards: int) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1000 * seed + rank)
-    return [torch.randn(2, 3, dtype=torch.float64, generator=generator) for _ in range(forwards)]
-
-
-def _backward(model: nn.Module, batch: list[Tensor], uses: tuple[int, ...], backwards: str, scale: float) -> None:
-    losses = [(model(x, uses) ** 2).mean() * scale for x in batch]
+def _backward(losses: list[Tensor], backwards: str) -> None:
     if backwards == "together":
         torch.stack(losses).sum().backward()
     elif backwards == "twice":

@@ -6,7 +6,8 @@ import re
 
 import pytest
 
-from tests.mutants import MUTANTS, Check, Mutant, run_mutated
+from tests.mutants import run_mutated
+from tests.planting import MUTANTS, Check, Mutant
 from tests.rig import Outcome, Pool
 
 GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting

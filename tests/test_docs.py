@@ -1,0 +1,81 @@
+"""The public names document themselves: a docstring each, which speaks of every parameter; `pydoc hsdp` shows them."""
+
+from __future__ import annotations
+
+import inspect
+import pydoc
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+import hsdp
+
+_SAID_ONCE = {"recurse"}
+"""Parameters of methods that the class's docstring explains for all."""
+
+
+def _functions() -> Iterator[tuple[str, Any]]:
+    """Public functions, and public methods of public classes that hsdp itself defines, by dotted name."""
+    for name in hsdp.__all__:
+        public = getattr(hsdp, name)
+        if inspect.isclass(public) and public.__name__ == name:  # not under other libraries' names too
+            for base in public.__mro__:
+                if base.__module__.startswith("hsdp."):
+                    for key, member in vars(base).items():
+                        if not key.startswith("_") and callable(inspect.unwrap(getattr(member, "__func__", member))):
+                            yield f"{name}.{key}", getattr(public, key)
+        elif inspect.isfunction(public):
+            yield name, public
+
+
+@pytest.mark.parametrize("name", hsdp.__all__)
+def test_every_public_name_has_a_docstring_of_its_own(name: str) -> None:
+    public = getattr(hsdp, name)
+    text = inspect.cleandoc(public.__doc__ or "")
+    assert len(text) > 20, f"{name} has no docstring"
+    assert not text.startswith(f"{name}("), f"{name} has the docstring that dataclasses make"
+    if inspect.isclass(public) and "__dataclass_fields__" in vars(public):
+        untold = [field for field in public.__dataclass_fields__ if f"{field}:" not in text and field not in text]
+        assert not untold, f"{name}'s docstring says nothing about {untold}"
+
+
+FUNCTIONS = dict(_functions())
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_every_function_tells_what_its_parameters_are(name: str) -> None:
+    assert FUNCTIONS[name].__doc__, f"{name} has no docstring"
+    owner, _, key = name.rpartition(".")
+    # What a method's class or the method that it replaces says of a parameter need not be said again.
+    bases = getattr(hsdp, owner).__mro__ if owner else ()
+    text = " ".join(inspect.getdoc(one) or "" for one in (FUNCTIONS[name], *bases, *(getattr(b, key, None) for b in bases)))
+    parameters = [p for p in inspect.signature(FUNCTIONS[name]).parameters if p not in {"self", *_SAID_ONCE}]
+    if owner and len(parameters) < 2:
+        return  # a setter's only argument is what its sentence is about
+    untold = [parameter for parameter in parameters if parameter not in text]
+    assert not untold, f"{name}'s docstring says nothing about {untold}"
+
+
+def test_functions_that_refuse_tell_what_they_raise() -> None:
+    """Who has a `raise` in the body has a section on errors; setters of `HSDPModule` have one together, in the class."""
+    assert "is refused with a TypeError or ValueError" in " ".join(str(hsdp.HSDPModule.__doc__).split())
+    silent = []
+    for name, function in FUNCTIONS.items():
+        if name.startswith("HSDPModule.set_"):
+            continue
+        source = inspect.getsource(inspect.unwrap(function))
+        body = source.split('"""')[-1]
+        if "raise " in body and "Raises" not in (inspect.getdoc(function) or ""):
+            silent.append(name)
+    assert not silent
+
+
+def test_pydoc_reads_like_documentation() -> None:
+    text = pydoc.plain(pydoc.render_doc(hsdp))
+    for name in hsdp.__all__:
+        assert name in text
+    for said in ("hybrid-sharded data-parallel", "from hsdp import fully_shard", "The training loop stays as it was"):
+        assert said in text
+    assert "no_sync" in text
+    assert "micro-batch" in text

@@ -110,7 +110,8 @@ def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
     if piece.spec.dim is None:  # whole on every rank; the first one's serves
         return rows[0, at : at + piece.numel].view(piece.spec.shape).clone()
     if piece.even:
-        return rows[:, at : at + piece.numel].reshape(piece.spec.shape)
+        # A copy, though the rows may lie as the whole does: with one shard rank they are the shards.
+        return rows[:, at : at + piece.numel].clone(memory_format=torch.contiguous_format).view(piece.spec.shape)
     shapes = [piece.local_shape(rank) for rank in range(rows.shape[0])]
     parts = [row[at : at + math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
     return torch.cat(parts, piece.spec.dim)

@@ -73,7 +73,7 @@ def unties() -> Any:
 
 @mutant(Check(rule_02.check_across), kill=NOT_REFUSED)
 def does_not_see_ties_across_units() -> Any:
-    return mock.patch.object(hsdp.api, "_check_param", return_value=None)
+    return mock.patch.object(hsdp.api, "check_param", return_value=None)
 
 
 @mutant(Check(rule_03.check_mixture), kill="was cast|dtype")

@@ -356,7 +356,10 @@ def _host_reads(params: list[ManagedParam]) -> bool:
 
 
 def _run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
-    """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one."""
+    """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one.
+
+    They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
+    """
     if not any(param.sharded._backward_hooks for param in plan.params):
         return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):

@@ -15,6 +15,7 @@ from collections import Counter
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness import header
 from tests.random_models import ON_FOUR, ON_TWO, Subject, run
 from tests.rig import Pool, RemoteError
 from tests.test_random_models import BATCH, LARGE
@@ -27,6 +28,7 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
     args = parser.parse_args()
+    print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log, flush=True)
     counts: Counter[str] = Counter()
     start = time.monotonic()
     with Pool(2) as pool2, Pool(4) as pool4:

@@ -11,6 +11,9 @@ import pytest
 
 import hsdp
 
+PROTOCOLS = (hsdp.AllGather, hsdp.ReduceScatter, hsdp.ReplicaReduce)
+"""What they say of their methods holds for every class that has these."""
+
 _SAID_ONCE = {"recurse"}
 """Parameters of methods that the class's docstring explains for all."""
 
@@ -48,7 +51,7 @@ def test_every_function_tells_what_its_parameters_are(name: str) -> None:
     assert FUNCTIONS[name].__doc__, f"{name} has no docstring"
     owner, _, key = name.rpartition(".")
     # What a method's class or the method that it replaces says of a parameter need not be said again.
-    bases = getattr(hsdp, owner).__mro__ if owner else ()
+    bases = (*getattr(hsdp, owner).__mro__, *PROTOCOLS) if owner else ()
     text = " ".join(inspect.getdoc(one) or "" for one in (FUNCTIONS[name], *bases, *(getattr(b, key, None) for b in bases)))
     parameters = [p for p in inspect.signature(FUNCTIONS[name]).parameters if p not in {"self", *_SAID_ONCE}]
     if owner and len(parameters) < 2:

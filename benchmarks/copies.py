@@ -74,6 +74,7 @@ def build(library: str, precision: str, mesh: DeviceMesh, units: int = UNITS) ->
                 mesh=mesh,
                 mp_policy=hsdp.MixedPrecisionPolicy(**dtypes),
                 comm_policy=hsdp.CommPolicy(fusion=fusion),
+                reshard_after_forward=True,  # by default the last unit stays whole: here all are alike
             )
     return model.to(torch.bfloat16) if library == "plain" and mixed else model
 

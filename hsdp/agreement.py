@@ -3,20 +3,25 @@
 A collective that ranks disagree about hangs, or kills the process (gloo), or hands out garbage (NCCL). So before a rank
 starts one it must know that the others will. It does not ask each time:
 
-    known     the ops since the pass began are ones that all ranks once agreed on, and only one op ever followed them.
-              Nothing is exchanged. Whoever deviates is the one to notice, for its op is not the known one.
-    unknown   the op is new at this point, or several ops have followed here. Each rank writes its op to the store that the
-              process group was made with, and reads the others'. They differ: every rank raises.
+    known     this op followed when ranks were here before. At each point of the order one op is known, and starts at once.
+    unknown   any other op. Each rank writes its op to the store that the process group was made with, and reads the
+              others'. They differ: every rank raises. They agree: the op is known from now on.
 
-A steady training loop is known after two steps (in the second one units are gathered ahead for the first time), so nothing
-is sent and no rank waits. A rank that waits in a known collective, while another deviated and asks at that very op, finds
-the question in the store and answers it: both raise.
+"Here" is a place in the pass under way, and where that is not enough the number of the pass since the last optimizer step:
+an accumulating loop steps after the same pass each time. What ranks must do alike without communicating (an optimizer's
+step, clipping) is told with the op that comes next: a rank that skipped it has another op there. Two ranks that differ
+never both take the known op, so one of them asks. The other, which waits in the known collective, finds the question in
+the store and answers it: both raise.
+
+A steady training loop is known after two steps (in the second one units are gathered ahead for the first time): nothing is
+sent and no rank waits.
 """
 
 from __future__ import annotations
 
 import json
 import weakref
+import zlib
 from contextlib import suppress
 from datetime import timedelta
 from typing import Any, ClassVar
@@ -27,9 +32,14 @@ from torch.distributed import ProcessGroup
 
 from hsdp.errors import DivergenceError
 
-_SEVERAL = -1
 _MOST_STATES = 1 << 14
 """Bound on what is remembered: a model that takes random branches asks more often instead of growing."""
+
+_MOST_PASSES = 1 << 10
+"""Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
+
+STEP, CLIP = 1, 2
+"""What `Agreement.note` is told of."""
 
 
 class Agreement:
@@ -54,79 +64,117 @@ class Agreement:
         self._timeout = timedelta(seconds=timeout)
         self._ranks = dist.get_process_group_ranks(group)
         self._follows: dict[int, int] = {}
+        self._branches: dict[tuple[int, int], int] = {}
         self._state = 0
         self._begins = True
         self._plan = 0
+        self._passes = 0
+        self._events = 0
         self._asked = 0
+        self._broken: DivergenceError | None = None
         self.count = 0
 
     @classmethod
     def of(cls, group: ProcessGroup, rank: int, size: int, timeout: float) -> Agreement:
         """The agreement of a group: one, however many units and models use the group."""
-        found = cls._of_group.get(group)
+        found = cls.among(group)
         if found is None:
             found = cls._of_group[group] = cls(group, rank, size, timeout)
         return found
 
+    @classmethod
+    def among(cls, group: ProcessGroup) -> Agreement | None:
+        """The agreement of a group that units use; None of any other."""
+        return cls._of_group.get(group)
+
     def begin(self, plan: int) -> None:
-        """A pass begins with the next op: what is known of it depends on `plan` alone and not on what was before.
+        """A pass begins with the next op: what follows it depends on `plan` alone and not on what was before.
 
         `plan` stands for the order in which ranks mean to gather ahead; it is the same on all that agree so far.
         """
         self._begins = True
         self._plan = plan
 
+    def note(self, event: int) -> None:
+        """This rank did something that all must do alike, though nothing is communicated: the next op tells of it."""
+        self._events = hash((self._events, event))
+
     def check(self, op: int, kind: str, name: str) -> None:
         """Called before each collective.
 
         Args:
             op: identifies kind, unit and whatever else must be equal; the same integer on all ranks that agree.
-            kind, name: the same for people.
+            kind, name: the same for people; `name` is that of a unit, or "".
 
         Raises:
             DivergenceError: the ranks are about to start different collectives.
         """
         self.count += 1
-        state = self._state
-        if self._begins:
-            op = hash((op, self._plan))
-        known = self._follows.get(state)
-        if known != op:
-            self._ask(kind, name, op)
-            if known is not None:
-                self._follows[state] = _SEVERAL
-            elif len(self._follows) < _MOST_STATES:
-                self._follows[state] = op
-        self._state = hash((self._plan if self._begins else state, op))
+        state, begins, events = self._state, self._begins, self._events
+        told = hash((op, self._plan if begins else 0, events)) if begins or events else op
+        known = self._branches.get((state, self._passes)) or self._follows.get(state)
+        if known != told:
+            self._ask(described(kind, name), told)
+            self._learn(known is None, told)
+        self._state = hash((self._plan if begins else state, op))
+        if events:
+            self._passes = self._events = 0
+        elif begins:
+            self._passes = min(self._passes + 1, _MOST_PASSES)
         self._begins = False
 
-    def _ask(self, kind: str, name: str, op: int) -> None:
+    def alike(self, kind: str, name: str, digest: str) -> bool:
+        """Asks, known or not, and tells whether all ranks came with the same `digest`: for set-up, not for steps.
+
+        Raises:
+            DivergenceError: the ranks are about to do different things.
+        """
+        self.count += 1
+        op = hash((zlib.crc32(kind.encode()), self._events))
+        told = self._ask(described(kind, name), op, digest)
+        self._state, self._events = hash((self._state, op)), 0
+        return all(value[3] == digest for value in told)
+
+    def _learn(self, is_new: bool, told: int) -> None:
+        if is_new:
+            if len(self._follows) < _MOST_STATES:
+                self._follows[self._state] = told
+        elif len(self._branches) < _MOST_STATES or (self._state, self._passes) in self._branches:
+            # The last one: a training loop comes back to it after each evaluation, and stays with it.
+            self._branches[self._state, self._passes] = told
+
+    def _ask(self, what: str, op: int, digest: str = "") -> list[Any]:
+        """What all ranks are about to do, if that is the same: (count, what, op, digest) of each."""
+        if self._broken is not None:
+            raise self._broken
         self._asked += 1
-        mine = [self.count, f"{kind} of unit {name!r}", op]
-        self._store.set(self._key(self._rank), json.dumps(mine))
+        self._store.set(self._key(self._rank), json.dumps([self.count, what, op, digest]))
         keys = [self._key(rank) for rank in range(self._size)]
         try:
             self._store.wait(keys, self._timeout)
         except RuntimeError as error:
             silent = [self._ranks[rank] for rank in range(self._size) if not self._store.check([self._key(rank)])]
             raise DivergenceError(
-                f"rank {self._ranks[self._rank]} is about to start the {mine[1]}, and rank(s) {silent} did not come to "
-                f"the same point within {self._timeout.total_seconds():.0f} s: they raised, stopped, or took another branch"
+                f"rank {self._ranks[self._rank]} is about to start the {what}, and rank(s) {silent} did not come to the "
+                f"same point within {self._timeout.total_seconds():.0f} s: they raised, stopped, or took another branch"
             ) from error
         told = [json.loads(value) for value in self._store.multi_get(keys)]
-        if any((count, other) != (self.count, op) for count, _, other in told):
+        if any((count, other) != (self.count, op) for count, _, other, _ in told):
             raise self._divergence(told)
         # Everybody wrote this question, so everybody has read the one before: the store does not grow.
         self._asked -= 1
         self._store.delete_key(self._key(self._rank))
         self._asked += 1
+        return told
 
     def look(self, count: int, kind: str, name: str) -> None:
         """Called from time to time while waiting for op number `count`: answers a rank that asks what comes there.
 
         Raises:
-            DivergenceError: a rank is about to start something else.
+            DivergenceError: a rank is about to start something else, or was when this one looked before.
         """
+        if self._broken is not None:
+            raise self._broken
         self._asked += 1
         asking = []
         for rank in range(self._size):
@@ -137,13 +185,18 @@ class Agreement:
         if not asking:
             self._asked -= 1
             return
-        mine = [count, f"{kind} of unit {name!r}", 0]
+        mine = [count, described(kind, name), 0, ""]
         self._store.set(self._key(self._rank), json.dumps(mine))
         told: list[Any] = [None] * self._size
         told[self._rank] = mine
         for rank, value in asking:
             told[rank] = value
         raise self._divergence(told)
+
+    @property
+    def broken(self) -> bool:
+        """Whether ranks disagreed: what is under way in the group may never end."""
+        return self._broken is not None
 
     def _key(self, rank: int) -> str:
         return f"{self._asked}/{rank}"
@@ -157,7 +210,15 @@ class Agreement:
             f"rank(s) {ranks}: {what}" + (f" (its number {count}, variant {op & 0xFFFF:04x})" if count else "")
             for (what, count, op), ranks in groups.items()
         )
-        return DivergenceError(
-            f"the ranks disagree about collective number {self.count} of their group: {listed}. They took different "
-            "branches or changed different parameters; make every rank run the same modules in the same order"
+        number = min(value[0] for value in told if value is not None)
+        self._broken = DivergenceError(
+            f"the ranks disagree about collective number {number} of their group: {listed}. They took different "
+            "branches, changed different parameters, or skipped or repeated a step; make every rank run the same modules "
+            "and steps in the same order"
         )
+        return self._broken
+
+
+def described(kind: str, name: str) -> str:
+    """What an op is, for people."""
+    return f"{kind} of unit {name!r}" if name else kind

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hsdp.collectives import fingerprint
 from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
+from hsdp.fingerprints import fingerprint
 from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, sharded_class
@@ -61,9 +61,9 @@ def fully_shard(
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
             the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
         reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,
-            but False for the outermost unit, whose backward starts right away. An integer k that divides the number of
-            shard ranks: they stay, sharded over groups of k neighbouring ranks, so that the gather for backward stays
-            inside such a group (a node, say).
+            but False for the outermost unit and, once the order is known, for the last one, whose backward starts right
+            away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
+            ranks, so that the gather for backward stays inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
             Scalars are kept whole on every rank. It may take the number of shard ranks as a second argument:
             `hsdp.least_padding` does, and chooses what pads least, for experts above all.
@@ -330,7 +330,7 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
     shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward), unit.replica_policy))
     trusted = unit.replica_policy == "trust"
     prints = [None if trusted or p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints)))
+    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints), unit), unit)
     ranks = [(f"rank {r * len(row) + s} of the mesh", told) for r, row in enumerate(rows) for s, told in enumerate(row)]
     _, (shape0, _) = ranks[0]
     for who, (other, _) in ranks:
@@ -351,8 +351,8 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             if i in odd:
                 block = block_of(param.sharded)
                 data = block.detach().to(unit.axes.device).contiguous()
-                unit.replicate_comm.broadcast(data)
-                unit.shard_comm.broadcast(data)
+                unit.replicate_comm.broadcast(data, unit)
+                unit.shard_comm.broadcast(data, unit)
                 block.copy_(data)
 
 

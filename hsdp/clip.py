@@ -16,6 +16,8 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
+from hsdp.agreement import CLIP, Agreement
+from hsdp.collectives import all_reduce_now
 from hsdp.registry import unit_of
 from hsdp.stepping import check_communicated
 
@@ -134,8 +136,12 @@ def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
 
 
 def _join(params: list[Tensor]) -> None:
-    """Waits for reductions that run past the end of backward; refuses sums that were never communicated."""
+    """Waits for reductions that run past the end of backward; refuses sums that were never communicated.
+
+    Replicas clip alike though they do not communicate about it: the next all-reduce of gradients tells whether they did.
+    """
     known: set[int] = set()
+    replicas: dict[Agreement, None] = {}
     for param in params:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
@@ -144,6 +150,10 @@ def _join(params: list[Tensor]) -> None:
         if runtime is not None and len(runtime.pipeline) and not runtime.in_backward():
             runtime.drain()
         check_communicated(unit, "clip_grad_norm_")
+        if unit.replicate_comm.agreement is not None:
+            replicas[unit.replicate_comm.agreement] = None
+    for agreement in replicas:
+        agreement.note(CLIP)
 
 
 def _device_of(grad: Tensor) -> torch.device:
@@ -237,7 +247,7 @@ def _reduce(parts: dict[Groups, Tensor], order: float) -> Tensor:
     while (group := next((group for groups in parts for group in groups), None)) is not None:
         members = [groups for groups in parts if group in groups]
         values = torch.cat([parts.pop(groups) for groups in members])
-        dist.all_reduce(values, op, group)
+        all_reduce_now(values, op, group, hash((CLIP, values.numel(), order)), "all-reduce of clip_grad_norm_")
         for groups, value in zip(members, values.view(len(members), -1), strict=True):
             rest = tuple(other for other in groups if other is not group)
             parts[rest] = _combine(parts[rest], value, order) if rest in parts else value

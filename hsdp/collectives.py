@@ -8,6 +8,7 @@ runs what has to follow it (a local sum, a scale).
 from __future__ import annotations
 
 import ast
+import hashlib
 import time
 import weakref
 from collections.abc import Callable
@@ -20,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.agreement import Agreement
+from hsdp.agreement import Agreement, described
 from hsdp.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
 from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.streams import Event, Streams
@@ -102,33 +103,50 @@ class Flight:
         assert self._works is not None, "a flight settles once"
         for work in self._works:
             if work is not None:
-                self._wait_for(work)
+                _wait_for(work, self._comm.backend, self._comm.agreement, self._count, self.kind, self.name)
         self._works = None
         if self._finish is not None:
             self._finish()
 
-    def _wait_for(self, work: Any) -> None:
-        try:
-            if self._comm.backend != "gloo":
-                work.wait()
+
+def _wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, kind: str, name: str) -> None:
+    """Waits for a work of op number `count`, and meanwhile answers ranks that ask about it."""
+    try:
+        if backend != "gloo":
+            work.wait()
+            return
+        if agreement is not None and agreement.broken and not work.is_completed():
+            agreement.look(count, kind, name)
+        while True:
+            try:
+                work.wait(_TICK)
                 return
-            while True:
-                try:
-                    work.wait(_TICK)
-                    return
-                except RuntimeError:
-                    if work.is_completed():
-                        raise
-                    if self._comm.agreement is not None:
-                        self._comm.agreement.look(self._count, self.kind, self.name)
-        except DivergenceError:
-            raise
-        except RuntimeError as error:
-            waiting = _describe_flying()
-            raise CollectiveError(
-                f"the {self.kind} of unit {self.name!r} failed on rank {dist.get_rank()}: {error}. Another rank may have "
-                f"stopped, raised or taken another branch: see its log. This rank was waiting for: {waiting}"
-            ) from error
+            except RuntimeError:
+                if work.is_completed():
+                    raise
+                if agreement is not None:
+                    agreement.look(count, kind, name)
+    except DivergenceError:
+        raise
+    except RuntimeError as error:
+        raise CollectiveError(
+            f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
+            f"or taken another branch: see its log. This rank was waiting for: {_describe_flying()}"
+        ) from error
+
+
+def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
+    """`torch.distributed.all_reduce(tensor, how, group)`, in turn with the collectives of units.
+
+    `op` and `what` stand for the call in the ranks' agreement and in errors, which are those of `Flight.wait`.
+    """
+    agreement = Agreement.among(group)
+    if agreement is not None:
+        agreement.check(op, what, "")
+    work = dist.all_reduce(tensor, how, group, async_op=True)
+    if work is not None:
+        count = agreement.count if agreement is not None else 0
+        _wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
 
 
 _abandoned: list[Flight] = []
@@ -310,12 +328,15 @@ class Comm:
         shared = share_calls([tensor.nbytes for tensor in second], alone)
         return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
 
-    def exchange(self, value: Any) -> list[Any]:
-        """Every rank's `value` (plain data), in rank order. Blocking and slow: for set-up, not for steps."""
+    def exchange(self, value: Any, owner: Named) -> list[Any]:
+        """Every rank's `value` (plain data), in rank order. Blocking and slow, asks before: for set-up, not for steps."""
         if self.group is None or self.size == 1 or self.backend == "fake":
             return [value]
+        text = repr(value).encode()
+        if self.agreement is not None and self.agreement.alike("set-up", owner.name, hashlib.sha256(text).hexdigest()):
+            return [value] * self.size
         # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
-        mine = torch.frombuffer(bytearray(repr(value).encode()), dtype=torch.uint8).to(self.device)
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
         dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
         longest = max(int(size) for size in sizes)
@@ -325,9 +346,11 @@ class Comm:
             ast.literal_eval(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
         ]
 
-    def broadcast(self, tensor: Tensor) -> None:
-        """Overwrites `tensor` with that of the group's rank 0. Blocking: for set-up."""
+    def broadcast(self, tensor: Tensor, owner: Named) -> None:
+        """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
         if self.group is not None and self.size > 1 and self.backend != "fake":
+            if self.agreement is not None:
+                self.agreement.alike("broadcast", owner.name, "")
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
@@ -398,20 +421,6 @@ def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tens
         pair[0].append(a)
         pair[1].append(b)
     return list(groups.values())
-
-
-def fingerprint(tensor: Tensor) -> tuple[int, int]:
-    """Two sums over a tensor's bits: equal values give equal sums, and other values hardly ever do."""
-    kind = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}[tensor.element_size()]
-    bits = tensor.detach().contiguous().view(-1).view(kind)
-    plain = weighted = 0
-    step = 1 << 20  # in slices, so that the 64-bit copies stay small beside the parameter
-    for start in range(0, bits.numel(), step):
-        part = bits[start : start + step].long()
-        places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        plain += int(part.sum())
-        weighted += int((part * places).sum())
-    return plain & (2**64 - 1), weighted & (2**64 - 1)
 
 
 def backend_name(group: ProcessGroup, device: torch.device) -> str:

@@ -16,8 +16,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.collectives import fingerprint
 from hsdp.errors import StateError
+from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
 from hsdp.param import rows_of
 from hsdp.registry import unit_of
@@ -283,7 +283,7 @@ def _compare(unit: Unit, names: list[str], tensors: Sequence[Tensor]) -> bool:
     if unit.replica_policy == "trust":
         return True
     prints = [fingerprint(torch.view_as_real(t) if t.is_complex() else t) for t in tensors]
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints))
+    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints, unit), unit)
     odd = differing([told for row in rows for told in row])
     if odd and unit.replica_policy == "check":
         raise unequal(f"init_sharded, unit {unit.name!r}", names, odd)
@@ -318,8 +318,8 @@ def _random_state_of_first(unit: Unit, device: torch.device) -> Iterator[None]:
     own = _random_state(device)
     first = [state.clone() for state in own]
     for state in first:
-        broadcast(unit.replicate_comm, state, unit.axes.device)
-        broadcast(unit.shard_comm, state, unit.axes.device)
+        broadcast(unit.replicate_comm, state, unit)
+        broadcast(unit.shard_comm, state, unit)
     _set_random_state(first, device)
     try:
         yield
@@ -383,7 +383,7 @@ def _broadcast_all(tensors: list[Tensor], unit: Unit) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in kinds.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        broadcast(unit.replicate_comm, flat, unit.axes.device)
-        broadcast(unit.shard_comm, flat, unit.axes.device)
+        broadcast(unit.replicate_comm, flat, unit)
+        broadcast(unit.shard_comm, flat, unit)
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))

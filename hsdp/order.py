@@ -40,6 +40,15 @@ class Order:
         at = len(self._seen)
         return self._expected[at : at + window] if self._follows else []
 
+    def is_last(self, unit: Unit) -> bool:
+        """Whether `unit` is where a pass that kept to the order ends."""
+        return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
+
+    def skip(self, unit: Unit) -> None:
+        """`unit` will not be gathered in the passes to come, should they have expected it."""
+        if unit in self._expected:
+            self._expected = [other for other in self._expected if other is not unit]
+
     def cancel(self) -> None:
         """Ends a pass that failed: what is expected stays."""
         self._seen = []

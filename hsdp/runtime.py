@@ -15,7 +15,7 @@ from typing import NamedTuple
 import torch
 from torch import nn
 
-from hsdp.agreement import Agreement
+from hsdp.agreement import STEP, Agreement
 from hsdp.collectives import Comm
 from hsdp.errors import HSDPError
 from hsdp.order import Order
@@ -89,7 +89,7 @@ class Runtime:
                 assert module is not None, "a root that runs is alive"
                 self._collect(module, None, "")
             self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
-            comms = [comm for unit in self.units for comm in (unit.replicate_comm, unit.scatter_comm)]
+            comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
             self._backward_agreements = [a for a in _agreements(comms) if a not in self._shard_agreements]
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
@@ -139,7 +139,7 @@ class Runtime:
             if unit.holds_whole and not (unit.pinned and unit.gathered_epoch == unit.epoch):
                 unit.reshard()
         self._forward.begin()
-        plan = hash((self._forward.plan, self._backward.plan))
+        plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
         for agreement in self._shard_agreements:
             agreement.begin(plan)
 
@@ -152,12 +152,19 @@ class Runtime:
         self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
 
     def leave_forward(self, unit: Unit, keep: bool, more: bool) -> None:
-        """`unit`'s forward ended. `keep`: its parameters stay whole; `more`: other modules of it are still to run."""
+        """`unit`'s forward ended. `keep`: its parameters stay whole; `more`: other modules of it are still to run.
+
+        Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
+        gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
+        """
         self._left.pop(unit, None)
         self._left[unit] = None
         unit.state = TrainingState.IDLE
         if more:
             return
+        if unit.reshard_after_forward is None and torch.is_grad_enabled() and self._forward.is_last(unit):
+            self._backward.skip(unit)
+            keep = True
         if keep:
             unit.hide()
             return
@@ -388,6 +395,13 @@ class Runtime:
         self.drain()
         for unit in self.units:
             unit.gradients.commit()
+
+    def stepped(self) -> None:
+        """An optimizer stepped parameters of this root: every rank does, between the same passes."""
+        # In a backward it is a hook's optimizer, which runs when a reduction lands: that depends on this rank's timing.
+        if not self._unfinished:
+            for agreement in (*self._shard_agreements, *self._backward_agreements):
+                agreement.note(STEP)
 
     # -- failure -------------------------------------------------------------------------------------------------
 

@@ -40,10 +40,15 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raises the epoch of every unit whose parameters the optimizer stepped."""
+    """Raises the epoch of every unit whose parameters the optimizer stepped, and tells their roots."""
+    roots: dict[Runtime | None, None] = {}
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
             unit.epoch += 1
+            roots[unit.runtime] = None
+    for root in roots:
+        if root is not None:
+            root.stepped()
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -70,6 +70,7 @@ class Unit:
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         owed: a forward with gradients ran and its reduction has not been submitted.
+        part_comm: the smaller group over which whole parameters stay sharded after forward, if any.
         owes_all_reduce: a reduction without all-reduce was submitted, and none with it since. What decides about
             collectives is this, and not whether the partial sums are there yet: that depends on this rank's timing.
     """
@@ -126,13 +127,13 @@ class Unit:
         self.streams = streams
         self.op = 0
         self._kept_epoch: int | None = None
-        self._part_comm: Comm | None = None
+        self.part_comm: Comm | None = None
         parts = 1
         if type(reshard_after_forward) is int and 1 < reshard_after_forward < axes.shard_size:
             parts = reshard_after_forward
             assert axes.shard_group is not None, "an axis of several ranks has a group"
             group = subgroup(axes.shard_group, axes.shard_rank, parts)
-            self._part_comm = Comm(group, axes.shard_rank % parts, parts, axes.device, streams)
+            self.part_comm = Comm(group, axes.shard_rank % parts, parts, axes.device, streams)
         self._parts = parts
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
@@ -229,8 +230,8 @@ class Unit:
         """Puts the unit under a root."""
         self._runtime = weakref.ref(runtime)
         self.streams = self.shard_comm.streams = self.scatter_comm.streams = self.replicate_comm.streams = streams
-        if self._part_comm is not None:
-            self._part_comm.streams = streams
+        if self.part_comm is not None:
+            self.part_comm.streams = streams
         self.parent = parent
         if name != self.name or not self.op:
             self.name = name
@@ -265,17 +266,17 @@ class Unit:
 
     def _launch_parts(self) -> None:
         """The gather for backward, from the smaller group that the whole parameters stayed sharded over."""
-        assert self._part_comm is not None, f"unit {self.name!r} kept parts without a group"
+        assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
         transfers = [transfer for lane in self.lanes for transfer in lane.prepare_parts()]
         with self.streams.on("gather"):
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
-            self._flight = self._part_comm.all_gather(self, self.op, outputs, inputs, None)
+            self._flight = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
         self.residency = Residency.GATHERING
         self.gathered_epoch = self.epoch
 
     def keep_part(self) -> None:
         """Closes the unit after forward; its whole parameters stay, sharded over the smaller group, for the backward."""
-        if self._part_comm is None or self.residency is not Residency.WHOLE:
+        if self.part_comm is None or self.residency is not Residency.WHOLE:
             self.reshard()
             return
         if self.open:

@@ -150,7 +150,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
         else:
             numel = sum(spec.numel for spec in specs)
             flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
-        broadcast(unit.shard_comm, flat, unit.axes.device)
+        broadcast(unit.shard_comm, flat, unit)
         for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
             found[slot] = part.view(spec.shape)
     return [found[slot] for slot in range(len(unit.params))]
@@ -162,10 +162,10 @@ def spread(unit: Unit) -> None:
     if unit.disturbed():
         unit.rebuild()
     for lane in unit.lanes:
-        broadcast(unit.replicate_comm, lane.shard, unit.axes.device)
+        broadcast(unit.replicate_comm, lane.shard, unit)
         for param in lane.params:
             if param.spec.dim is None:
-                broadcast(unit.shard_comm, param.local, unit.axes.device)
+                broadcast(unit.shard_comm, param.local, unit)
     changed(unit)
 
 
@@ -189,11 +189,11 @@ def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> Diver
     )
 
 
-def broadcast(comm: Comm, tensor: Tensor, device: torch.device) -> None:
-    """Overwrites a tensor, on `device` or offloaded, by that of the group's first rank."""
+def broadcast(comm: Comm, tensor: Tensor, unit: Unit) -> None:
+    """Overwrites a tensor, on any device, by that of the first rank of `comm`, which is one of the unit's."""
     if comm.size > 1 and tensor.numel():
-        data = tensor.to(device).contiguous()
-        comm.broadcast(data)
+        data = tensor.to(unit.axes.device).contiguous()
+        comm.broadcast(data, unit)
         if data is not tensor:
             tensor.copy_(data)
 

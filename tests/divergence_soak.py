@@ -155,7 +155,7 @@ RUNNING = (
     "skips the step",
 )
 NEEDS_REPLICAS = frozenset({"without all-reduce"})
-HARMLESS_IN_A_REPLICA = frozenset({"runs a unit twice", "loss from inside", "cuts the graph", "clips alone"})
+HARMLESS_IN_A_REPLICA = frozenset({"runs a unit twice", "loss from inside", "cuts the graph"})
 """What all ranks of a replica may do together: its gradients are its own affair, as its data are."""
 
 

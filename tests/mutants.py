@@ -16,6 +16,7 @@ from unittest import mock
 import torch
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
+import hsdp.clip
 import hsdp.param
 import hsdp.pipeline
 import hsdp.planning.memory
@@ -42,12 +43,14 @@ from tests.divergence_soak import Case, disagree
 from tests.models import make_case
 from tests.planting import MUTANTS, WRONG_NUMBERS, Check, mutant, remembering, replaced
 from tests.rig import RankEnv
+from tests.rules import test_rule_10_completion as rule_10
 from tests.rules import test_rule_11_unused as rule_11
 from tests.rules import test_rule_12_passes as rule_12
 from tests.rules import test_rule_13_recompute as rule_13
 from tests.rules import test_rule_14_accumulation as rule_14
 from tests.rules import test_rule_15_scaling as rule_15
 from tests.rules import test_rule_16_waiting as rule_16
+from tests.rules import test_rule_17_clipping as rule_17
 from tests.rules import test_rule_18_two_models as rule_18
 from tests.rules import test_rule_19_modules as rule_19
 from tests.rules import test_rule_20_failures as rule_20
@@ -159,6 +162,27 @@ def divides_fp16_behind_the_sum() -> Any:
     return mock.patch.object(hsdp.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.unit.factor()))
 
 
+# -- clipping -------------------------------------------------------------------------------------------------------
+
+
+@mutant(Check(rule_17.check_clip_with_empty_shards, ((4,),), world=4), kill="not close|equal")
+def clips_by_this_ranks_norm() -> Any:
+    return mock.patch.object(hsdp.clip, "all_reduce_now", return_value=None)
+
+
+@mutant(Check(rule_17.check_clip_with_empty_shards, ((2, 2),), world=4), kill="not close|equal")
+def counts_every_replica() -> Any:
+    def all_axes(grad: Any) -> hsdp.clip.Groups:
+        return tuple(grad.device_mesh.get_group(axis) for axis in range(grad.device_mesh.ndim))
+
+    return mock.patch.object(hsdp.clip, "_groups_of", all_axes)
+
+
+@mutant(Check(rule_16.check_joined, ((2,), "clip")))
+def clips_without_joining() -> Any:
+    return mock.patch.object(hsdp.clip, "_join", return_value=None)
+
+
 # -- order, waiting, sweeping ---------------------------------------------------------------------------------------
 
 
@@ -184,6 +208,11 @@ def skips_the_final_drain() -> Any:
 @mutant(Check(rule_16.check_joined, ((2,), "step")))
 def steps_without_joining() -> Any:
     return mock.patch.object(hsdp.stepping, "_units_of", return_value=[])
+
+
+@mutant(Check(rule_10.check_reductions_start_at_once, ("tokens",)), kill="AssertionError")
+def reduces_at_the_end_only() -> Any:
+    return mock.patch.object(Runtime, "completed", return_value=None)
 
 
 @mutant(Check(rule_11.check_ranks_reduce_in_one_order), kill="DivergenceError|AssertionError")
@@ -310,6 +339,19 @@ def asks_nobody() -> Any:
 @mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|DivergenceError.*did not come")
 def does_not_look_while_it_waits() -> Any:
     return mock.patch.object(Agreement, "look", return_value=None)
+
+
+@mutant(Check(disagree, (Case("skips the step", (2,), (1,)),), ends="DivergenceError"), kill="^None")
+def does_not_tell_of_steps() -> Any:
+    return mock.patch.object(Agreement, "note", return_value=None)
+
+
+EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceError")
+
+
+@mutant(EXTRA, kill="RuntimeError|CollectiveError|Hung|Died|ValueError")
+def sets_up_without_asking() -> Any:
+    return mock.patch.object(Agreement, "alike", return_value=False)
 
 
 @mutant(Check(rule_21.check_steady_loop, ((2, 2),), world=4), kill="asked")

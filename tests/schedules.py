@@ -1,12 +1,13 @@
-"""Random training schedules, run on a sharded model and on its twin: what `test_schedules.py` draws and `fuzz.py` soaks.
+"""Random training schedules, run on a sharded model and on its twin: what `test_schedules.py` draws and soaks.
 
 A schedule is a list of plain tuples, so that hypothesis can shrink it and it travels to the workers:
 
-    ("micro", level, uses, forwards, backwards)   one micro-batch; level: "full", "scatter" or "local"
+    ("micro", level, uses, forwards, backwards)   one micro-batch; level: "full", "running", "scatter" or "local"
     ("zero", who, to_none)                         zero_grad of the "module" or the "optimizer"
     ("flush",)                                     communicate what is pending
     ("eval",)                                      a forward without gradients
-    ("step",)                                      flush, then an optimizer step on both
+    ("freeze", block, frozen)                      flush, then change requires_grad of a parameter on both
+    ("step",)                                      flush what is pending, then an optimizer step on both
 
 `uses` says what a forward is to use; what it means is the model's affair.
 """
@@ -68,9 +69,22 @@ class Net(nn.Module):
 
 
 def run_schedule(
-    env: RankEnv, shape: tuple[int, ...], policy: dict[str, Any], reshard: bool | None, schedule: list[Action]
+    env: RankEnv,
+    shape: tuple[int, ...],
+    policy: dict[str, Any],
+    reshard: bool | None,
+    factors: tuple[str, float],
+    schedule: list[Action],
 ) -> None:
-    """Runs a schedule on this rank; raises AssertionError where the sharded model differs from its twin."""
+    """Runs a schedule on this rank; raises AssertionError where the sharded model differs from its twin.
+
+    Args:
+        env, shape: the rank, and the shape of its mesh.
+        policy: arguments of `CommPolicy`.
+        reshard: `reshard_after_forward`.
+        factors: reduce op and gradient scaling factor.
+        schedule: what to do.
+    """
     torch.manual_seed(7)
     twin = Net().double()
     model = copy.deepcopy(twin)
@@ -79,13 +93,29 @@ def run_schedule(
     for block in model.blocks:
         fully_shard(block, **kwargs)
     fully_shard(model, **kwargs)
-    play(env, model, twin, schedule, _loss, [(0,) * NUM_BLOCKS])
+    reduce_op, scale = factors
+    model.set_reduce_op_type(reduce_op)
+    model.set_gradient_scaling_factor(scale)
+    scale /= env.world_size if reduce_op == "avg" else 1
+    play(env, model, twin, schedule, _loss, [(0,) * NUM_BLOCKS], scale)
 
 
-def play(env: RankEnv, model: Any, twin: nn.Module, schedule: list[Action], make_loss: MakeLoss, eval_uses: Any) -> None:
-    """Plays a schedule on a sharded model and on its twin; raises AssertionError where they differ."""
+def play(
+    env: RankEnv,
+    model: Any,
+    twin: nn.Module,
+    schedule: list[Action],
+    make_loss: MakeLoss,
+    eval_uses: Any,
+    scale: float | None = None,
+) -> None:
+    """Plays a schedule on a sharded model and on its twin; raises AssertionError where they differ.
+
+    `scale`: what the gradients' sum over ranks is multiplied with; None: their mean is taken.
+    """
+    scale = 1.0 / env.world_size if scale is None else scale
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin)]
-    zeroed = False
+    zeroed = owes = False
     for number, action in enumerate(schedule):
         kind = action[0]
         if kind == "micro":
@@ -93,9 +123,9 @@ def play(env: RankEnv, model: Any, twin: nn.Module, schedule: list[Action], make
             seeds = [100 * number + k for k in range(forwards)]
             with _level(model, level):
                 _backward([make_loss(model, seed, env.rank, uses) for seed in seeds], backwards)
+            owes = level in ("scatter", "local")
             for rank in range(env.world_size):
-                losses = [make_loss(twin, seed, rank, uses) / env.world_size for seed in seeds]
-                _backward(losses, backwards)
+                _backward([make_loss(twin, seed, rank, uses) * scale for seed in seeds], backwards)
         elif kind == "zero":
             _, who, to_none = action
             zeroed = zeroed or not to_none
@@ -106,11 +136,17 @@ def play(env: RankEnv, model: Any, twin: nn.Module, schedule: list[Action], make
                 values = [make_loss(m, 100 * number, env.rank, eval_uses) for m in (model, twin)]
             assert torch.allclose(*values, rtol=0, atol=1e-11), f"losses differ in action {number}"
         else:
-            model.flush()
-            _compare(model, twin, zeroed, f"after action {number} {action}")
+            if kind != "step" or owes:  # a step joins what runs by itself
+                model.flush()
+                owes = False
+                _compare(model, twin, zeroed, f"after action {number} {action}")
             if kind == "step":
                 for optimizer in optimizers:
                     optimizer.step()
+            elif kind == "freeze":
+                _, block, frozen = action
+                for net in (model, twin):
+                    net.blocks[block].left.bias.requires_grad_(not frozen)
     model.flush()
     _compare(model, twin, zeroed, "at the end")
 
@@ -137,11 +173,13 @@ def _backward(losses: list[Tensor], backwards: str) -> None:
 @contextmanager
 def _level(model: Any, level: str) -> Iterator[None]:
     model.set_requires_all_reduce(level != "scatter")
+    model.set_is_last_backward(level != "running")
     try:
         with model.no_sync() if level == "local" else nullcontext():
             yield
     finally:
         model.set_requires_all_reduce(True)
+        model.set_is_last_backward(True)
 
 
 def _compare(model: nn.Module, twin: nn.Module, zeroed: bool, when: str) -> None:

@@ -99,23 +99,3 @@ def check_set_before_first_forward(env: RankEnv) -> None:
 
 def test_rule_16_it_may_be_set_before_the_first_forward(pool2: Pool) -> None:
     pool2.run(check_set_before_first_forward)
-
-
-def check_clip_with_empty_shards(env: RankEnv, shape: tuple[int, ...]) -> None:
-    """Rule 17, in the loop: of six numbers the last of four ranks holds none."""
-    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))
-    for order in (1.0, 2.0, float("inf")):
-        model.zero_grad()
-        step(model, env.rank)
-        grads = mean_grads(plain, step, env.world_size)
-        for name, param in plain.named_parameters():
-            param.grad = grads[name]
-        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, order)
-        norm = clip_grad_norm_(model, 1e-3, order)
-        torch.testing.assert_close(norm.double(), expected, rtol=1e-11, atol=0)
-        assert_same(full_grads(model), full_grads(plain))
-
-
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
-def test_rule_17_all_ranks_take_part_in_clipping(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_clip_with_empty_shards, shape)

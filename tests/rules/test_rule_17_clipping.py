@@ -13,7 +13,8 @@ from torch import Tensor, nn
 
 import hsdp
 from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, mean_into, seeded, step
+from tests.rules.support import DIM, Deep, mean_grads, mean_into, seeded, step
+from tests.sharded import mesh_id, shard
 from tests.twin import assert_same, full_grads
 
 
@@ -51,3 +52,23 @@ def check_norm(env: RankEnv, order: float) -> None:
 @pytest.mark.parametrize("order", [2.0, 1.0, 3.5, math.inf])
 def test_rule_17_norms_are_those_of_one_device(pool4: Pool, order: float) -> None:
     pool4.run(check_norm, order)
+
+
+def check_clip_with_empty_shards(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Of six numbers the last of four ranks holds none."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))
+    for order in (1.0, 2.0, float("inf")):
+        model.zero_grad()
+        step(model, env.rank)
+        grads = mean_grads(plain, step, env.world_size)
+        for name, param in plain.named_parameters():
+            param.grad = grads[name]
+        expected = nn.utils.clip_grad_norm_(plain.parameters(), 1e-3, order)
+        norm = hsdp.clip_grad_norm_(model, 1e-3, order)
+        torch.testing.assert_close(norm.double(), expected, rtol=1e-11, atol=0)
+        assert_same(full_grads(model), full_grads(plain))
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_rule_17_all_ranks_take_part_in_clipping(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_clip_with_empty_shards, shape)

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Callable
 from typing import Any
 from unittest import mock
 
@@ -13,37 +14,69 @@ import pytest
 import torch
 
 from hsdp.agreement import Agreement
+from hsdp.clip import clip_grad_norm_
 from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, seeded, step
+from tests.rules.support import Deep, loss_of, seeded, step
 from tests.sharded import mesh_id, shard
 
 
-def check_steady_loop(env: RankEnv, shape: tuple[int, ...]) -> None:
+def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps") -> None:
     ask, asked = Agreement._ask, [0]
 
-    def counting(agreement: Agreement, *args: Any) -> None:
+    def counting(agreement: Agreement, *args: Any) -> Any:
         asked[0] += 1
-        ask(agreement, *args)
+        return ask(agreement, *args)
 
     counts = []
     with mock.patch.object(Agreement, "_ask", counting):
         # Groups of its own: what other models did on a group before makes its ranks ask more often.
-        mesh = env.mesh((2, 2), (f"replicas of {shape}", f"shards of {shape}"))
-        model = shard(seeded(Deep), mesh if len(shape) == 2 else mesh[f"shards of {shape}"])
+        mesh = env.mesh((2, 2), (f"replicas of {shape} {loop}", f"shards of {shape} {loop}"))
+        model = shard(seeded(Deep), mesh if len(shape) == 2 else mesh[f"shards of {shape} {loop}"])
         optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-        for k in range(6):
+        for k in range(10):
             asked[0] = 0
-            step(model, env.rank, k)
-            optimizer.step()
+            LOOPS[loop](model, optimizer, env.rank, k)
             optimizer.zero_grad()
             counts.append(asked[0])
     assert counts[0] > 0, "the first step is not known to anybody: this test shows nothing"
     assert counts[-2:] == [0, 0], f"asked {counts} times"
+    assert max(counts[3:]) <= 4, f"asked {counts} times: more than where an evaluation begins and ends"
 
 
+def _accumulating(model: Any, optimizer: torch.optim.Optimizer, rank: int, k: int) -> None:
+    for micro in range(3):
+        with model.accumulate(last=micro == 2):
+            step(model, rank, 3 * k + micro)
+    clip_grad_norm_(model, 1.0)
+    optimizer.step()
+
+
+def _evaluating(model: Any, optimizer: torch.optim.Optimizer, rank: int, k: int) -> None:
+    step(model, rank, k)
+    optimizer.step()
+    if k in (2, 4):
+        with torch.no_grad():
+            for batch in range(3):
+                loss_of(model, rank, batch)
+
+
+def _stepping(model: Any, optimizer: torch.optim.Optimizer, rank: int, k: int) -> None:
+    step(model, rank, k)
+    optimizer.step()
+
+
+LOOPS: dict[str, Callable[[Any, torch.optim.Optimizer, int, int], None]] = {
+    "steps": _stepping,
+    "accumulates and clips": _accumulating,
+    "evaluates": _evaluating,
+    "never steps": lambda model, optimizer, rank, k: step(model, rank, k),
+}
+
+
+@pytest.mark.parametrize("loop", LOOPS)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
-def test_rule_21_a_steady_loop_asks_nobody(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_steady_loop, shape)
+def test_rule_21_a_steady_loop_asks_nobody(pool4: Pool, shape: tuple[int, ...], loop: str) -> None:
+    pool4.run(check_steady_loop, shape, loop)
 
 
 def lose_a_rank(env: RankEnv, shape: tuple[int, ...]) -> None:

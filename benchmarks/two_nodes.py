@@ -319,7 +319,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", choices=["sleeping", "real"], default=["sleeping", "real"])
     parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="contenders")
     parser.add_argument("--units", type=positive, default=10, help="(default %(default)s)")
-    parser.add_argument("--forward", type=float, default=0.015, help="seconds a unit sleeps (default %(default)s)")
+    parser.add_argument("--forward", type=float, default=0.018, help="seconds a unit sleeps (default %(default)s)")
     parser.add_argument("--rows", type=positive, default=64, help="of a batch of real layers (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=5, help="turns (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=1, help="steps a turn (default %(default)s)")

@@ -112,7 +112,8 @@ class Agreement:
         self.count += 1
         state, begins, events = self._state, self._begins, self._events
         told = hash((op, self._plan if begins else 0, events)) if begins or events else op
-        known = self._branches.get((state, self._passes)) or self._follows.get(state)
+        known = self._branches.get((state, self._passes)) if self._branches else None
+        known = known or self._follows.get(state)
         if known != told:
             self._ask(described(kind, name), told)
             self._learn(known is None, told)

@@ -26,6 +26,7 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
+from benchmarks.harness import header
 from hsdp.clip import clip_grad_norm_
 from tests.rig import Outcome, Pool, RankEnv
 from tests.rules.support import DIM, floats, seeded
@@ -155,8 +156,13 @@ RUNNING = (
     "skips the step",
 )
 NEEDS_REPLICAS = frozenset({"without all-reduce"})
-HARMLESS_IN_A_REPLICA = frozenset({"runs a unit twice", "loss from inside", "cuts the graph"})
-"""What all ranks of a replica may do together: its gradients are its own affair, as its data are."""
+HARMLESS_IN_A_REPLICA = frozenset(
+    {"runs a unit twice", "loss from inside", "cuts the graph", "without sync", "without all-reduce"}
+)
+"""What all ranks of a replica may do together: its gradients are its own affair, as its data are.
+
+Neither communicating nor stepping makes the replica late by a step, and replicas stay equal; the others miss it at the end.
+"""
 
 
 def _build(env: RankEnv, case: Case) -> nn.Module:
@@ -259,6 +265,7 @@ def main() -> int:
     args = parser.parse_args()
     rng = random.Random(args.seed)
     counts: Counter[str] = Counter()
+    print(json.dumps(header()), file=args.log, flush=True)
     with Pool(2, group_timeout=args.timeout) as pool2, Pool(4, group_timeout=args.timeout) as pool4:
         for number in range(args.cases):
             case = draw(rng)

@@ -17,6 +17,7 @@ from typing import Any
 from hypothesis import Phase, given, seed, settings
 from hypothesis import strategies as st
 
+from benchmarks.harness import header
 from tests.mutants import MUTANTS
 from tests.rig import Pool, RankEnv, RemoteError
 from tests.schedules import NUM_BLOCKS, Action, run_schedule
@@ -85,7 +86,6 @@ SCHEDULE_BUGS = (
     "lands early",
     "skips the final drain",
     "steps without joining",
-    "reduces out of turn",
     "reduces at the first gradient",
     "does not sweep",
     "ignores used flags",
@@ -136,6 +136,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--log", type=argparse.FileType("w"), default=sys.stdout)
     args = parser.parse_args(argv)
     wrong = 0
+    print(json.dumps({**header(), "seed": args.seed, "at most": args.examples}), file=args.log, flush=True)
     with Pool(2, group_timeout=3.0) as pool2, Pool(4, group_timeout=3.0) as pool4:
         for bug in SCHEDULE_BUGS if args.mutants else (None,):
             for pool in (pool2, pool4):
@@ -146,7 +147,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                     wrong += bug is None or pool is pool4
                 elif bug is not None:
                     break  # found on two ranks already
-    print(json.dumps({"seed": args.seed, "at most": args.examples, "wrong": wrong}), file=args.log, flush=True)
+    print(json.dumps({"wrong": wrong}), file=args.log, flush=True)
     return wrong
 
 

@@ -71,7 +71,7 @@ class Agreement:
         self._passes = 0
         self._events = 0
         self._asked = 0
-        self._broken: DivergenceError | None = None
+        self._broken = ""  # what was told then; not the error, which would hold the frames that it passed
         self.count = 0
 
     @classmethod
@@ -146,8 +146,8 @@ class Agreement:
 
     def _ask(self, what: str, op: int, digest: str = "") -> list[Any]:
         """What all ranks are about to do, if that is the same: (count, what, op, digest) of each."""
-        if self._broken is not None:
-            raise self._broken
+        if self._broken:
+            raise DivergenceError(self._broken)
         self._asked += 1
         self._store.set(self._key(self._rank), json.dumps([self.count, what, op, digest]))
         keys = [self._key(rank) for rank in range(self._size)]
@@ -174,8 +174,8 @@ class Agreement:
         Raises:
             DivergenceError: a rank is about to start something else, or was when this one looked before.
         """
-        if self._broken is not None:
-            raise self._broken
+        if self._broken:
+            raise DivergenceError(self._broken)
         self._asked += 1
         asking = []
         for rank in range(self._size):
@@ -197,7 +197,7 @@ class Agreement:
     @property
     def broken(self) -> bool:
         """Whether ranks disagreed: what is under way in the group may never end."""
-        return self._broken is not None
+        return bool(self._broken)
 
     def _key(self, rank: int) -> str:
         return f"{self._asked}/{rank}"
@@ -212,12 +212,12 @@ class Agreement:
             for (what, count, op), ranks in groups.items()
         )
         number = min(value[0] for value in told if value is not None)
-        self._broken = DivergenceError(
+        self._broken = (
             f"the ranks disagree about collective number {number} of their group: {listed}. They took different "
             "branches, changed different parameters, or skipped or repeated a step; make every rank run the same modules "
             "and steps in the same order"
         )
-        return self._broken
+        return DivergenceError(self._broken)
 
 
 def described(kind: str, name: str) -> str:

@@ -191,7 +191,7 @@ class Recorder:
         self._wrap(unit.gradients.defer, self._after(self._landed))
         if self._streams.active:
             self._wrap(unit._unpack, self._aside("gather", "copy", unit))
-        for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit._part_comm):
+        for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit.part_comm):
             if comm is None or "all_gather" in vars(comm):
                 continue
             self._wrap(comm.all_gather, self._flying(comm, "gather", "all-gather", whole=0))

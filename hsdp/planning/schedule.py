@@ -103,7 +103,9 @@ class _Rehearsal:
         for child in self._children[unit]:
             self._forward_of(child)
         self._emit(Verb.FORWARD, unit)
-        if self.units[unit].keeps:
+        # Where it was left open, the last one stays too: its backward comes first.
+        is_last = unit == len(self.units) - 1 and self.units[unit].facts.reshard_after_forward is None
+        if self.units[unit].keeps or is_last:
             return
         if self.units[unit].parts > 1:
             self._emit(Verb.KEEP_PART, unit)

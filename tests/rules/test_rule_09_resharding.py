@@ -40,7 +40,7 @@ class Views(nn.Module):
 
 
 def check_freed(env: RankEnv) -> None:
-    plain, model = seeded(Views), shard(seeded(Views), env.mesh(2))
+    plain, model = seeded(Views), shard(seeded(Views), env.mesh(2), reshard_after_forward=True)
     blocks: Any = model.blocks
     for _ in range(2):
         x = floats(env.rank)

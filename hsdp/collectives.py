@@ -126,9 +126,9 @@ def _wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, 
                     raise
                 if agreement is not None:
                     agreement.look(count, kind, name)
-    except DivergenceError:
-        raise
     except RuntimeError as error:
+        if isinstance(error, DivergenceError):
+            raise
         raise CollectiveError(
             f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
             f"or taken another branch: see its log. This rank was waiting for: {_describe_flying()}"
@@ -136,16 +136,12 @@ def _wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, 
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
-    """`torch.distributed.all_reduce(tensor, how, group)`, in turn with the collectives of units.
-
-    `op` and `what` stand for the call in the ranks' agreement and in errors, which are those of `Flight.wait`.
-    """
-    agreement = Agreement.among(group)
-    if agreement is not None:
+    """`torch.distributed.all_reduce(tensor, how, group)` in turn with units' collectives, known as `op`, told as `what`."""
+    count = 0
+    if (agreement := Agreement.among(group)) is not None:
         agreement.check(op, what, "")
-    work = dist.all_reduce(tensor, how, group, async_op=True)
-    if work is not None:
-        count = agreement.count if agreement is not None else 0
+        count = agreement.count
+    if (work := dist.all_reduce(tensor, how, group, async_op=True)) is not None:
         _wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
 
 
@@ -330,10 +326,10 @@ class Comm:
 
     def exchange(self, value: Any, owner: Named) -> list[Any]:
         """Every rank's `value` (plain data), in rank order. Blocking and slow, asks before: for set-up, not for steps."""
-        if self.group is None or self.size == 1 or self.backend == "fake":
+        if self.agreement is None:
             return [value]
         text = repr(value).encode()
-        if self.agreement is not None and self.agreement.alike("set-up", owner.name, hashlib.sha256(text).hexdigest()):
+        if self.agreement.alike("set-up", owner.name, hashlib.sha256(text).hexdigest()):
             return [value] * self.size
         # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
@@ -348,9 +344,8 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, owner: Named) -> None:
         """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
-        if self.group is not None and self.size > 1 and self.backend != "fake":
-            if self.agreement is not None:
-                self.agreement.alike("broadcast", owner.name, "")
+        if self.agreement is not None:
+            self.agreement.alike("broadcast", owner.name, "")
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 

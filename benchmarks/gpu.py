@@ -30,8 +30,9 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
 from benchmarks.harness import header, positive, progress
-from hsdp.collectives import Comm, Flight
+from hsdp.collectives import Comm
 from hsdp.examples.llama import Block, LlamaConfig
+from hsdp.flight import Flight
 from hsdp.streams import Streams
 from tests.rig import fake_world
 

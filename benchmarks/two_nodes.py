@@ -31,7 +31,7 @@ import hsdp
 from benchmarks.harness import Spread, Step, header, positive, progress
 from benchmarks.netns import two_nodes
 from benchmarks.schedule import Durations, best_step
-from hsdp.collectives import Flight
+from hsdp.flight import Flight
 
 WORLD = 4
 RATES = {"unlimited": None, "1gbit": "1gbit", "500mbit": "500mbit"}

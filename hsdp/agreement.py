@@ -61,7 +61,7 @@ class Agreement:
         self._store = PrefixStore(f"hsdp/{group.group_name}/", store)
         self._rank = rank
         self._size = size
-        self._timeout = timedelta(seconds=timeout)
+        self.timeout = timeout
         self._ranks = dist.get_process_group_ranks(group)
         self._follows: dict[int, int] = {}
         self._branches: dict[tuple[int, int], int] = {}
@@ -152,12 +152,12 @@ class Agreement:
         self._store.set(self._key(self._rank), json.dumps([self.count, what, op, digest]))
         keys = [self._key(rank) for rank in range(self._size)]
         try:
-            self._store.wait(keys, self._timeout)
+            self._store.wait(keys, timedelta(seconds=self.timeout))
         except RuntimeError as error:
             silent = [self._ranks[rank] for rank in range(self._size) if not self._store.check([self._key(rank)])]
             raise DivergenceError(
                 f"rank {self._ranks[self._rank]} is about to start the {what}, and rank(s) {silent} did not come to the "
-                f"same point within {self._timeout.total_seconds():.0f} s: they raised, stopped, or took another branch"
+                f"same point within {self.timeout:.0f} s: they raised, stopped, or took another branch"
             ) from error
         told = [json.loads(value) for value in self._store.multi_get(keys)]
         if any((count, other) != (self.count, op) for count, _, other, _ in told):

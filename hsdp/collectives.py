@@ -1,19 +1,11 @@
-"""The only file that talks to `torch.distributed`: starts collectives, gives back flights, knows backends' habits.
-
-A *flight* is a collective under way. On a device its work was enqueued on a side stream and `wait` makes the current
-stream wait for an event. On the CPU the backend's threads carry it and `wait` blocks the host until it is done, then
-runs what has to follow it (a local sum, a scale).
-"""
+"""The only file that talks to `torch.distributed`: starts collectives, gives back flights, knows backends' habits."""
 
 from __future__ import annotations
 
 import ast
 import hashlib
-import time
-import weakref
 from collections.abc import Callable
-from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -21,118 +13,14 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.agreement import Agreement, described
+from hsdp.agreement import Agreement
 from hsdp.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
-from hsdp.errors import CollectiveError, DivergenceError
-from hsdp.streams import Event, Streams
-
-
-class Named(Protocol):
-    """Whatever a flight is for; its name appears in errors."""
-
-    name: str
-
+from hsdp.flight import Flight, Named, wait_for
+from hsdp.streams import Streams
 
 GATHER_ALONE_BYTES = 512 * 1024
 REDUCE_ALONE_BYTES = 1024 * 1024
 """Measured: from these sizes per rank on, gloo is faster with a call per tensor than with one for all."""
-
-_TICK = timedelta(seconds=1)
-"""How often a rank that waits looks whether another one asks."""
-
-flying: weakref.WeakSet[Flight] = weakref.WeakSet()
-"""Flights that were not waited for yet: what a time-out tells of."""
-
-
-class Flight:
-    """A collective under way: its works, the buffers they touch, and what follows them."""
-
-    __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name", "start")
-
-    def __init__(
-        self,
-        comm: Comm,
-        kind: str,
-        owner: Named,
-        works: list[Any],
-        keep: Any,
-        finish: Callable[[], object] | None = None,
-    ) -> None:
-        self.kind = kind
-        self.name = owner.name
-        self._comm = comm
-        self._count = comm.agreement.count if comm.agreement is not None else 0
-        self._works: list[Any] | None = works
-        self._keep = keep
-        self._finish = finish
-        self._event: Event = None
-        self.start = time.monotonic()
-        flying.add(self)
-        if comm.streams.active:
-            # Made with its side stream current: order everything on that stream, the host goes on.
-            self._settle()
-            self._event = comm.streams.mark()
-
-    def done(self) -> bool:
-        """Whether waiting would not block the host (CPU) or the stream (device)."""
-        if self._comm.streams.active:
-            return self._event is None or bool(self._event.query())
-        return self._works is None or all(work is None or work.is_completed() for work in self._works)
-
-    def wait(self) -> None:
-        """Blocks until the results are there: the host on the CPU, the current stream on a device.
-
-        Raises:
-            CollectiveError: the collective failed or timed out.
-            DivergenceError: another rank is about to start another collective in its place.
-        """
-        if self._comm.streams.active:
-            self._comm.streams.join(self._event)
-        elif self._works is not None:
-            self._settle()
-        flying.discard(self)
-        # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
-        self._keep = self._finish = None
-
-    @property
-    def event(self) -> Event:
-        """The device event behind the flight's last work; None on the CPU."""
-        return self._event
-
-    def _settle(self) -> None:
-        assert self._works is not None, "a flight settles once"
-        for work in self._works:
-            if work is not None:
-                _wait_for(work, self._comm.backend, self._comm.agreement, self._count, self.kind, self.name)
-        self._works = None
-        if self._finish is not None:
-            self._finish()
-
-
-def _wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, kind: str, name: str) -> None:
-    """Waits for a work of op number `count`, and meanwhile answers ranks that ask about it."""
-    try:
-        if backend != "gloo":
-            work.wait()
-            return
-        if agreement is not None and agreement.broken and not work.is_completed():
-            agreement.look(count, kind, name)
-        while True:
-            try:
-                work.wait(_TICK)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                if agreement is not None:
-                    agreement.look(count, kind, name)
-    except RuntimeError as error:
-        if isinstance(error, DivergenceError):
-            raise
-        raise CollectiveError(
-            f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
-            f"or taken another branch: see its log. This rank was waiting for: {_describe_flying()}"
-        ) from error
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
@@ -142,31 +30,7 @@ def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what:
         agreement.check(op, what, "")
         count = agreement.count
     if (work := dist.all_reduce(tensor, how, group, async_op=True)) is not None:
-        _wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
-
-
-_abandoned: list[Flight] = []
-
-
-def abandon(flight: Flight) -> None:
-    """Keeps the buffers of a flight that nobody waits for any more until its collective has ended."""
-    _abandoned[:] = [other for other in _abandoned if not other.done()]
-    _abandoned.append(flight)
-    flying.discard(flight)
-
-
-def _describe_flying() -> str:
-    now = time.monotonic()
-    return "; ".join(
-        f"{flight.kind} of unit {flight.name!r} ({_nbytes(flight._keep)} bytes, {now - flight.start:.1f} s old)"
-        for flight in sorted(flying, key=lambda flight: flight.start)
-    )
-
-
-def _nbytes(value: Any) -> int:
-    if isinstance(value, Tensor):
-        return value.nbytes
-    return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+        wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
 
 
 class Comm:
@@ -191,7 +55,7 @@ class Comm:
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend != "fake":
-            self.agreement = Agreement.of(group, rank, size, _timeout_of(group, device))
+            self.agreement = Agreement.of(group, rank, size, timeout_of(group, device))
         self._all_gather_options = _options(c10d.AllgatherOptions, streams)
         self._reduce_scatter_options = _options(c10d.ReduceScatterOptions, streams)
         self._all_reduce_options = _options(c10d.AllreduceOptions, streams)
@@ -434,11 +298,21 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
     return str(name).lower()
 
 
-def _timeout_of(group: ProcessGroup, device: torch.device) -> float:
-    """The group's timeout in seconds."""
-    options = getattr(group._get_backend(device), "options", None)
-    timeout = getattr(options, "_timeout", None) or dist.default_pg_timeout
-    return float(timeout.total_seconds())
+def timeout_of(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds after which the group's ranks give up: its own timeout, or that of the default group if it is shorter.
+
+    Groups that `init_device_mesh` makes have torch's 30 minutes, whatever `init_process_group(timeout=...)` was told.
+    """
+    found = [dist.default_pg_timeout.total_seconds()]
+    for of in (group, dist.group.WORLD):
+        try:
+            options = getattr(of._get_backend(device), "options", None) if of is not None else None
+        except RuntimeError:  # the default group does not serve this device
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            found.append(timeout.total_seconds())
+    return min(found)
 
 
 def _options(kind: Any, streams: Streams) -> Any:

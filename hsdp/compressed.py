@@ -19,7 +19,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.collectives import Comm, Flight, Named
+from hsdp.collectives import Comm
+from hsdp.flight import Flight, Named
 
 
 class CompressedAllReduce:

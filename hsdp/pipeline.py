@@ -23,8 +23,8 @@ from typing import ClassVar
 
 import torch
 
-from hsdp.collectives import Flight, abandon
 from hsdp.errors import HSDPError
+from hsdp.flight import Flight, abandon
 from hsdp.policies import CommPolicy
 from hsdp.reduce_plan import LaneReduction
 from hsdp.streams import Event, Streams, synchronize

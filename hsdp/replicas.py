@@ -11,7 +11,8 @@ from typing import Protocol
 
 from torch import Tensor
 
-from hsdp.collectives import Comm, Flight, Named
+from hsdp.collectives import Comm
+from hsdp.flight import Flight, Named
 
 
 class ReplicaReduce(Protocol):

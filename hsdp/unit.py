@@ -17,8 +17,9 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
-from hsdp.collectives import Comm, Flight, abandon, subgroup
+from hsdp.collectives import Comm, subgroup
 from hsdp.errors import StaleParametersError, StateError
+from hsdp.flight import Flight, abandon
 from hsdp.gradients import Gradients
 from hsdp.lane import NOT_OFFLOADED, Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes

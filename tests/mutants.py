@@ -23,8 +23,9 @@ import hsdp.planning.memory
 import hsdp.stepping
 import tests.loop_mutants  # noqa: F401  (registers its own)
 from hsdp.agreement import Agreement
-from hsdp.collectives import Comm, Flight
+from hsdp.collectives import Comm
 from hsdp.compat import PipelineFace
+from hsdp.flight import Flight
 from hsdp.gradients import Gradients
 from hsdp.inner import Inner
 from hsdp.lane import Lane, LaneKind

@@ -8,14 +8,17 @@ import gc
 import warnings
 import weakref
 from collections.abc import Callable
+from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 import hsdp
+from hsdp.collectives import timeout_of
 from tests.fragile import PLACES, Fragile, Fuse, fail
 from tests.graphs import floats, loss, step
 from tests.rig import Pool, RankEnv
@@ -280,3 +283,14 @@ def _delete_after_failure(env: RankEnv, where: str) -> None:
 @pytest.mark.parametrize("where", ["forward of 0", "backward of 2", "backward before 1"])
 def test_a_model_that_failed_can_be_deleted(pool2: Pool, where: str) -> None:
     pool2.run(_delete_after_failure, where)
+
+
+def check_patience(env: RankEnv) -> None:
+    """A group made with a longer timeout than the default group's: so does `init_device_mesh`, whatever was asked for."""
+    patient = dist.new_group(timeout=timedelta(minutes=30))
+    assert patient is not None
+    assert timeout_of(patient, torch.device("cpu")) == timeout_of(dist.group.WORLD, torch.device("cpu")) < 1000
+
+
+def test_ranks_wait_no_longer_than_the_default_group_would(pool2: Pool) -> None:
+    pool2.run(check_patience)

@@ -20,7 +20,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
-from hsdp.collectives import Comm, Flight
+from hsdp.collectives import Comm
+from hsdp.flight import Flight
 from hsdp.gradients import Gradients
 from hsdp.pipeline import ReductionPipeline
 from hsdp.runtime import Runtime

@@ -6,7 +6,7 @@ import time
 from contextlib import suppress
 from typing import TYPE_CHECKING
 
-from hsdp.collectives import Flight
+from hsdp.flight import Flight
 from hsdp.streams import Event
 from hsdp.tracing.spans import COLLECTIVES, Lane
 

@@ -21,7 +21,8 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hsdp.collectives import Comm, Flight, Named
+from hsdp.collectives import Comm
+from hsdp.flight import Flight, Named
 from hsdp.reduce_plan import LaneReduction
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime

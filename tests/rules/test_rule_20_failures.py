@@ -17,7 +17,7 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from hsdp.collectives import flying
+from hsdp.flight import flying
 from hsdp.unit import Unit
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, floats, loss_of, mean_grads, only_sharded, seeded, step

@@ -13,7 +13,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hsdp
-from hsdp.collectives import Flight, flying
+from hsdp.flight import Flight, flying
 from hsdp.pipeline import ReductionPipeline
 from hsdp.unit import Residency
 from tests.rig import Pool, RankEnv

@@ -391,7 +391,8 @@ def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
     held: dict[str, Any] = {}
     for name, value in state[target.members[0].param].items():
         if not isinstance(value, DTensor):
-            held[name] = value
+            # Members of a run show one count of steps: each needs its own when they part.
+            held[name] = value.clone() if isinstance(value, Tensor) else value
         elif target.alone:
             held[name] = _local_state(target.members[0].param, name, value)
         else:

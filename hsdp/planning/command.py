@@ -102,7 +102,7 @@ def _parser() -> argparse.ArgumentParser:
     machine.add_argument("--slow", type=float, default=link.slow / 1e9, metavar="GB/s", help="of a rank between nodes")
     machine.add_argument("--ranks-per-node", type=_count, default=link.ranks_per_node, metavar="N", help="with fast links")
     for name, of in (("latency", "a call"), ("fast_step", "a hop inside a node"), ("slow_step", "one between nodes")):
-        flag, default = "--" + name.replace("_", "-"), getattr(link, name) * 1e6
+        flag, default = "--" + name.replace("_", "-"), round(getattr(link, name) * 1e6, 3)
         machine.add_argument(flag, type=float, default=default, metavar="US", help=f"latency of {of}, microseconds")
     machine.add_argument("--flops", type=float, default=defaults.flops / 1e12, metavar="TFLOP/s", help="achieved by a rank")
     machine.add_argument("--memory", type=float, metavar="GIB", help="of a rank's device")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import colorsys
 from html import escape
 from itertools import pairwise
 
@@ -98,8 +99,8 @@ class _Canvas:
         hue = self._hues.get(span.unit.split(" + ")[0])
         if hue is None or not (span.kind in _LIGHT or span.kind in COLLECTIVES):
             return _INK if span.kind == "optimizer" else _OTHER
-        self._seen.setdefault(span.unit, f"hsl({hue}, 65%, 62%)")
-        return f"hsl({hue}, 65%, {_LIGHT.get(span.kind, 62)}%)"
+        self._seen.setdefault(span.unit, _hex(hue, 62))
+        return _hex(hue, _LIGHT.get(span.kind, 62))
 
     def span(self, span: Span, y: float, height: float) -> None:
         """A rectangle, with its name where there is room; hovering tells the rest."""
@@ -165,3 +166,9 @@ def _nice(rough: float) -> float:
     while power * 10 < rough:
         power *= 10
     return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= rough * (1 - 1e-9))
+
+
+def _hex(hue: int, light: int) -> str:
+    """A colour as every viewer knows it: many that show pictures in pages know no hsl()."""
+    red, green, blue = (round(255 * part) for part in colorsys.hls_to_rgb(hue / 360, light / 100, 0.65))
+    return f"#{red:02x}{green:02x}{blue:02x}"

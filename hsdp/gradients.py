@@ -23,7 +23,7 @@ from hsdp.inner import new_dtensor
 from hsdp.lane import Lane
 from hsdp.param import ManagedParam
 from hsdp.reduce_plan import LaneReduction, ReducePlan
-from hsdp.streams import synchronize
+from hsdp.streams import host_wait
 from hsdp.witness import Witness
 
 
@@ -271,7 +271,7 @@ class Gradients:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
             values = part.stored()
             if plan.offload is not None and _host_reads(plan.params):
-                synchronize(plan.device)
+                host_wait(plan.device)
             _run_grad_hooks(plan, values, used)
             if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0])):
                 self._assign(plan, values, used)

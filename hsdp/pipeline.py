@@ -27,7 +27,7 @@ from hsdp.errors import HSDPError
 from hsdp.flight import Flight, abandon
 from hsdp.policies import CommPolicy
 from hsdp.reduce_plan import LaneReduction
-from hsdp.streams import Event, Streams, synchronize
+from hsdp.streams import Event, Streams, host_wait
 from hsdp.unit import Unit
 
 
@@ -152,7 +152,7 @@ class ReductionPipeline:
             self._land()
         if self._offloads:
             self._offloads = False
-            synchronize(self.streams.device)
+            host_wait(self.streams.device)
 
     def abort(self) -> None:
         """Forgets every reduction. Work in flight is waited for; its errors are swallowed, as one was raised already."""

@@ -20,7 +20,7 @@ Event = Any
 _NOTHING = nullcontext()
 
 
-def synchronize(device: torch.device) -> None:
+def host_wait(device: torch.device) -> None:
     """The host waits for the current stream of `device`: for what it copied to host memory."""
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).current_stream(device).synchronize()

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed import distributed_c10d
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -249,7 +250,8 @@ class LiveBytes(_Watch):
         return (storage for ref in list(self._known.values()) if (storage := ref()) is not None)
 
     def _note(self, tensor: Tensor, old: bool) -> None:
-        if isinstance(tensor, DTensor) or tensor.device.type == "meta" or tensor.layout != torch.strided:
+        # Fake tensors, which torch.compile leaves behind, say that they are on a device and take nothing there.
+        if isinstance(tensor, (DTensor, FakeTensor)) or tensor.device.type == "meta" or tensor.layout != torch.strided:
             return
         storage = tensor.untyped_storage()
         key = storage._cdata

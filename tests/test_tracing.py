@@ -175,8 +175,11 @@ def test_a_2d_trace_agrees_with_counters_and_its_files(pool4: Pool, tmp_path: Pa
 
 def _wait_for_a_late_rank(env: RankEnv) -> None:
     model = shard(CASE.model(), env.mesh((2,)))
-    for _ in range(4):  # until the ranks know the order: before, rank 0 would ask instead of starting its gather
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    for _ in range(4):  # until the ranks know what follows a step: before, rank 0 would ask instead of starting its gather
         CASE.loss(model, CASE.batch(0, env.rank)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
     with hsdp.trace(model) as t:
         if env.rank == 1:
             time.sleep(0.3)

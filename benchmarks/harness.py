@@ -33,6 +33,8 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+from hsdp.examples.launch import leave
+
 Step = Callable[[], object]
 AXES = {1: ("shard",), 2: ("replicate", "shard")}
 
@@ -131,7 +133,7 @@ def _rank_main(
     if rank == 0:
         times = [[slowest[:, i].tolist(), summed[:, i].tolist()] for i in range(len(contenders))]
         Path(directory, "times.json").write_text(json.dumps(times))
-    dist.destroy_process_group()
+    leave(0)  # gloo's threads may abort an interpreter that is going away
 
 
 def _time(step: Step, num_steps: int) -> tuple[float, float]:

@@ -90,7 +90,7 @@ class Lane:
         self._arena: Arena | None = None
         self._staging: Arena | None = None
         self._fill_to: list[Tensor] = []
-        self._fill_from: list[tuple[int, int]] = []
+        self._fill_from: list[Tensor] = []
         self._unpack_to: list[Tensor] = []
         self._unpack_from: list[Tensor] = []
 
@@ -141,7 +141,7 @@ class Lane:
         else:
             self._arena = Arena(self.layout.numel, self.kind.compute, self.device)
             source = self._arena.tensor
-            self._fill_to, self._fill_from = [source.data], [(0, self.layout.numel)]
+            self._fill_to, self._fill_from = [source.data], [self.shard.data]
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
             param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
 
@@ -178,9 +178,9 @@ class Lane:
         """Gathers elements `start:stop` of every rank's shard buffer into `output`."""
         own = self.shard.data[start:stop]
         if self._moves:
+            self._fill_from.append(own)
             own = output.view(self.shards, -1)[self.rank].data
             self._fill_to.append(own)
-            self._fill_from.append((start, stop))
         self.outputs.append(output.view(U8))
         self.inputs.append(own.view(U8))
 
@@ -202,9 +202,11 @@ class Lane:
     def fill_gather(self) -> None:
         """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
         if self._fill_to:
-            # First over to the device, then to another dtype: the other way round the host would cast, and wait.
-            shard = self.shard.to(self.device, non_blocking=True)
-            torch._foreach_copy_(self._fill_to, [shard[start:stop] for start, stop in self._fill_from])
+            parts = self._fill_from
+            if self.shard.device != self.device:
+                # First over to the device, then to another dtype: the other way round the host would cast, and wait.
+                parts = [part.to(self.device, non_blocking=True) for part in parts]
+            torch._foreach_copy_(self._fill_to, parts)
 
     def unpack(self) -> None:
         """Copies packed parameters from the staging rows to their places."""

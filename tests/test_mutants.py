@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 
@@ -12,6 +13,20 @@ from tests.rig import Outcome, Pool
 
 GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
 _CHECKS = list(dict.fromkeys(mutant.check for mutant in MUTANTS.values()))
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[Pool]:
+    """Processes of this file's own: what a planted bug does to their memory must not show in other tests."""
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[Pool]:
+    """Four of them."""
+    with Pool(4) as pool:
+        yield pool
 
 
 def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) -> list[Outcome]:

@@ -19,7 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from tests.rig import RankEnv
-from tests.schedules import Action, play
+from tests.schedules import POLICIES, Action, play
 
 VOCAB, LENGTH = 7, 3
 KINDS = ("mlp", "tied mlp", "norm", "conv", "attention", "experts", "scaled")
@@ -204,17 +204,6 @@ ACTIONS = st.one_of(
     MICRO_BATCHES,
     st.tuples(st.just("zero"), st.sampled_from(["module", "optimizer"]), st.booleans()),
     st.sampled_from([("flush",), ("eval",), ("step",)]),
-)
-POLICIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "fusion": st.sampled_from(["packed", "direct"]),
-        "prefetch": st.integers(0, 2),
-        "max_inflight_reduce_scatters": st.integers(1, 2),
-        "max_inflight_all_reduces": st.integers(1, 2),
-        "reduce_scatter_bucket_bytes": st.just(1 << 20),
-        "all_reduce_bucket_bytes": st.just(1 << 20),
-    },
 )
 
 

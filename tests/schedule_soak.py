@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import header
 from tests.mutants import MUTANTS
 from tests.rig import Pool, RankEnv, RemoteError
-from tests.schedules import NUM_BLOCKS, Action, run_schedule
+from tests.schedules import NUM_BLOCKS, POLICIES, Action, run_schedule
 
 LEVELS = st.sampled_from(["full", "running", "scatter", "local"])
 BRANCHES = st.lists(st.sampled_from([0, 1, 2]), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS)
@@ -47,17 +47,6 @@ ACTIONS = st.one_of(
     st.tuples(st.just("zero"), st.sampled_from(["module", "optimizer"]), st.booleans()),
     st.sampled_from([("flush",), ("eval",), ("step",)]),
     st.tuples(st.just("freeze"), st.integers(0, NUM_BLOCKS - 1), st.booleans()),
-)
-POLICIES = st.fixed_dictionaries(
-    {},
-    optional={
-        "fusion": st.sampled_from(["packed", "direct"]),
-        "prefetch": st.integers(0, 2),
-        "max_inflight_reduce_scatters": st.integers(1, 2),
-        "max_inflight_all_reduces": st.integers(1, 2),
-        "reduce_scatter_bucket_bytes": st.just(1 << 20),
-        "all_reduce_bucket_bytes": st.just(1 << 20),
-    },
 )
 RESHARD = st.sampled_from([None, True, False])
 FACTORS = st.tuples(st.sampled_from(["avg", "sum"]), st.sampled_from([1.0, 0.5]))

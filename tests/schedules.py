@@ -20,6 +20,7 @@ from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -27,6 +28,19 @@ from hsdp import CommPolicy, fully_shard
 from tests.rig import RankEnv
 
 WIDTH = 4
+POLICIES = st.fixed_dictionaries(
+    {},
+    optional={
+        "fusion": st.sampled_from(["packed", "direct"]),
+        "prefetch": st.integers(0, 2),
+        "max_inflight_reduce_scatters": st.integers(1, 2),
+        "max_inflight_all_reduces": st.integers(1, 2),
+        "reduce_scatter_bucket_bytes": st.just(1 << 20),
+        "all_reduce_bucket_bytes": st.just(1 << 20),
+    },
+)
+"""Arguments of `CommPolicy` that random tests draw."""
+
 NUM_BLOCKS = 3
 Action = tuple[Any, ...]
 MakeLoss = Callable[[nn.Module, int, int, Any], Tensor]

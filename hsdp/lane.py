@@ -11,6 +11,7 @@ With one shard rank nothing is transferred: whole parameters alias the shard buf
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -115,7 +116,7 @@ class Lane:
         """
         piece = self.layout.pieces[index]
         shape = piece.local_shape(self.rank)
-        size = numel_of(shape)
+        size = math.prod(shape)
         with torch.inference_mode(False):
             part = self.shard.data[piece.offset : piece.offset + size]
             if size and not part.is_meta:
@@ -267,13 +268,13 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
     if dim is None:
         return [columns]
     if piece.even or shape[dim] % shards == 0:
-        before = numel_of(shape[:dim])
+        before = math.prod(shape[:dim])
         return [columns.view(shards, before, piece.numel // before if before else 0)]
     views = []
     for rank in range(shards):
         local = piece.local_shape(rank)
         if local[dim]:
-            views.append(columns[rank, : numel_of(local)].view(local))
+            views.append(columns[rank, : math.prod(local)].view(local))
     return views
 
 
@@ -283,14 +284,6 @@ def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
     if dim is None:
         return [whole.reshape(1, -1).expand(shards, -1)]
     if piece.even or shape[dim] % shards == 0:
-        before = numel_of(shape[:dim])
+        before = math.prod(shape[:dim])
         return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
     return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]
-
-
-def numel_of(shape: tuple[int, ...]) -> int:
-    """Elements of a tensor of that shape."""
-    numel = 1
-    for size in shape:
-        numel *= size
-    return numel

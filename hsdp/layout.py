@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import cached_property
 
 ALIGN = 64
@@ -152,7 +152,7 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
     """
     drafts = [_draft(spec, shards, thresholds) for spec in specs]
     order = sorted(range(len(specs)), key=lambda i: (not drafts[i].direct_reduce, not drafts[i].direct_gather))
-    pieces: list[Piece] = list(drafts)
+    pieces = list(drafts)
     offset = whole_offset = 0
     starts: dict[str, int] = {}
     for i in order:
@@ -161,16 +161,7 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
             starts.setdefault("reduce", offset)
         if not draft.direct_gather:
             starts.setdefault("gather", offset)
-        pieces[i] = Piece(
-            draft.spec,
-            offset,
-            draft.numel,
-            whole_offset,
-            draft.chunk,
-            draft.even,
-            draft.direct_gather,
-            draft.direct_reduce,
-        )
+        pieces[i] = replace(draft, offset=offset, whole_offset=whole_offset)
         offset = _align(offset + draft.numel)
         whole_offset = _align(whole_offset + draft.spec.numel)
     return Layout(
@@ -186,7 +177,9 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
 def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
     """A piece without its offsets."""
     if spec.dim is None:
-        return Piece(spec, 0, spec.numel, 0, 0, False, False, False)
+        return Piece(
+            spec, offset=0, numel=spec.numel, whole_offset=0, chunk=0, even=False, direct_gather=False, direct_reduce=False
+        )
     rows = spec.cut
     chunk = -(-rows // shards)
     others = spec.numel // rows if rows else 0
@@ -201,7 +194,9 @@ def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
 
     gather = goes_direct(thresholds.gather_bytes, thresholds.gather_itemsize)
     reduce = gather and goes_direct(thresholds.reduce_bytes, thresholds.reduce_itemsize)
-    return Piece(spec, 0, numel, 0, chunk, even, gather, reduce)
+    return Piece(
+        spec, offset=0, numel=numel, whole_offset=0, chunk=chunk, even=even, direct_gather=gather, direct_reduce=reduce
+    )
 
 
 def _align(numel: int) -> int:

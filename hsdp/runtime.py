@@ -10,12 +10,13 @@ import warnings
 import weakref
 from collections import deque
 from collections.abc import Iterable
-from typing import NamedTuple
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import nn
 
 from hsdp.agreement import STEP, Agreement
+from hsdp.autograd import NO_TASK, graph_task, queue_callback, will_execute
 from hsdp.collectives import Comm
 from hsdp.errors import HSDPError
 from hsdp.order import Order
@@ -23,9 +24,6 @@ from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit, stale
-
-_graph_task = torch._C._current_graph_task_id
-_queue_callback = torch.autograd.Variable._execution_engine.queue_callback
 
 
 class Visit(NamedTuple):
@@ -50,10 +48,13 @@ class Runtime:
     """What the units below one root share.
 
     Attributes:
+        generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
         depth: forward calls under way.
     """
+
+    generation: ClassVar[int] = 0
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
         self.root = root
@@ -99,9 +100,6 @@ class Runtime:
         """Uses the side streams of another root from now on. Between iterations only."""
         self.streams = self.pipeline.streams = other.streams
 
-    generation = 0
-    """Raised by every `fully_shard` call, in any model."""
-
     def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
         if parent is None:
             self._members = []
@@ -119,7 +117,7 @@ class Runtime:
 
     def in_backward(self) -> bool:
         """Whether the caller runs inside a backward of this root (a recomputation, say)."""
-        if not self._tasks or _graph_task() == -1:
+        if not self._tasks or graph_task() == NO_TASK:
             return False
         self._bury_tasks()
         return bool(self._tasks)
@@ -210,7 +208,7 @@ class Runtime:
 
     def enter_task(self) -> int:
         """Notes the graph task that the caller runs in; at its end the runtime is called back."""
-        task = _graph_task()
+        task = graph_task()
         if task not in self._tasks:
             self._bury_tasks()
             if not self._tasks:
@@ -221,7 +219,7 @@ class Runtime:
                 self._reduces = self._accumulates()
             token = _Token()
             self._tasks[task] = weakref.ref(token)
-            _queue_callback(lambda: self._end_task(task, token))
+            queue_callback(lambda: self._end_task(task, token))
         return task
 
     def _bury_tasks(self) -> None:
@@ -245,7 +243,6 @@ class Runtime:
 
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into a whole parameter; that of `autograd.grad` does not."""
-        will_execute = torch._C._will_engine_execute_node
         try:
             return any(
                 wanted and will_execute(param.node)

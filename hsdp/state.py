@@ -14,11 +14,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.autograd import next_node
 from hsdp.errors import StateError
 from hsdp.runtime import Runtime, Visit
 from hsdp.unit import Unit
-
-_next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 
 
 class ModuleState:
@@ -43,7 +42,7 @@ class ModuleState:
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
             runtime.enter_backward(self.unit, None, creates_graph=False)
             args, kwargs = self._cast_inputs(args, kwargs)
-            first_node = _next_node()
+            first_node = next_node()
             return self.after_forward(runtime, call(*args, **kwargs), first_node)[0]
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
@@ -53,7 +52,7 @@ class ModuleState:
             runtime.depth, self._calls = depth + 1, calls + 1
             runtime.enter_forward(self.unit)
             args, kwargs = self._cast_inputs(args, kwargs)
-            first_node = _next_node()
+            first_node = next_node()
             output, watched = self.after_forward(runtime, call(*args, **kwargs), first_node)
             runtime.depth, self._calls = depth, calls
             self._leave(module, runtime, watched)

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor, nn
 
+from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
 from hsdp.errors import StaleParametersError, StateError
 from hsdp.flight import Flight, abandon
@@ -386,7 +387,6 @@ class Unit:
 
     def begin_task(self, task: int) -> None:
         """Asks the engine which of the unit's gradients graph task `task` will make."""
-        will_execute = torch._C._will_engine_execute_node
         count = 0
         for param, wanted in zip(self.params, self.trainable, strict=True):
             if wanted and will_execute(param.node):

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hsdp.autograd import NO_TASK, graph_task
 from hsdp.collectives import Comm
 from hsdp.errors import DivergenceError, StateError
 from hsdp.inner import block_of
@@ -60,7 +61,7 @@ def check_idle(units: Iterable[Unit], what: str) -> None:
         if runtime is not None and runtime.depth:
             forward = TrainingState.FORWARD
             raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", TrainingState.IDLE)
-        if torch._C._current_graph_task_id() != -1:  # anybody's: the unit may be about to be entered
+        if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
             raise wrong_state(unit, what, "in the middle of a backward", TrainingState.IDLE)
 
 

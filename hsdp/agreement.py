@@ -24,7 +24,7 @@ import weakref
 import zlib
 from contextlib import suppress
 from datetime import timedelta
-from typing import Any, ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch.distributed as dist
 from torch._C._distributed_c10d import PrefixStore
@@ -40,6 +40,22 @@ _MOST_PASSES = 1 << 10
 
 STEP, CLIP = 1, 2
 """What `Agreement.note` is told of."""
+
+
+class _Answer(NamedTuple):
+    """What a rank wrote to the store: what it is about to do.
+
+    Attributes:
+        number: of that op: how many there have been in the group, this one included.
+        what: the op, for people.
+        op: identifies it; the same integer on all ranks that agree.
+        digest: of what comes with it, for `alike`.
+    """
+
+    number: int
+    what: str
+    op: int = 0
+    digest: str = ""
 
 
 class Agreement:
@@ -134,7 +150,7 @@ class Agreement:
         op = hash((zlib.crc32(kind.encode()), self._events))
         told = self._ask(described(kind, name), op, digest)
         self._state, self._events = hash((self._state, op)), 0
-        return all(value[3] == digest for value in told)
+        return all(answer.digest == digest for answer in told)
 
     def _learn(self, is_new: bool, told: int) -> None:
         if is_new:
@@ -144,28 +160,26 @@ class Agreement:
             # The last one: a training loop comes back to it after each evaluation, and stays with it.
             self._branches[self._state, self._passes] = told
 
-    def _ask(self, what: str, op: int, digest: str = "") -> list[Any]:
-        """What all ranks are about to do, if that is the same: (count, what, op, digest) of each."""
+    def _ask(self, what: str, op: int, digest: str = "") -> list[_Answer]:
+        """What all ranks are about to do, in rank order, if that is the same."""
         if self._broken:
             raise DivergenceError(self._broken)
         self._asked += 1
-        self._store.set(self._key(self._rank), json.dumps([self.count, what, op, digest]))
-        keys = [self._key(rank) for rank in range(self._size)]
+        keys = [_key(self._asked, rank) for rank in range(self._size)]
+        self._store.set(keys[self._rank], json.dumps(_Answer(self.count, what, op, digest)))
         try:
             self._store.wait(keys, timedelta(seconds=self.timeout))
         except RuntimeError as error:
-            silent = [self._ranks[rank] for rank in range(self._size) if not self._store.check([self._key(rank)])]
+            silent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
             raise DivergenceError(
                 f"rank {self._ranks[self._rank]} is about to start the {what}, and rank(s) {silent} did not come to the "
                 f"same point within {self.timeout:.0f} s: they raised, stopped, or took another branch"
             ) from error
-        told = [json.loads(value) for value in self._store.multi_get(keys)]
-        if any((count, other) != (self.count, op) for count, _, other, _ in told):
-            raise self._divergence(told)
+        told = [_Answer(*json.loads(value)) for value in self._store.multi_get(keys)]
+        if any((answer.number, answer.op) != (self.count, op) for answer in told):
+            raise self._divergence(dict(enumerate(told)))
         # Everybody wrote this question, so everybody has read the one before: the store does not grow.
-        self._asked -= 1
-        self._store.delete_key(self._key(self._rank))
-        self._asked += 1
+        self._store.delete_key(_key(self._asked - 1, self._rank))
         return told
 
     def look(self, count: int, kind: str, name: str) -> None:
@@ -176,48 +190,45 @@ class Agreement:
         """
         if self._broken:
             raise DivergenceError(self._broken)
-        self._asked += 1
-        asking = []
+        question = self._asked + 1
+        told: dict[int, _Answer] = {}
         for rank in range(self._size):
-            if rank != self._rank and self._store.check([self._key(rank)]):
-                value = json.loads(self._store.get(self._key(rank)))
-                if value[0] <= count:
-                    asking.append((rank, value))
-        if not asking:
-            self._asked -= 1
-            return
-        mine = [count, described(kind, name), 0, ""]
-        self._store.set(self._key(self._rank), json.dumps(mine))
-        told: list[Any] = [None] * self._size
-        told[self._rank] = mine
-        for rank, value in asking:
-            told[rank] = value
-        raise self._divergence(told)
+            key = _key(question, rank)
+            if rank != self._rank and self._store.check([key]):
+                answer = _Answer(*json.loads(self._store.get(key)))
+                if answer.number <= count:
+                    told[rank] = answer
+        if told:
+            told[self._rank] = _Answer(count, described(kind, name))
+            self._store.set(_key(question, self._rank), json.dumps(told[self._rank]))
+            raise self._divergence(told)
 
     @property
     def broken(self) -> bool:
         """Whether ranks disagreed: what is under way in the group may never end."""
         return bool(self._broken)
 
-    def _key(self, rank: int) -> str:
-        return f"{self._asked}/{rank}"
-
-    def _divergence(self, told: list[Any]) -> DivergenceError:
-        groups: dict[tuple[str, int, int], list[int]] = {}
-        for rank, value in enumerate(told):
-            key = ("a known collective, as recorded", 0, 0) if value is None else (f"the {value[1]}", value[0], value[2])
-            groups.setdefault(key, []).append(self._ranks[rank])
-        listed = "; ".join(
-            f"rank(s) {ranks}: {what}" + (f" (its number {count}, variant {op & 0xFFFF:04x})" if count else "")
-            for (what, count, op), ranks in groups.items()
-        )
-        number = min(value[0] for value in told if value is not None)
+    def _divergence(self, told: dict[int, _Answer]) -> DivergenceError:
+        """The error of the group from now on; ranks that are not in `told` have not answered."""
+        groups: dict[str, list[int]] = {}
+        for rank, global_rank in enumerate(self._ranks):
+            doing = "a known collective, as recorded"
+            if (answer := told.get(rank)) is not None:
+                doing = f"the {answer.what} (its number {answer.number}, variant {answer.op & 0xFFFF:04x})"
+            groups.setdefault(doing, []).append(global_rank)
+        listed = "; ".join(f"rank(s) {ranks}: {doing}" for doing, ranks in groups.items())
+        number = min(answer.number for answer in told.values())
         self._broken = (
             f"the ranks disagree about collective number {number} of their group: {listed}. They took different "
             "branches, changed different parameters, or skipped or repeated a step; make every rank run the same modules "
             "and steps in the same order"
         )
         return DivergenceError(self._broken)
+
+
+def _key(question: int, rank: int) -> str:
+    """Where in the store a rank of the group writes its answer to a question."""
+    return f"{question}/{rank}"
 
 
 def described(kind: str, name: str) -> str:

@@ -19,8 +19,10 @@ from hsdp.flight import Flight, Named, wait_for
 from hsdp.streams import Streams
 
 GATHER_ALONE_BYTES = 512 * 1024
+"""Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
+
 REDUCE_ALONE_BYTES = 1024 * 1024
-"""Measured: from these sizes per rank on, gloo is faster with a call per tensor than with one for all."""
+"""The same for all-reduces."""
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
@@ -143,7 +145,7 @@ class Comm:
         return Flight(self, "all-to-all", owner, works, (outputs, inputs))
 
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
-        assert self.group is not None, f"an {kind} needs a group"
+        assert self.group is not None, f"{kind} without a process group"
         if self.agreement is not None:
             self.agreement.check(op, kind, owner.name)
         return self.group
@@ -233,17 +235,10 @@ def twin_of(comm: Comm) -> Comm:
     """
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
-    ranks = tuple(dist.get_process_group_ranks(comm.group))
-    found = _twins.get(ranks)
-    if found is None or found not in dist.distributed_c10d._world.pg_map:
-        found = _twins[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
-    twin = Comm(found, comm.rank, comm.size, comm.device, comm.streams)
+    group = _shared_group("twin", dist.get_process_group_ranks(comm.group))
+    twin = Comm(group, comm.rank, comm.size, comm.device, comm.streams)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
-
-
-_subgroups: dict[tuple[int, ...], ProcessGroup] = {}
-_twins: dict[tuple[int, ...], ProcessGroup] = {}
 
 
 def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
@@ -252,10 +247,18 @@ def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
     Every rank of `group` calls it; a group is made once for all who ask for it.
     """
     first = rank // size * size
-    ranks = tuple(dist.get_process_group_ranks(group)[first : first + size])
-    found = _subgroups.get(ranks)
+    return _shared_group("part", dist.get_process_group_ranks(group)[first : first + size])
+
+
+_shared_groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+
+
+def _shared_group(purpose: str, ranks: list[int]) -> ProcessGroup:
+    """The group of some ranks for one purpose; they all call it. Made once, and again if it was destroyed meanwhile."""
+    key = (purpose, tuple(ranks))
+    found = _shared_groups.get(key)
     if found is None or found not in dist.distributed_c10d._world.pg_map:
-        found = _subgroups[ranks] = dist.new_group(list(ranks), use_local_synchronization=True)
+        found = _shared_groups[key] = dist.new_group(ranks, use_local_synchronization=True)
     return found
 
 
@@ -303,7 +306,7 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float:
 
     Groups that `init_device_mesh` makes have torch's 30 minutes, whatever `init_process_group(timeout=...)` was told.
     """
-    found = [dist.default_pg_timeout.total_seconds()]
+    found: list[float] = []
     for of in (group, dist.group.WORLD):
         try:
             options = getattr(of._get_backend(device), "options", None) if of is not None else None
@@ -312,7 +315,7 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float:
         timeout = getattr(options, "_timeout", None)
         if timeout is not None:
             found.append(timeout.total_seconds())
-    return min(found)
+    return min(found, default=dist.default_pg_timeout.total_seconds())
 
 
 def _options(kind: Any, streams: Streams) -> Any:

@@ -145,7 +145,7 @@ def abandon(flight: Flight) -> None:
 def _describe_flying() -> str:
     now = time.monotonic()
     return "; ".join(
-        f"{flight.kind} of unit {flight.name!r} ({_nbytes(flight._keep)} bytes, {now - flight.start:.1f} s old)"
+        f"{described(flight.kind, flight.name)} ({_nbytes(flight._keep)} bytes, {now - flight.start:.1f} s old)"
         for flight in sorted(flying, key=lambda flight: flight.start)
     )
 

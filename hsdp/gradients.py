@@ -21,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.inner import new_dtensor
 from hsdp.lane import Lane
+from hsdp.memory import owned
 from hsdp.param import ManagedParam
 from hsdp.reduce_plan import LaneReduction, ReducePlan
 from hsdp.streams import host_wait
@@ -144,7 +145,7 @@ class Gradients:
             for slot in lane.slots:
                 grad, held = self.slots[slot], self._stash.get(slot)
                 if grad is not None:
-                    self._stash[slot] = grad.to(lane.kind.accumulate) if held is None else held.add_(grad)
+                    self._stash[slot] = owned(grad.to(lane.kind.accumulate)) if held is None else held.add_(grad)
                     self._witness(slot)
         self.drop()
 

@@ -6,6 +6,16 @@ import torch
 from torch import Tensor
 
 
+def owned(tensor: Tensor) -> Tensor:
+    """`tensor`, or a copy if others share its memory: the result may be changed in place.
+
+    Autograd hands the gradient of a parameter that a forward viewed (`p.view(...)`, `p.unsqueeze(0)`) over as a view of the
+    gradient behind it, which the rest of the graph, and other parameters, may hold too.
+    """
+    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
+    return tensor if uses <= 2 else tensor.clone()  # the tensor and the storage that was just asked for
+
+
 class Arena:
     """A flat tensor whose storage comes and goes.
 

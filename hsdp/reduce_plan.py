@@ -14,7 +14,7 @@ from torch import Tensor
 
 from hsdp.lane import Lane, row_views, whole_views
 from hsdp.layout import Layout, Piece, plan
-from hsdp.memory import Arena
+from hsdp.memory import Arena, owned
 
 
 class ReducePlan:
@@ -207,10 +207,10 @@ class LaneReduction:
 
 
 def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The gradient as a 1-D tensor of the reduce dtype: itself where nothing has to change."""
+    """The gradient as a 1-D tensor of the reduce dtype, ours to sum and scale in place: itself if nothing has to change."""
     if grad is None:
         return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
-    return grad.to(dtype).contiguous().view(-1)
+    return owned(grad.to(dtype).contiguous()).view(-1)
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ import hsdp
 from tests.graphs import DIM, Layer, Net, floats
 from tests.module_kinds import KINDS, Kind, LeafOutputs, Tied, weight_handed_out_over_three_steps
 from tests.rig import Pool, RankEnv
+from tests.rules.support import mean_into
 from tests.sharded import check_grads, check_rest, check_sharded, mesh_id, pool_for, shard
+from tests.twin import assert_same, full_grads
 
 
 def _check(env: RankEnv, name: str, shape: tuple[int, ...], options: dict[str, Any]) -> None:
@@ -107,3 +109,54 @@ def _methods_see_whole_parameters(env: RankEnv) -> None:
 
 def test_forward_and_its_hooks_see_whole_parameters(pool2: Pool) -> None:
     pool2.run(_methods_see_whole_parameters)
+
+
+# -- gradients that share memory ------------------------------------------------------------------------------------
+
+
+class Positions(nn.Module):
+    """Parameters that a forward views: autograd hands views of one gradient over, which goes on to the layer before too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(DIM, DIM)])
+        self.rows = nn.Parameter(torch.randn(4, DIM))
+        self.flat = nn.Parameter(torch.randn(4 * DIM))
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x).unsqueeze(0)  # a batch of one: nothing is summed on the way to the parameters
+        return self.head(torch.tanh(x + self.rows.unsqueeze(0) + self.flat.view(1, 4, DIM)))
+
+
+def _share_memory(env: RankEnv, shape: tuple[int, ...], options: dict[str, Any], tolerance: float) -> None:
+    def run(model: nn.Module, rank: int, k: int = 0) -> None:
+        model(floats(rank, k)).double().square().sum().backward()
+
+    def both(model: nn.Module, rank: int) -> None:
+        torch.stack([model(floats(rank, k)).double().square().sum() for k in range(2)]).sum().backward()
+
+    torch.manual_seed(0)
+    plain = Positions().double()
+    options = {"comm_policy": hsdp.CommPolicy(fusion="direct"), **options}
+    model: Any = shard(copy.deepcopy(plain), env.mesh(shape), **options)
+    run(model, env.rank)
+    mean_into(plain, run, env.world_size)
+    assert_same(full_grads(model), full_grads(plain), tolerance, tolerance)
+    model.zero_grad()
+    with model.no_sync():
+        run(model, env.rank)
+    run(model, env.rank, 1)
+    mean_into(plain, both, env.world_size)
+    assert_same(full_grads(model), full_grads(plain), tolerance, tolerance)
+
+
+HALF = {"mp_policy": hsdp.MixedPrecisionPolicy(param_dtype=torch.float16)}
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+@pytest.mark.parametrize(("options", "tolerance"), [({}, 1e-11), (HALF, 3e-2)], ids=["float64", "float16"])
+def test_gradients_that_share_memory_are_summed_each_by_itself(
+    pool2: Pool, shape: tuple[int, ...], options: dict[str, Any], tolerance: float
+) -> None:
+    pool2.run(_share_memory, shape, options, tolerance)

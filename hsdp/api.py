@@ -27,10 +27,10 @@ from hsdp.placement import mergeable
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
+from hsdp.state import ModuleState, own_state
 from hsdp.stepping import watch_optimizers
 from hsdp.unit import Unit
-from hsdp.whole import differing, unequal
+from hsdp.whole import broadcast, differing, told_by_all, unequal
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -172,7 +172,7 @@ def _check_mesh_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims
         return DataParallelMeshDims(dims.shard, dims.replicate)
     except AttributeError:
         where = "fully_shard(dp_mesh_dims=...)"
-        raise TypeError(f"{where} takes a DataParallelMeshDims, not a {type(dims).__name__}") from None
+        raise TypeError(f"{where}: expected a DataParallelMeshDims, not {type(dims).__name__}") from None
 
 
 def _check_reshard(value: Any, shards: int) -> None:
@@ -195,7 +195,7 @@ def _check_type(name: str, value: T | None, kind: type[T]) -> T:
     if value is None:
         return kind()
     if not isinstance(value, kind):
-        raise TypeError(f"fully_shard({name}=...) takes a {kind.__name__}, not {type(value).__name__}")
+        raise TypeError(f"fully_shard({name}=...): expected {kind.__name__} or None, not {type(value).__name__}")
     return value
 
 
@@ -330,10 +330,9 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
     shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward), unit.replica_policy))
     trusted = unit.replica_policy == "trust"
     prints = [None if trusted or p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange((shape, prints), unit), unit)
-    ranks = [(f"rank {r * len(row) + s} of the mesh", told) for r, row in enumerate(rows) for s, told in enumerate(row)]
-    _, (shape0, _) = ranks[0]
-    for who, (other, _) in ranks:
+    told = told_by_all((shape, prints), unit)
+    shape0, _ = told[0]
+    for rank, (other, _) in enumerate(told):
         if other != shape0:
             at = next(
                 (i for i, (a, b) in enumerate(zip(shape0, other, strict=False)) if a != b), min(len(shape0), len(other))
@@ -341,19 +340,16 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             first, second = (str(s[at]) if at < len(s) else "nothing" for s in (shape0, other))
             raise DivergenceError(
                 f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the "
-                f"mesh's first rank and {second} on {who}; build the same module everywhere, in the same order"
+                f"mesh's first rank and {second} on rank {rank} of the mesh; build the same module everywhere, in "
+                "the same order"
             )
-    odd = differing([told for _, (_, told) in ranks])
+    odd = differing([values for _, values in told])
     if odd and unit.replica_policy == "check":
         raise unequal(f"fully_shard({unit.name})", [p.fqn for p in params], odd)
     with torch.no_grad():
         for i, param in enumerate(params):
             if i in odd:
-                block = block_of(param.sharded)
-                data = block.detach().to(unit.axes.device).contiguous()
-                unit.replicate_comm.broadcast(data, unit)
-                unit.shard_comm.broadcast(data, unit)
-                block.copy_(data)
+                broadcast(block_of(param.sharded).detach(), unit, unit.replicate_comm, unit.shard_comm)
 
 
 def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
@@ -402,7 +398,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         owner = this()
         assert owner is not None, "a module whose method runs is alive"
         call = functools.partial(function, owner) if bound else function
-        state: ModuleState = owner.__dict__["_hsdp_state"]
+        state = own_state(owner)
         return call(*args, **kwargs) if state.unit.open else state.run(owner, call, args, kwargs)
 
     setattr(module, method_name, entry)

@@ -108,13 +108,13 @@ def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]
     elif isinstance(parameters, Tensor):
         parameters = (parameters,)
     elif not isinstance(parameters, Iterable):
-        raise TypeError(f"clip_grad_norm_: expected a module or parameters, not a {type(parameters).__name__}")
+        raise TypeError(f"clip_grad_norm_: expected a module or parameters, not {type(parameters).__name__}")
     params: dict[int, Tensor] = {}
     for param in parameters:
         if not isinstance(param, Tensor):
             raise TypeError(
-                f"clip_grad_norm_: expected parameters, found a {type(param).__name__} among them; pass the model, or "
-                "its parameters()"
+                f"clip_grad_norm_: expected parameters, but one of them is of type {type(param).__name__}; pass the "
+                "model, or its parameters()"
             )
         params[id(param)] = param
     return list(params.values())

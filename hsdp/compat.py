@@ -33,6 +33,7 @@ from hsdp.mesh import DataParallelMeshDims
 from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.runtime import Runtime
+from hsdp.state import own_state
 from hsdp.unit import Unit
 
 _OWN_POLICIES: dict[Any, type] = {
@@ -220,7 +221,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
     for module in modules:
         if not isinstance(module, FSDP2Methods):
             raise ValueError(f"share_comm_ctx: {type(module).__name__} is not sharded; call fully_shard on it first")
-    runtimes = [module.__dict__["_hsdp_state"].own_runtime() for module in modules]
+    runtimes = [own_state(module).own_runtime() for module in modules]
     for runtime in runtimes[1:]:
         runtime.share_streams(runtimes[0])
 

@@ -22,7 +22,18 @@ from hsdp.full_params import visit
 from hsdp.param import rows_of
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
-from hsdp.whole import Loan, broadcast, check_idle, differing, gather, spread, unequal, units_below, write_first
+from hsdp.whole import (
+    Loan,
+    broadcast,
+    check_idle,
+    differing,
+    gather,
+    spread,
+    told_by_all,
+    unequal,
+    units_below,
+    write_first,
+)
 
 InitFn = Callable[[nn.Module], object]
 
@@ -283,8 +294,7 @@ def _compare(unit: Unit, names: list[str], tensors: Sequence[Tensor]) -> bool:
     if unit.replica_policy == "trust":
         return True
     prints = [fingerprint(torch.view_as_real(t) if t.is_complex() else t) for t in tensors]
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(prints, unit), unit)
-    odd = differing([told for row in rows for told in row])
+    odd = differing(told_by_all(prints, unit))
     if odd and unit.replica_policy == "check":
         raise unequal(f"init_sharded, unit {unit.name!r}", names, odd)
     return not odd
@@ -318,8 +328,7 @@ def _random_state_of_first(unit: Unit, device: torch.device) -> Iterator[None]:
     own = _random_state(device)
     first = [state.clone() for state in own]
     for state in first:
-        broadcast(unit.replicate_comm, state, unit)
-        broadcast(unit.shard_comm, state, unit)
+        broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
     _set_random_state(first, device)
     try:
         yield
@@ -383,7 +392,6 @@ def _broadcast_all(tensors: list[Tensor], unit: Unit) -> None:
         kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
     for same in kinds.values():
         flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        broadcast(unit.replicate_comm, flat, unit)
-        broadcast(unit.shard_comm, flat, unit)
+        broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
         for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
             tensor.copy_(part.view(tensor.shape))

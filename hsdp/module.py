@@ -17,7 +17,7 @@ from hsdp.full_params import gathered_apply
 from hsdp.policies import check_reduce_op
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
+from hsdp.state import own_state, state_of
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit
 from hsdp.whole import check_idle
@@ -49,8 +49,7 @@ class HSDPModule(FSDP2Methods):
         """Runs the module with its whole parameters; hooks that users put on the module see them too."""
         if torch.compiler.is_compiling():
             return torch._dynamo.disable(_run_uncompiled)(self, args, kwargs)
-        state: ModuleState = self.__dict__["_hsdp_state"]
-        return state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+        return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
@@ -67,7 +66,7 @@ class HSDPModule(FSDP2Methods):
     def extra_repr(self) -> str:
         """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
         own = super().extra_repr()  # type: ignore[misc]
-        unit: Unit = self.__dict__["_hsdp_state"].unit
+        unit = own_state(self).unit
         kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
         dims = sorted({"Replicate()" if p.spec.dim is None else f"Shard({p.spec.dim})" for p in unit.params})
         count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
@@ -76,7 +75,7 @@ class HSDPModule(FSDP2Methods):
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
-        unit: Unit = self.__dict__["_hsdp_state"].unit
+        unit = own_state(self).unit
         if unit.disturbed():
             unit.rebuild()
         return result
@@ -85,7 +84,7 @@ class HSDPModule(FSDP2Methods):
         modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
         units: dict[Unit, None] = {}
         for module in modules:
-            if (state := module.__dict__.get("_hsdp_state")) is not None:
+            if (state := state_of(module)) is not None:
                 units.setdefault(state.unit)
         return list(units)
 
@@ -249,8 +248,7 @@ class HSDPModule(FSDP2Methods):
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
-        if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
-            raise ValueError(f"set_gradient_scaling_factor({factor!r}): expected a number that is not 0")
+        _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
         for unit in self._units(recurse):
             unit.gradient_scale = float(factor)
 
@@ -259,8 +257,8 @@ class HSDPModule(FSDP2Methods):
 
         Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
         """
-        if factor is not None and (not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0):
-            raise ValueError(f"set_gradient_divide_factor({factor!r}): expected a number that is not 0, or None")
+        if factor is not None:
+            _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
         for unit in self._units(recurse):
             unit.divide_factor = None if factor is None else float(factor)
 
@@ -332,6 +330,11 @@ def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
     return module(*args, **kwargs)
 
 
+def _check_factor(method: str, factor: Any, expected: str) -> None:
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
+        raise ValueError(f"{method}({factor!r}): expected {expected}")
+
+
 def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
     if modules is None:
         return None
@@ -353,7 +356,7 @@ def sharded_class(cls: type) -> type:
         @functools.wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
-            state: ModuleState = self.__dict__["_hsdp_state"]
+            state = own_state(self)
             if torch.compiler.is_compiling() or state.unit.open:
                 return original(self, *args, **kwargs)
             return state.run(self, functools.partial(original, self), args, kwargs)

@@ -148,9 +148,9 @@ class ManagedParam:
             where = f"parameter {self.fqn!r} of unit {unit_name!r}"
             if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
                 raise StateError(
-                    f"{where} was replaced by a {type(found).__name__} that is not a sharded parameter (functional_call "
-                    "with plain tensors, or an assignment?); pass DTensors sharded as the parameter is, or write into "
-                    "the parameter in place"
+                    f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "
+                    "(functional_call with plain tensors, or an assignment?); pass DTensors sharded as the parameter is, "
+                    "or write into the parameter in place"
                 )
             spec = found._spec
             if not same_sharding(spec, self.tensor_spec):

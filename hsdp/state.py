@@ -146,6 +146,12 @@ def state_of(module: nn.Module) -> ModuleState | None:
     return module.__dict__.get("_hsdp_state")
 
 
+def own_state(module: Any) -> ModuleState:
+    """The state of a module that is known to be sharded."""
+    state: ModuleState = module.__dict__["_hsdp_state"]
+    return state
+
+
 def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit) -> Callable[[Tensor], None]:
     def entered(grad: Tensor) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.

@@ -74,7 +74,7 @@ def shard_units(
             parameter is tied to one outside of its unit. And what `fully_shard` refuses.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"shard_units: expected an nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"shard_units: expected an nn.Module, not {type(model).__name__}")
     kwargs = {name: list(value) if name in _SETS and value is not None else value for name, value in kwargs.items()}
     ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
     units = choose_units(model, patterns, root, ignored)

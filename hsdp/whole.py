@@ -21,7 +21,7 @@ from hsdp.errors import DivergenceError, StateError
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
-from hsdp.param import ManagedParam, Place, rows_of
+from hsdp.param import ManagedParam, Place, refresh_flat_weights, rows_of
 from hsdp.registry import unit_of
 from hsdp.state import state_of
 from hsdp.training_state import TrainingState, expect, wrong_state
@@ -36,7 +36,7 @@ def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
         ValueError: none of its parameters is sharded.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: expected an nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"{what}: expected an nn.Module, not {type(model).__name__}")
     units: dict[Unit, None] = {}
     for module in model.modules() if recurse else [model]:
         if (state := state_of(module)) is not None:
@@ -151,7 +151,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
         else:
             numel = sum(spec.numel for spec in specs)
             flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
-        broadcast(unit.shard_comm, flat, unit)
+        broadcast(flat, unit, unit.shard_comm)
         for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
             found[slot] = part.view(spec.shape)
     return [found[slot] for slot in range(len(unit.params))]
@@ -163,10 +163,10 @@ def spread(unit: Unit) -> None:
     if unit.disturbed():
         unit.rebuild()
     for lane in unit.lanes:
-        broadcast(unit.replicate_comm, lane.shard, unit)
+        broadcast(lane.shard, unit, unit.replicate_comm)
         for param in lane.params:
             if param.spec.dim is None:
-                broadcast(unit.shard_comm, param.local, unit)
+                broadcast(param.local, unit, unit.shard_comm)
     changed(unit)
 
 
@@ -190,13 +190,23 @@ def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> Diver
     )
 
 
-def broadcast(comm: Comm, tensor: Tensor, unit: Unit) -> None:
-    """Overwrites a tensor, on any device, by that of the first rank of `comm`, which is one of the unit's."""
-    if comm.size > 1 and tensor.numel():
+def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
+    """Overwrites a tensor, on any device, by that of the first rank of each of the unit's `comms`, one after the other.
+
+    Along its replicate axis and then its shard axis, the first rank of the mesh reaches all others.
+    """
+    if tensor.numel() and any(comm.size > 1 for comm in comms):
         data = tensor.to(unit.axes.device).contiguous()
-        comm.broadcast(data, unit)
+        for comm in comms:
+            comm.broadcast(data, unit)
         if data is not tensor:
             tensor.copy_(data)
+
+
+def told_by_all(value: object, unit: Unit) -> list[Any]:
+    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For set-up: it is slow."""
+    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(value, unit), unit)
+    return [told for row in rows for told in row]
 
 
 def changed(unit: Unit) -> None:
@@ -233,7 +243,7 @@ class Loan:
                 shadow = module.__dict__.pop(place.name, None)
                 self._before.append((slot, place, module._parameters[place.name], shadow))
                 module._parameters[place.name] = self.params[slot]
-                _refresh_flat_weights(module)
+                refresh_flat_weights(module, place.name, self.params[slot])
 
     def hide(self) -> None:
         """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
@@ -248,7 +258,7 @@ class Loan:
             module._parameters[place.name] = param
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
-            _refresh_flat_weights(module)
+            refresh_flat_weights(module, place.name, getattr(module, place.name))
         self.unit.lent = False
 
     def values(self, what: str) -> list[Tensor]:
@@ -273,9 +283,3 @@ def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
     new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new
-
-
-def _refresh_flat_weights(module: nn.Module) -> None:
-    # RNNs keep a list of references of their own, which their methods read.
-    if isinstance(module, nn.RNNBase):
-        module._flat_weights = [getattr(module, name, None) for name in module._flat_weights_names]

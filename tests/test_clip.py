@@ -210,8 +210,8 @@ def test_without_gradients_the_norm_is_zero() -> None:
         (nn.Linear(2, 2), math.nan, 2.0, ValueError, "max_norm of at least 0"),
         (nn.Linear(2, 2), 1.0, 0.0, ValueError, "norm_type greater than 0"),
         (nn.Linear(2, 2), 1.0, "two", ValueError, "norm_type greater than 0"),
-        (3, 1.0, 2.0, TypeError, "not a int"),
-        (["weight"], 1.0, 2.0, TypeError, "found a str"),
+        (3, 1.0, 2.0, TypeError, "not int"),
+        (["weight"], 1.0, 2.0, TypeError, "of type str"),
     ],
 )
 def test_bad_arguments_are_refused(

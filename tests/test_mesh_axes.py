@@ -110,7 +110,7 @@ def check_errors(env: RankEnv) -> None:
         hsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims=Dims(shard="dp", replicate="dp"))
     with pytest.raises(ValueError, match="pass mesh= too"):
         hsdp.fully_shard(nn.Linear(2, 2), dp_mesh_dims=Dims(shard="dp"))
-    with pytest.raises(TypeError, match="takes a DataParallelMeshDims, not a str"):
+    with pytest.raises(TypeError, match="expected a DataParallelMeshDims, not str"):
         hsdp.fully_shard(nn.Linear(2, 2), mesh=mesh, dp_mesh_dims="dp")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="give shard=, replicate= or both"):
         Dims()

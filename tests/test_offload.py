@@ -163,7 +163,7 @@ def check_errors(env: RankEnv, directory: str) -> None:
         refused(directory, "File too large")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    with pytest.raises(TypeError, match=r"fully_shard\(offload_policy=\.\.\.\) takes a OffloadPolicy, not str"):
+    with pytest.raises(TypeError, match=r"fully_shard\(offload_policy=\.\.\.\): expected OffloadPolicy or None, not str"):
         hsdp.fully_shard(nn.Linear(2, 2), mesh=env.mesh((2,)), offload_policy="cpu")  # type: ignore[arg-type]
 
 

@@ -96,7 +96,7 @@ def _check(found: Any) -> None:
             if missing or not isinstance(described.properties.dtype, torch.dtype):
                 raise CheckpointError(f"it does not say where {len(missing)} pieces of {key!r} are")
         elif not isinstance(described, BytesStorageMetadata):
-            raise CheckpointError(f"{key!r} is a {type(described).__name__}")
+            raise CheckpointError(f"{key!r} is described as {type(described).__name__}, neither as a tensor nor as a value")
         elif MetadataIndex(key) not in found.storage_data:
             raise CheckpointError(f"it does not say where {key!r} is")
 

@@ -111,7 +111,7 @@ def facts_of(
         TypeError, ValueError: what `shard_units` and `fully_shard` refuse; `units` and the like for a sharded model.
     """
     if not isinstance(model, nn.Module):
-        raise TypeError(f"plan: expected an nn.Module, not a {type(model).__name__}")
+        raise TypeError(f"plan: expected an nn.Module, not {type(model).__name__}")
     if any(isinstance(module, HSDPModule) for module in model.modules()):
         given = {"units": units, "shard_placement_fn": shard_placement_fn, "ignored_params": ignored_params}
         refused = [name for name, value in (given | {"replicate_params": replicate_params}).items() if value is not None]
@@ -132,7 +132,7 @@ def facts_of(
     changes = {name: value for name, (value, _) in policies.items() if value is not None}
     for name, value in changes.items():
         if not isinstance(value, policies[name][1]):
-            raise TypeError(f"plan({name}={value!r}): expected what fully_shard takes, not a {type(value).__name__}")
+            raise TypeError(f"plan({name}={value!r}): expected what fully_shard takes, not {type(value).__name__}")
     return [replace(unit, **changes) for unit in found]
 
 

@@ -20,7 +20,7 @@ from hsdp.errors import DivergenceError
 from hsdp.fingerprints import fingerprint
 from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
-from hsdp.module import HSDPModule, sharded_class
+from hsdp.module import HSDPModule, has_forward, sharded_class
 from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.placement import mergeable
@@ -153,7 +153,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
             raise TypeError(f"fully_shard takes an nn.Module or a list of them, not {type(m).__name__}")
         if isinstance(m, HSDPModule):
             raise ValueError(f"fully_shard({type(m).__name__}): the module is sharded already; call it once per module")
-        if type(m).forward is nn.Module.forward and "forward" not in vars(m):
+        if not has_forward(m):
             raise ValueError(
                 f"fully_shard({type(m).__name__}): it has no forward, so hsdp would never see it run; call fully_shard on "
                 "each of its children, or on the module that holds it"

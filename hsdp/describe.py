@@ -7,7 +7,7 @@ from torch import nn
 from hsdp.lane import Lane
 from hsdp.state import state_of
 from hsdp.unit import Unit
-from hsdp.wording import dtype_of, pattern_of, together
+from hsdp.wording import dotted, dtype_of, pattern_of, together
 
 
 def describe(model: nn.Module, *, params: bool = True) -> str:
@@ -53,7 +53,7 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
             root = f"{type(module).__name__.removeprefix('HSDP')} (root)"
             found.append((name or root, depth, unit))
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, depth + (unit is not parent), unit)
+            visit(child, dotted(name, child_name), depth + (unit is not parent), unit)
 
     visit(model, "", 0, None)
     return found

@@ -19,6 +19,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
+from hsdp.inner import block_of
 from hsdp.param import rows_of
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
@@ -34,6 +35,7 @@ from hsdp.whole import (
     units_below,
     write_first,
 )
+from hsdp.wording import dotted
 
 InitFn = Callable[[nn.Module], object]
 
@@ -168,7 +170,7 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     """A module's own parameters and buffers; of sharded ones the local tensors."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            yield tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+            yield block_of(tensor)
 
 
 def _check_extent(model: nn.Module, units: list[Unit]) -> None:
@@ -217,7 +219,7 @@ def _loose_tensors(model: nn.Module, unit: Unit, device: torch.device) -> Iterat
         for store in stores:
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta and unit_of(tensor) is None:
-                    fqn = f"{prefix}.{name}" if prefix else name
+                    fqn = dotted(prefix, name)
                     loose.append((fqn, store, name, tensor))
                     if id(tensor) not in reals:
                         reals[id(tensor)] = _real_of(tensor, fqn, device)

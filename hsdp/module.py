@@ -348,6 +348,11 @@ def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Un
     return units
 
 
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; `nn.ModuleList` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
 def sharded_class(cls: type) -> type:
     """The class that modules of class `cls` get: `HSDP<Cls>`, below both `HSDPModule` and `cls`."""
     if cls not in _classes:

@@ -28,7 +28,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.dlpack import from_dlpack
 
 from hsdp.errors import StateError
-from hsdp.inner import new_dtensor
+from hsdp.inner import block_of, new_dtensor
 from hsdp.registry import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -237,7 +237,7 @@ class _Stepper:
         """Makes the targets anew, and their state from the optimizer's."""
         self._params = list(self._listed(optimizer))
         self._used = used
-        self._locals = [param._local_tensor if isinstance(param, DTensor) else param for param in self._params]
+        self._locals = [block_of(param) for param in self._params]
         is_used = dict(zip(map(id, self._params), used, strict=True))
         self._groups = []
         for group in optimizer.param_groups:

@@ -24,6 +24,7 @@ from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit, stale
+from hsdp.wording import dotted
 
 
 class Visit(NamedTuple):
@@ -111,7 +112,7 @@ class Runtime:
                 self._members.append((unit, parent, name or f"{type(module).__name__} (root)"))
             parent = unit
         for child_name, child in module.named_children():
-            self._collect(child, parent, f"{name}.{child_name}" if name else child_name)
+            self._collect(child, parent, dotted(name, child_name))
 
     # -- forward -------------------------------------------------------------------------------------------------
 

@@ -17,7 +17,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hsdp.api import fully_shard
-from hsdp.module import HSDPModule
+from hsdp.module import HSDPModule, has_forward
+from hsdp.wording import dotted
 
 
 @dataclass(frozen=True)
@@ -211,11 +212,11 @@ class _Chooser:
         free: Params = {}
         for child_name, child in module.named_children():
             if id(child) not in self._seen:
-                free |= self._visit(child, f"{name}.{child_name}" if name else child_name, inside)
+                free |= self._visit(child, dotted(name, child_name), inside)
         own = {id(p): p for p in module._parameters.values() if p is not None and id(p) not in self._ignored}
         if inside is None:
             free |= own
-        runs = type(module).forward is not nn.Module.forward or "forward" in vars(module)
+        runs = has_forward(module)
         hits = [matcher for matcher in self._matchers if matcher.matches(name, module, free if runs else {})]
         if not runs:
             for hit in hits:
@@ -253,7 +254,7 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
         for key, param in module._parameters.items():
             if param is None or id(param) in ignored:
                 continue
-            fqn = f"{name}.{key}" if name else key
+            fqn = dotted(name, key)
             first_owner, first = owners.setdefault(id(param), (owner, fqn))
             if first_owner != owner:
                 told = [f"unit {one!r}" if one is not None else "no unit" for one in (first_owner, owner)]
@@ -263,7 +264,7 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
                 )
         for child_name, child in module.named_children():
             if not isinstance(child, HSDPModule):
-                visit(child, f"{name}.{child_name}" if name else child_name, owner)
+                visit(child, dotted(name, child_name), owner)
 
     visit(model, "", None)
 

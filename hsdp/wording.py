@@ -40,6 +40,11 @@ def dtype_of(dtype: torch.dtype) -> str:
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def dotted(prefix: str, name: str) -> str:
+    """The qualified name of what is called `name` in the module `prefix`; "" is the root."""
+    return f"{prefix}.{name}" if prefix else name
+
+
 def pattern_of(name: str) -> str:
     """A name without its numbers: those of alike modules are equal."""
     return re.sub(r"\d+", "#", name)

@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""
@@ -49,7 +50,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     """
     entries: dict[str, Entry] = {}
     for raw_name, value in model.state_dict().items():
-        if isinstance(value, Tensor) and local_of(value).is_meta:
+        if isinstance(value, Tensor) and block_of(value).is_meta:
             raise CheckpointError(
                 f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first"
             )
@@ -58,12 +59,6 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
 
 
 # -- tensors and their shards ---------------------------------------------------------------------------------------
-
-
-def local_of(tensor: Tensor) -> Tensor:
-    """This rank's part of a tensor, sharing its memory: the local tensor of a DTensor, else the tensor itself."""
-    # Not `to_local()`, which returns another view of it where gradients are enabled.
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -76,7 +71,7 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def staging_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the same kind, shape and dtype, whose part of this rank is on the CPU."""
-    local = torch.empty(local_of(tensor).shape, dtype=tensor.dtype)
+    local = torch.empty(block_of(tensor).shape, dtype=tensor.dtype)
     return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
 
@@ -117,6 +112,11 @@ def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: 
         if len(shape) != len(param_shape) or shape[dim] != param_shape[dim]:
             return Replicate()
     return placement
+
+
+def reason_of(error: Exception, limit: int) -> str:
+    """What `torch.load` or `torch.save` says went wrong, without its request to file an issue with PyTorch."""
+    return str(error).partition("Please file an issue")[0].strip()[:limit]
 
 
 def listing(names: Iterable[str], limit: int = 8) -> str:

@@ -23,10 +23,11 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import Entry, listing, local_of, model_entries
+from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 from hsdp.state import state_of
 
 
@@ -240,7 +241,7 @@ def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
         if whole is None:
             return None
         moved = whole.detach().cpu() if cpu else whole.detach()
-        shares = moved.untyped_storage().data_ptr() == local_of(value).untyped_storage().data_ptr()
+        shares = moved.untyped_storage().data_ptr() == block_of(value).untyped_storage().data_ptr()
         return moved.clone() if shares else moved
 
 
@@ -284,7 +285,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
         return
     # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
     # takes its part of the whole tensor.
-    local = local_of(target)
+    local = block_of(target)
     value = torch.empty(target.shape, dtype=target.dtype) if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))

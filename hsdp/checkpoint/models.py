@@ -10,9 +10,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from hsdp.checkpoint.contents import Entry, clean_name, listing, local_of, model_entries, staging_like
+from hsdp.checkpoint.contents import Entry, clean_name, listing, model_entries, staging_like
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 
 _EXTRA_STATE = "_extra_state"
 
@@ -109,7 +110,7 @@ def _difference(found: Any, own: Any) -> str | None:
 
 
 def _bits(tensor: Tensor) -> Tensor:
-    return local_of(tensor).reshape(-1).view(torch.uint8)  # so that NaN equals NaN
+    return block_of(tensor).reshape(-1).view(torch.uint8)  # so that NaN equals NaN
 
 
 class _ExtraState:

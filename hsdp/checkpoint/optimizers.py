@@ -17,9 +17,10 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import clean_name, listing, local_of, state_staging
+from hsdp.checkpoint.contents import clean_name, listing, state_staging
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 
 _NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of an optimizer's groups that say how it computes here, not what: the loading optimizer keeps its own."""
@@ -163,7 +164,7 @@ class OptimizerStaging:
         staged: dict[str, dict[str, Any]] = {}
         for name, entries in state.items():
             param, held = self.params[name], self._optimizer.state.get(self.params[name], {})
-            device = local_of(param).device if on_device else torch.device("cpu")
+            device = block_of(param).device if on_device else torch.device("cpu")
             staged[name] = {
                 entry: state_staging(param, value.shape, value.dtype, held.get(entry), entry in scalars, device)
                 if isinstance(value, Described)

@@ -28,9 +28,10 @@ from torch.distributed.checkpoint.metadata import (
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hsdp.checkpoint.contents import listing, local_box, local_of
+from hsdp.checkpoint.contents import listing, local_box, reason_of
 from hsdp.checkpoint.store import METADATA, Progress
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 
 _ALLOWED: dict[tuple[str, str], Any] = {
     **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},
@@ -182,7 +183,7 @@ class Reader:
         """Asks for a tensor, of a DTensor for this rank's part, to be read into `tensor`, which it returns."""
         described = self._metadata.state_dict_metadata[key]
         assert isinstance(described, TensorStorageMetadata), "the caller has checked what the checkpoint has"
-        (offsets, _), local = local_box(tensor), local_of(tensor)
+        (offsets, _), local = local_box(tensor), block_of(tensor)
         wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
         self._expected[key] = local.numel()
         for item in create_read_items_for_chunk_list(key, described, [wanted]):
@@ -238,8 +239,7 @@ class Reader:
             piece.seek(0)
             return read.use(torch.load(cast(IO[bytes], piece), weights_only=True, map_location="cpu"))
         except Exception as error:  # torch.load raises whatever the damage leads to
-            text = str(error).partition("Please file an issue")[0].strip()[:500]
-            raise CheckpointError(f"{where} is damaged or foreign: {text}") from error
+            raise CheckpointError(f"{where} is damaged or foreign: {reason_of(error, 500)}") from error
 
     def _tell(self, done: int, total: int) -> None:
         if self._progress is not None:

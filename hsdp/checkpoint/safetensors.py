@@ -29,10 +29,11 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hsdp.checkpoint.contents import listing, local_box, local_of, model_entries
+from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
+from hsdp.inner import block_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -152,7 +153,7 @@ def load_safetensors(
         with torch.no_grad():
             for name, value in own.items():
                 if name in places and isinstance(value, Tensor):
-                    local_of(value).copy_(_read(places[name], name, value))
+                    block_of(value).copy_(_read(places[name], name, value))
     tell_units(model)
 
 

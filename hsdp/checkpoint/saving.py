@@ -34,7 +34,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import store
-from hsdp.checkpoint.contents import model_entries
+from hsdp.checkpoint.contents import model_entries, reason_of
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.store import Progress
@@ -348,14 +348,18 @@ def _to_bytes(value: Any, name: str) -> bytes:
     if _is_plain(value):
         return data
     try:
-        torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+        _from_bytes(data)
     except Exception as error:
-        reason = str(error).partition("Please file an issue")[0].strip().splitlines()
+        reason = " ".join(reason_of(error, 300).splitlines())
         raise CheckpointError(
             f"{name!r} has objects in it that could only be loaded by unpickling code; save tensors, numbers, strings, "
-            f"bytes, and tuples, lists and dicts of them ({' '.join(reason)[:300]})"
+            f"bytes, and tuples, lists and dicts of them ({reason})"
         ) from error
     return data
+
+
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
 
 
 def _is_plain(value: Any) -> bool:
@@ -368,12 +372,12 @@ def _is_plain(value: Any) -> bool:
 def _pack_extras(blobs: list[bytes]) -> bytes:
     """Every rank's `extra` in one file, equal ones once."""
     distinct = list(dict.fromkeys(blobs))
-    held = [torch.load(io.BytesIO(blob), weights_only=True, map_location="cpu") for blob in distinct]
+    held = [_from_bytes(blob) for blob in distinct]
     return _to_bytes({"extras": held, "of_rank": [distinct.index(blob) for blob in blobs]}, "extra")
 
 
 def unpack_extra(data: bytes, rank: int, world_size: int) -> Any:
     """The `extra` of `rank`, or that of rank 0 if the checkpoint was saved by another number of ranks."""
-    held = torch.load(io.BytesIO(data), weights_only=True, map_location="cpu")
+    held = _from_bytes(data)
     of_rank: list[int] = held["of_rank"]
     return held["extras"][of_rank[rank if len(of_rank) == world_size else 0]]

@@ -22,6 +22,7 @@ from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.state import state_of
 from hsdp.unit import Unit
 from hsdp.units import Pattern, choose_units
+from hsdp.wording import dotted
 
 Cut = Callable[[int], tuple[int | None, int]]
 
@@ -157,7 +158,7 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
                 )
             parent = unit
         for child_name, child in module.named_children():
-            visit(child, f"{name}.{child_name}" if name else child_name, parent)
+            visit(child, dotted(name, child_name), parent)
 
     visit(model, "", None)
     roots = [facts.name for facts in found.values() if facts.parent is None]

@@ -18,9 +18,7 @@ NUM_BYTES = 256
 """Size of the vocabulary: a token is a byte."""
 
 # Tests repeat each other, `encodings` is generated tables, the rest is not the standard library's own text.
-_SKIPPED_FOLDERS = frozenset(
-    {"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"}
-)
+_SKIPPED_FOLDERS = frozenset({"test", "tests", "idle_test", "encodings", "site-packages", "dist-packages", "__pycache__"})
 _LARGEST_FILE = 256 * 1024  # bigger ones are generated, and one of them could be half of the held-out text
 _CHUNK_BYTES = 2**20
 _HELD_OUT_OF_256 = 26  # about a tenth of the files
@@ -32,7 +30,7 @@ class CorpusError(RuntimeError):
 
 @dataclass(frozen=True)
 class Corpus:
-    """Two byte streams, ``uint8`` of shape ``[num_bytes]`` each, from disjoint sets of files."""
+    """Two byte streams, `uint8` of shape `[num_bytes]` each, from disjoint sets of files."""
 
     train: Tensor
     held_out: Tensor
@@ -41,7 +39,7 @@ class Corpus:
 
 
 def load_corpus(max_bytes: int, folder: Path | None = None) -> Corpus:
-    """Read up to ``max_bytes`` of Python sources below ``folder`` (default: the standard library).
+    """Reads up to `max_bytes` of Python sources below `folder` (default: the standard library).
 
     Files are taken in the order of a hash of their relative path, which is a fixed shuffle, until the next
     one would not fit; another byte of the same hash decides which of them are held out. Files that are not
@@ -98,9 +96,9 @@ def _is_utf8(source: bytes) -> bool:
 
 
 def batch_windows(stream: Tensor, *, seed: int, step: int, batch: int, seq_len: int) -> Tensor:
-    """The whole global batch of one step: ``int64 [batch, seq_len + 1]``, inputs and targets overlapping.
+    """The whole global batch of one step: `int64 [batch, seq_len + 1]`, inputs and targets overlapping.
 
-    Row ``i`` depends on ``(seed, step, i)`` and on nothing else. A rank takes the rows that are its own, so
+    Row `i` depends on `(seed, step, i)` and on nothing else. A rank takes the rows that are its own, so
     the data of a step does not change with the mesh, and a resumed run needs no state but its step.
     """
     generator = torch.Generator().manual_seed(_mix(seed, step))
@@ -114,7 +112,7 @@ def _mix(seed: int, step: int) -> int:
 
 
 def consecutive_windows(stream: Tensor, seq_len: int) -> Tensor:
-    """Cut a stream into ``int64 [num_windows, seq_len + 1]`` so that every byte is a target at most once.
+    """Cuts a stream into `int64 [num_windows, seq_len + 1]` so that every byte is a target at most once.
 
     Only the first byte and an incomplete last window are never predicted.
     """
@@ -124,8 +122,8 @@ def consecutive_windows(stream: Tensor, seq_len: int) -> Tensor:
 def ngram_cross_entropy(corpus: Corpus, order: int) -> float:
     """Nats per held-out byte of an interpolated n-gram model fitted to the training files.
 
-    ``order`` is n: 2 for bigrams. Smoothing is Witten and Bell's (1991): a context seen ``N`` times with
-    ``T`` different successors gives ``p(b) = (count(b) + T * p_shorter(b)) / (N + T)``, down to the uniform
+    `order` is n: 2 for bigrams. Smoothing is Witten and Bell's (1991): a context seen `N` times with
+    `T` different successors gives `p(b) = (count(b) + T * p_shorter(b)) / (N + T)`, down to the uniform
     distribution over bytes. It has nothing to tune and is finite on any text.
     """
     num_targets = len(corpus.held_out) - (order - 1)
@@ -148,7 +146,7 @@ def ngram_cross_entropy(corpus: Corpus, order: int) -> float:
 
 
 def _counted_grams(stream: Tensor, n: int) -> tuple[Tensor, Tensor]:
-    """The different windows of ``n`` bytes, sorted, and how often each occurs: two ``int64 [num_grams]``."""
+    """The different windows of `n` bytes, sorted, and how often each occurs: two `int64 [num_grams]`."""
     grams = torch.empty(0, dtype=torch.int64)
     counts = torch.empty(0, dtype=torch.int64)
     # In chunks, each with the n - 1 bytes that its last window reaches into: sorting all of the text at once
@@ -162,7 +160,7 @@ def _counted_grams(stream: Tensor, n: int) -> tuple[Tensor, Tensor]:
 
 
 def _grams(stream: Tensor, n: int) -> Tensor:
-    """Each window of ``n`` bytes as one integer: ``int64 [num_bytes - n + 1]``."""
+    """Each window of `n` bytes as one integer: `int64 [num_bytes - n + 1]`."""
     num_grams = len(stream) - n + 1
     grams = torch.zeros(num_grams, dtype=torch.int64)
     for offset in range(n):
@@ -171,6 +169,6 @@ def _grams(stream: Tensor, n: int) -> Tensor:
 
 
 def _lookup(sorted_keys: Tensor, values: Tensor, queries: Tensor) -> Tensor:
-    """``values`` at the place of each query among ``sorted_keys``, 0 where it is not there."""
+    """`values` at the place of each query among `sorted_keys`, 0 where it is not there."""
     position = torch.searchsorted(sorted_keys, queries).clamp_(max=len(sorted_keys) - 1)
     return torch.where(sorted_keys[position] == queries, values[position], 0)

@@ -35,7 +35,7 @@ def mlp(num_in: int, num_out: int) -> nn.Sequential:
 
 
 def build(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> tuple[nn.Module, nn.Module]:
-    """Generator, ``[n, NOISE] -> [n, 2]``, and discriminator, ``[n, 2] -> [n, 1]``; each linear layer is a unit."""
+    """Generator, `[n, NOISE] -> [n, 2]`, and discriminator, `[n, 2] -> [n, 1]`; each linear layer is a unit."""
     torch.manual_seed(0)
     models = mlp(NOISE, 2), mlp(2, 1)
     for model in models:
@@ -45,7 +45,7 @@ def build(mesh: DeviceMesh, dtype: torch.dtype = torch.float32) -> tuple[nn.Modu
 
 
 def real_points(num: int, generator: torch.Generator) -> Tensor:
-    """Points from the clouds: ``[num, 2]``."""
+    """Points from the clouds: `[num, 2]`."""
     angles = torch.randint(NUM_MODES, (num,), generator=generator) * (2 * math.pi / NUM_MODES)
     return torch.stack((angles.cos(), angles.sin()), 1) + 0.05 * torch.randn(num, 2, generator=generator)
 

@@ -42,7 +42,7 @@ def world_size() -> int:
 
 
 def choose_device(name: str) -> torch.device:
-    """The device of this rank for ``auto``, ``cpu`` or ``cuda``; on CUDA it is also made the current one."""
+    """The device of this rank for `auto`, `cpu` or `cuda`; on CUDA it is also made the current one."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     local_world_size = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
@@ -61,7 +61,7 @@ def choose_device(name: str) -> torch.device:
 def process_group(device: torch.device, timeout: float = 300.0) -> Iterator[None]:
     """The default process group, NCCL on CUDA and gloo elsewhere; destroyed however the body ends.
 
-    After ``timeout`` seconds a collective gives up waiting for a rank.
+    After `timeout` seconds a collective gives up waiting for a rank.
     """
     on_cuda = device.type == "cuda"
     patience = timedelta(seconds=timeout)
@@ -81,12 +81,12 @@ def process_group(device: torch.device, timeout: float = 300.0) -> Iterator[None
 
 
 def on_rank_zero(action: Callable[[], T]) -> T:
-    """Do ``action`` on rank 0 alone and return its result on every rank.
+    """Does `action` on rank 0 alone and returns its result on every rank.
 
     This is for files: ranks must not come to different views of a folder that one of them is writing to.
 
     Raises:
-        JobError: on every rank, if ``action`` raised a ``JobError`` or an ``OSError`` on rank 0.
+        JobError: on every rank, if `action` raised a `JobError` or an `OSError` on rank 0.
     """
     answer: list[tuple[T | None, str | None]] = [(None, None)]
     if dist.get_rank() == 0:
@@ -102,7 +102,7 @@ def on_rank_zero(action: Callable[[], T]) -> T:
 
 
 def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
-    """Add up each of the values over all ranks, in float64."""
+    """Adds up each of the values over all ranks, in float64."""
     total = torch.tensor(values, dtype=torch.float64, device=device)
     dist.all_reduce(total)
     return [float(value) for value in total.tolist()]
@@ -112,7 +112,7 @@ class StopSignal:
     """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps.
 
     A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The
-    second signal does raise ``KeyboardInterrupt``, for those who cannot wait.
+    second signal does raise `KeyboardInterrupt`, for those who cannot wait.
     """
 
     def __init__(self) -> None:
@@ -137,7 +137,7 @@ class StopSignal:
         return self._received.is_set()
 
     def wait(self, seconds: float) -> None:
-        """Wait for a signal, but not for longer than ``seconds``."""
+        """Waits for a signal, but not for longer than `seconds`."""
         self._received.wait(seconds)
 
 
@@ -146,7 +146,7 @@ _STOP_SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
 def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
-    """Run ``job`` and return the exit code of this process."""
+    """Runs `job` and returns the exit code of this process."""
     with StopSignal() as stop:
         try:
             return job(stop)
@@ -168,7 +168,7 @@ def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """End this process at once, without tearing the interpreter down.
+    """Ends this process at once, without tearing the interpreter down.
 
     A worker thread of gloo may still be letting go of the tensors of the last collective. It needs the GIL for
     that, and in an interpreter that is going away this aborts the process after all work was done (PyTorch issue

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class LlamaConfig:
-    """Sizes of the model. ``hidden`` is the inner width of the SwiGLU."""
+    """Sizes of the model. `hidden` is the inner width of the SwiGLU."""
 
     vocab: int = 256
     width: int = 128
@@ -46,7 +46,7 @@ class Attention(nn.Module):
         self.out = nn.Linear(config.width, config.width, bias=False)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """``[batch, len, width]`` in and out; ``turns`` is ``complex64 [len, head_width / 2]``."""
+        """`[batch, len, width]` in and out; `turns` is `complex64 [len, head_width / 2]`."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.unbind(dim=2)
@@ -62,7 +62,7 @@ class Attention(nn.Module):
 def _rotate(x: Tensor, turns: Tensor) -> Tensor:
     """Rotary embedding (Su et al. 2021): each pair of neighbouring channels turned by its position's angle.
 
-    ``[batch, len, heads, head_width]`` in and out. A complex product is one kernel where sines and cosines
+    `[batch, len, heads, head_width]` in and out. A complex product is one kernel where sines and cosines
     take six; it does not exist in bf16, which makes the detour through fp32.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
@@ -70,7 +70,7 @@ def _rotate(x: Tensor, turns: Tensor) -> Tensor:
 
 
 class SwiGLU(nn.Module):
-    """``down(silu(gate(x)) * up(x))`` with gate and up in one projection (Shazeer 2020)."""
+    """`down(silu(gate(x)) * up(x))` with gate and up in one projection (Shazeer 2020)."""
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -78,7 +78,7 @@ class SwiGLU(nn.Module):
         self.down = nn.Linear(config.hidden, config.width, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., width] -> [..., width]``."""
+        """`[..., width] -> [..., width]`."""
         gate, up = self.gate_up(x).chunk(2, dim=-1)
         return self.down(F.silu(gate) * up)  # type: ignore[no-any-return]
 
@@ -94,13 +94,13 @@ class Block(nn.Module):
         self.mlp = SwiGLU(config)
 
     def forward(self, x: Tensor, turns: Tensor) -> Tensor:
-        """``[batch, len, width] -> [batch, len, width]``."""
+        """`[batch, len, width] -> [batch, len, width]`."""
         x = x + self.attention(self.attention_norm(x), turns)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
-    """Tokens ``int64 [batch, len]`` to logits ``[batch, len, vocab]``, where ``len <= config.max_len``."""
+    """Tokens `int64 [batch, len]` to logits `[batch, len, vocab]`, where `len <= config.max_len`."""
 
     turns: Tensor
 
@@ -117,7 +117,7 @@ class Llama(nn.Module):
 
     @torch.no_grad()
     def _init_weights(self) -> None:
-        """Each projection keeps the size of its input: ``std = 1 / sqrt(fan_in)``, the last ones too.
+        """Each projection keeps the size of its input: `std = 1 / sqrt(fan_in)`, the last ones too.
 
         Starting branches or the head at zero, as is often done, costs this little model 0.4 nats after 300 steps.
         """
@@ -139,7 +139,7 @@ class Llama(nn.Module):
 
 
 def _rotary_turns(config: LlamaConfig) -> Tensor:
-    """``exp(i * position * frequency)``: ``complex64 [max_len, head_width / 2]``."""
+    """`exp(i * position * frequency)`: `complex64 [max_len, head_width / 2]`."""
     head_width = config.width // config.heads
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width
     angles = torch.outer(torch.arange(config.max_len, dtype=torch.float32), config.rope_base**-exponents)
@@ -150,7 +150,7 @@ def _rotary_turns(config: LlamaConfig) -> Tensor:
 def generate(
     model: nn.Module, prompt: Tensor, *, num_tokens: int, window: int, seed: int, temperature: float = 1.0
 ) -> Tensor:
-    """Continue ``prompt`` (``int64 [len]``, on the model's device) by ``num_tokens`` sampled tokens.
+    """Continues `prompt` (`int64 [len]`, on the model's device) by `num_tokens` sampled tokens.
 
     Every rank must call this together, for each forward gathers the parameters; ranks with the same arguments
     draw the same tokens. The draw is on the CPU with a generator of its own and leaves the global one alone.

@@ -30,7 +30,7 @@ GLOBAL_BATCH = 16
 
 
 class Adapted(nn.Module):
-    """A linear layer plus a trained product of two thin matrices: ``base(x) + grow(shrink(x))``, at first ``base(x)``."""
+    """A linear layer plus a trained product of two thin matrices: `base(x) + grow(shrink(x))`, at first `base(x)`."""
 
     def __init__(self, base: nn.Linear, width: int) -> None:
         super().__init__()
@@ -40,7 +40,7 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.grow.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        """``[..., in] -> [..., out]``."""
+        """`[..., in] -> [..., out]`."""
         return self.base(x) + self.grow(self.shrink(x))  # type: ignore[no-any-return]
 
 
@@ -63,7 +63,7 @@ def adapters(model: nn.Module) -> dict[str, nn.Parameter]:
 
 
 def learn(model: Llama, params: Iterable[nn.Parameter], count_by: int, steps: int, mesh: DeviceMesh) -> list[float]:
-    """Trains ``params`` and freezes the others; returns the losses of this rank."""
+    """Trains `params` and freezes the others; returns the losses of this rank."""
     model.requires_grad_(False)  # may change at any time, not only before sharding
     params = list(params)
     for param in params:
@@ -82,7 +82,7 @@ def learn(model: Llama, params: Iterable[nn.Parameter], count_by: int, steps: in
 
 
 def batch(step: int, count_by: int, mesh: DeviceMesh) -> Tensor:
-    """This rank's rows of a step's batch: ``int64 [rows, max_len + 1]``; the whole batch is the same on every mesh."""
+    """This rank's rows of a step's batch: `int64 [rows, max_len + 1]`; the whole batch is the same on every mesh."""
     starts = torch.randint(CONFIG.vocab, (GLOBAL_BATCH, 1), generator=torch.Generator().manual_seed(step))
     tokens = (starts + count_by * torch.arange(CONFIG.max_len + 1)) % CONFIG.vocab
     rows = GLOBAL_BATCH // mesh.size()

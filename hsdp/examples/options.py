@@ -54,12 +54,10 @@ class Options:
     @property
     def model(self) -> LlamaConfig:
         """The sizes of the model."""
-        return LlamaConfig(
-            width=self.width, layers=self.layers, heads=self.heads, hidden=self.hidden, max_len=self.seq_len
-        )
+        return LlamaConfig(width=self.width, layers=self.layers, heads=self.heads, hidden=self.hidden, max_len=self.seq_len)
 
     def learning_rate(self, step: int) -> float:
-        """Of ``step``, counted from 0: a linear warm-up, then half a cosine down to a twentieth of the peak."""
+        """Of `step`, counted from 0: a linear warm-up, then half a cosine down to a twentieth of the peak."""
         warm = min(1.0, (step + 1) / (self.warmup + 1))
         cosine = 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
         return self.lr * warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
@@ -73,7 +71,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def parse_options(argv: list[str] | None, world_size: int) -> Options:
-    """Parse and check the command line for a job of ``world_size`` processes.
+    """Parses and checks the command line for a job of `world_size` processes.
 
     Raises:
         JobError: naming the flag, its value and what would be accepted.
@@ -97,7 +95,7 @@ def parse_options(argv: list[str] | None, world_size: int) -> Options:
 
 
 def _mesh_shape(replicate: int | None, shard: int | None, world_size: int) -> tuple[int, int]:
-    """Fill in the axis that was not given; with neither, two replicas where both axes can be 2 or more."""
+    """Fills in the axis that was not given; with neither, two replicas where both axes can be 2 or more."""
     if replicate is None and shard is None:
         replicate = 2 if world_size >= 4 and world_size % 2 == 0 else 1
     if replicate is None:

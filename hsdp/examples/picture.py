@@ -18,7 +18,7 @@ _LINE_HEIGHT = 16  # between two names on the right
 
 @dataclass(frozen=True)
 class Curve:
-    """A named line through ``(steps[i], losses[i])``."""
+    """A named line through `(steps[i], losses[i])`."""
 
     name: str
     steps: Sequence[int]
@@ -47,9 +47,7 @@ def loss_picture(title: str, *, curves: Sequence[Curve], levels: Sequence[Level]
         raise ValueError("a loss that is not finite cannot be drawn")
     x_axis = _Axis.covering([0, *steps], _LEFT, _WIDTH - _RIGHT, whole_numbers=True)
     y_axis = _Axis.covering(losses, _HEIGHT - _BOTTOM, _TOP)
-    names = [
-        _Name(f"{level.name} {level.loss:.2f}", y_axis.place(level.loss), _LEVEL_COLOR) for level in levels
-    ]
+    names = [_Name(f"{level.name} {level.loss:.2f}", y_axis.place(level.loss), _LEVEL_COLOR) for level in levels]
     names += [
         _Name(f"{curve.name} {curve.losses[-1]:.2f}", y_axis.place(curve.losses[-1]), _curve_color(index))
         for index, curve in enumerate(curves)
@@ -62,11 +60,7 @@ def loss_picture(title: str, *, curves: Sequence[Curve], levels: Sequence[Level]
         _text(_LEFT, 30, title, size=16, weight="bold"),
         *_draw_axes(x_axis, y_axis),
         *(_draw_level(y_axis.place(level.loss)) for level in levels),
-        *(
-            _draw_curve(curve, x_axis, y_axis, _curve_color(i))
-            for i, curve in enumerate(curves)
-            if curve.steps
-        ),
+        *(_draw_curve(curve, x_axis, y_axis, _curve_color(i)) for i, curve in enumerate(curves) if curve.steps),
         *_draw_names(names),
         "</svg>",
     ]
@@ -75,7 +69,7 @@ def loss_picture(title: str, *, curves: Sequence[Curve], levels: Sequence[Level]
 
 @dataclass(frozen=True)
 class _Axis:
-    """Maps values to pixels: ``low`` to ``start``, ``high`` to ``end``; both are ticks."""
+    """Maps values to pixels: `low` to `start`, `high` to `end`; both are ticks."""
 
     low: float
     high: float
@@ -84,9 +78,7 @@ class _Axis:
     end: float
 
     @classmethod
-    def covering(
-        cls, values: Sequence[float], start: float, end: float, *, whole_numbers: bool = False
-    ) -> _Axis:
+    def covering(cls, values: Sequence[float], start: float, end: float, *, whole_numbers: bool = False) -> _Axis:
         low, high = min(values), max(values)
         if low == high:
             high = low + 1
@@ -107,7 +99,7 @@ class _Axis:
 
 
 def _nice_tick(rough: float) -> float:
-    """The least of 1, 2 and 5 times a power of ten that is not below ``rough``."""
+    """The least of 1, 2 and 5 times a power of ten that is not below `rough`."""
     power = 10.0 ** math.floor(math.log10(rough))
     return next(factor * power for factor in (1.0, 2.0, 5.0, 10.0) if factor * power >= rough * (1 - 1e-9))
 
@@ -141,15 +133,11 @@ def _draw_level(y: float) -> str:
 
 
 def _draw_curve(curve: Curve, x_axis: _Axis, y_axis: _Axis, color: str) -> str:
-    points = [
-        (x_axis.place(step), y_axis.place(loss)) for step, loss in zip(curve.steps, curve.losses, strict=True)
-    ]
+    points = [(x_axis.place(step), y_axis.place(loss)) for step, loss in zip(curve.steps, curve.losses, strict=True)]
     if len(points) == 1:  # a line through one point is invisible
         return f'<circle cx="{points[0][0]:.1f}" cy="{points[0][1]:.1f}" r="3" fill="{color}"/>'
     path = " ".join(f"{x:.1f},{y:.1f}" for x, y in points)
-    return (
-        f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/>'
-    )
+    return f'<polyline points="{path}" fill="none" stroke="{color}" stroke-width="2" stroke-linejoin="round"/>'
 
 
 def _draw_names(names: Sequence[_Name]) -> list[str]:
@@ -163,10 +151,7 @@ def _draw_names(names: Sequence[_Name]) -> list[str]:
         heights[index] = min(heights[index], lowest)
         lowest = heights[index] - _LINE_HEIGHT
     x = _WIDTH - _RIGHT + 8
-    return [
-        _text(x, y + 4, name.text, color=name.color, weight="bold")
-        for name, y in zip(ordered, heights, strict=True)
-    ]
+    return [_text(x, y + 4, name.text, color=name.color, weight="bold") for name, y in zip(ordered, heights, strict=True)]
 
 
 def _curve_color(index: int) -> str:

@@ -33,10 +33,10 @@ def find_store(rank: int, world_size: int, timeout: timedelta) -> Store | None:
 
 
 def meet(store: Store, rank: int, world_size: int, timeout: timedelta) -> Store:
-    """The part of ``store`` that the present ranks share. Every rank calls it, once.
+    """The part of `store` that the present ranks share. Every rank calls it, once.
 
     Raises:
-        RuntimeError: a rank did not come within ``timeout``.
+        RuntimeError: a rank did not come within `timeout`.
     """
     word = secrets.token_hex(8)
     if rank > 0:

@@ -26,7 +26,7 @@ class Baselines:
 
 @dataclass(frozen=True)
 class Progress:
-    """One line of progress. Losses are nats per byte; ``train_loss`` is the mean since the line before."""
+    """One line of progress. Losses are nats per byte; `train_loss` is the mean since the line before."""
 
     step: int
     train_loss: float
@@ -38,7 +38,7 @@ class Progress:
 
 
 class Report:
-    """Collects progress on rank 0 and writes it below ``out``; silent on other ranks, where ``out`` is None."""
+    """Collects progress on rank 0 and writes it below `out`; silent on other ranks, where `out` is None."""
 
     def __init__(self, out: Path | None, baselines: Baselines, *, resumed_at: int = 0) -> None:
         self._out = out
@@ -57,12 +57,12 @@ class Report:
         return out / "metrics.jsonl"
 
     def say(self, text: str = "") -> None:
-        """Print on rank 0."""
+        """Prints on rank 0."""
         if self._out is not None:
             print(text, flush=True)
 
     def progress(self, progress: Progress, num_steps: int) -> None:
-        """Print one line, append it to ``metrics.jsonl`` and redraw ``loss.svg``."""
+        """Prints one line, appends it to `metrics.jsonl` and redraws `loss.svg`."""
         if self._out is None:
             return
         self._history.append(progress)
@@ -79,14 +79,14 @@ class Report:
         )
 
     def introduce(self) -> None:
-        """Print what there is to beat."""
+        """Prints what there is to beat."""
         self.say(
             f"held-out cross-entropy to beat: bigram {self._baselines.bigram:.3f}, "
             f"trigram {self._baselines.trigram:.3f} nats per byte"
         )
 
     def conclude(self, held_out_loss: float, *, num_steps: int, seconds: float) -> None:
-        """Print the loss on all held-out text beside the baselines, and write it all to ``summary.json``."""
+        """Prints the loss on all held-out text beside the baselines, and writes it all to `summary.json`."""
         if self._out is None:
             return
         self.say(
@@ -131,7 +131,7 @@ def _read_history(metrics: Path) -> list[Progress]:
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make ``folder`` if it is not there.
+    """Makes `folder` if it is not there.
 
     Raises:
         JobError: if it cannot be made or written to.

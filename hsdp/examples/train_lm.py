@@ -3,10 +3,10 @@
     torchrun --nproc-per-node 4 -m hsdp.examples.train_lm
     torchrun --nproc-per-node 4 --max-restarts 3 -m hsdp.examples.train_lm --checkpoint-dir runs/checkpoints
 
-What hsdp adds to a plain PyTorch loop is in `build` and one line in `train_step`. The data of a step depends on
-the seed, the step and the global batch, never on the mesh, so a run that finds a checkpoint in its directory, left on
-whatever mesh, goes on as if it had not stopped: after Ctrl-C with the same command, after the loss of a process by
-torchrun's restart, on fewer machines as well as on more.
+What hsdp adds to a plain PyTorch loop is in `build` and two lines of `train_step`. The data of a step depends on the seed,
+the step and the global batch, never on the mesh, so a run that finds a checkpoint in its directory, left on whatever mesh,
+goes on as if it had not stopped: after Ctrl-C with the same command, after the loss of a process by torchrun's restart, on
+fewer machines as well as on more.
 """
 
 from __future__ import annotations
@@ -21,10 +21,9 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, fully_shard, trace
+from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard, trace
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -58,7 +57,7 @@ SAMPLE_TEMPERATURE = 0.8
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run the job on this rank and return its exit code."""
+    """Runs the job on this rank and returns its exit code."""
     return run_job("train_lm", lambda stop: _main(argv, stop))
 
 
@@ -83,7 +82,7 @@ class Job:
 
 
 def run(options: Options, device: torch.device, stop: StopSignal) -> int:
-    """Train, evaluate on all held-out text, show a sample. Every rank calls this; returns the exit code."""
+    """Trains, evaluates on all held-out text, shows a sample. Every rank calls it; returns the exit code."""
     started = time.perf_counter()
     corpus = _load_corpus(options)
     model, optimizer = build(options, device)
@@ -110,9 +109,7 @@ def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
     """The sharded model and its optimizer, which is PyTorch's own: parameters are DTensors."""
     torch.manual_seed(options.seed)  # the same values on every rank and every mesh
     model = Llama(options.model).to(device)
-    mesh = init_device_mesh(
-        device.type, (options.replicate, options.shard), mesh_dim_names=("replicate", "shard")
-    )
+    mesh = init_device_mesh(device.type, (options.replicate, options.shard), mesh_dim_names=("replicate", "shard"))
     precision = MixedPrecisionPolicy()
     if options.dtype == "bf16":
         precision = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
@@ -126,7 +123,7 @@ def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
 
 
 def train(job: Job, first_step: int, stop: StopSignal) -> int:
-    """Train up to ``--steps`` or until any rank is asked to stop; returns the number of steps done."""
+    """Trains up to `--steps` or until any rank is asked to stop; returns the number of steps done."""
     options, device, model = job.options, job.device, job.model
     quick_windows = _spread(consecutive_windows(job.corpus.held_out, options.seq_len), NUM_QUICK_WINDOWS)
     losses: list[float] = []
@@ -153,7 +150,7 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
                 step=num_done,
                 train_loss=sum(losses) / len(losses),
                 held_out_loss=evaluate(model, quick_windows, device),
-                grad_norm=_whole(grad_norm).item(),
+                grad_norm=grad_norm.item(),
                 learning_rate=learning_rate,
                 tokens_per_second=tokens_per_second,
                 peak_memory_bytes=peak_memory_bytes(device),
@@ -168,26 +165,26 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
 
 
 def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tuple[Tensor, Tensor]:
-    """One optimizer step on this rank's ``int64 [accumulate, rows, seq_len + 1]``.
+    """One optimizer step on this rank's `int64 [accumulate, rows, seq_len + 1]`.
 
-    Returns this rank's mean loss and the norm of the whole gradient before clipping, which may be a DTensor.
+    Returns this rank's mean loss and the norm of the whole gradient before clipping.
     """
     assert isinstance(model, HSDPModule)
     num_micro_batches = len(micro_batches)
     loss_sum = torch.zeros((), device=micro_batches.device)
     for index, windows in enumerate(micro_batches):
-        model.set_requires_grad_sync(index == num_micro_batches - 1)  # reduce once, with the last one
-        loss = next_byte_loss(model, windows) / num_micro_batches
-        loss.backward()
+        with model.accumulate(last=index == num_micro_batches - 1):  # replicas are summed once, with the last one
+            loss = next_byte_loss(model, windows) / num_micro_batches
+            loss.backward()
         loss_sum += loss.detach()
-    grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), MAX_GRAD_NORM)
+    grad_norm = clip_grad_norm_(model, MAX_GRAD_NORM)
     optimizer.step()
     optimizer.zero_grad()
     return loss_sum, grad_norm
 
 
 def _traced_step(job: Job, rows: Tensor, folder: Path) -> tuple[Tensor, Tensor]:
-    """A step whose trace each rank writes to ``folder``, rank 0 with its summary."""
+    """A step whose trace each rank writes to `folder`, rank 0 with its summary."""
     dist.barrier()  # or what ranks did before it shows as waiting
     with trace(job.model) as traced:
         result = train_step(job.model, job.optimizer, rows)
@@ -199,14 +196,14 @@ def _traced_step(job: Job, rows: Tensor, folder: Path) -> tuple[Tensor, Tensor]:
 
 
 def next_byte_loss(model: Llama, windows: Tensor, reduction: str = "mean") -> Tensor:
-    """Cross-entropy in nats of each byte but the first of ``int64 [rows, seq_len + 1]``."""
+    """Cross-entropy in nats of each byte but the first of `int64 [rows, seq_len + 1]`."""
     logits = model(windows[:, :-1])
     return F.cross_entropy(logits.flatten(0, 1).float(), windows[:, 1:].flatten(), reduction=reduction)
 
 
 @torch.no_grad()
 def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
-    """Nats per byte over all ``windows``, shared out among the ranks. Every rank must call this."""
+    """Nats per byte over all `windows`, shared out among the ranks. Every rank must call this."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     loss_sum, num_bytes = 0.0, 0
     for chunk in windows.split(num_ranks * EVAL_WINDOWS_PER_RANK):
@@ -221,22 +218,15 @@ def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
 
 
 def _rank_rows(job: Job, step: int) -> Tensor:
-    """This rank's part of the global batch: ``int64 [accumulate, rows, seq_len + 1]``."""
+    """This rank's part of the global batch: `int64 [accumulate, rows, seq_len + 1]`."""
     options = job.options
-    windows = batch_windows(
-        job.corpus.train, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len
-    )
+    windows = batch_windows(job.corpus.train, seed=options.seed, step=step, batch=options.batch, seq_len=options.seq_len)
     return windows.view(options.accumulate, options.world_size, -1, options.seq_len + 1)[:, dist.get_rank()]
 
 
 def _spread(windows: Tensor, num_wanted: int) -> Tensor:
-    """At most ``num_wanted`` of the windows, at even distances."""
+    """At most `num_wanted` of the windows, at even distances."""
     return windows[:: math.ceil(len(windows) / num_wanted)]
-
-
-def _whole(tensor: Tensor) -> Tensor:
-    """The full value of what may be a DTensor. Every rank must call this."""
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def _load_corpus(options: Options) -> Corpus:
@@ -262,7 +252,7 @@ def _identity(options: Options) -> dict[str, int]:
 
 
 def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
-    """Load the last checkpoint, if there is one, and return the number of steps behind it."""
+    """Loads the last checkpoint, if there is one, and returns the number of steps behind it."""
     if options.checkpoint_dir is None:
         return 0
     try:

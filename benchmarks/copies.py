@@ -14,26 +14,23 @@ reduce-scatters the gradients that autograd made, their outputs what `.grad` hol
 from __future__ import annotations
 
 import argparse
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._C._profiler import _EventType
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.profiler import ProfilerActivity, profile
 
 import hsdp
-from benchmarks.harness import header, progress
+from benchmarks.harness import PRECISIONS, dtypes_of, progress, publish, shard
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
+from hsdp.collectives import direct_bytes
 from hsdp.lane import LaneKind, thresholds_for
 from hsdp.layout import Layout, ParamSpec, plan
-from hsdp.policies import Fusion
 from tests.counting import CollectiveCounter, CopyCounter
 from tests.rig import fake_world
 
@@ -61,22 +58,13 @@ class Layer(nn.Module):
 
 def build(library: str, precision: str, mesh: DeviceMesh, units: int = UNITS) -> nn.Module:
     """The model, sharded as "fsdp2" or "hsdp <fusion>" says; "plain": not sharded."""
-    mixed = precision != "fp32"
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
-    model = nn.Sequential(*(Layer(torch.bfloat16 if mixed else torch.float32) for _ in range(units)))
-    for module in (*model, model):
-        if library == "fsdp2":
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
-        elif library.startswith("hsdp"):
-            fusion: Fusion = library.split()[1]  # type: ignore[assignment]
-            hsdp.fully_shard(
-                module,
-                mesh=mesh,
-                mp_policy=hsdp.MixedPrecisionPolicy(**dtypes),
-                comm_policy=hsdp.CommPolicy(fusion=fusion),
-                reshard_after_forward=True,  # by default the last unit stays whole: here all are alike
-            )
-    return model.to(torch.bfloat16) if library == "plain" and mixed else model
+    dtype = dtypes_of(precision).get("param_dtype", torch.float32)
+    model = nn.Sequential(*(Layer(dtype) for _ in range(units)))
+    name, _, fusion = library.partition(" ")
+    # By default the last unit stays whole: here all are alike.
+    options = {"comm_policy": hsdp.CommPolicy(fusion=fusion or "auto"), "reshard_after_forward": True}  # type: ignore[arg-type]
+    shard(name, (*model, model), mesh, precision, **options)
+    return model.to(dtype) if library == "plain" else model
 
 
 @dataclass(frozen=True)
@@ -193,8 +181,7 @@ def planned(block: str, shapes: Shapes, shards: int, precision: str, backend: tu
 
 def plan_of(shapes: Shapes, shards: int, precision: str, backend: tuple[int, int], *, experts: bool = False) -> Layout:
     """The layout that a unit of these parameters gets under the default policy; `experts`: placed by `least_padding`."""
-    compute = torch.float32 if precision == "fp32" else torch.bfloat16
-    kind = LaneKind(torch.float32, compute, torch.float32)
+    kind = LaneKind.of(torch.float32, hsdp.MixedPrecisionPolicy(**dtypes_of(precision)))
     specs = [_least_padding(shape, shards) if experts else ParamSpec(shape, 0) for shape in shapes.values()]
     return plan(specs, shards, thresholds_for(hsdp.CommPolicy(), *backend, kind))
 
@@ -261,7 +248,7 @@ def over_formula(counts: Counts, shape: tuple[int, ...], width: int) -> dict[str
 
 def planned_rows(args: argparse.Namespace) -> list[Planned]:
     """One per block and number of ranks."""
-    backend = {"nccl": (32 * 1024, 32 * 1024), "gloo": (256 * 1024, 1024 * 1024)}[args.backend]
+    backend = direct_bytes(args.backend)
     every = BLOCKS | EXPERTS
     return [planned(name, every[name], ranks, args.precision[-1], backend) for name in every for ranks in args.ranks]
 
@@ -283,24 +270,19 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     measured = list(measured_rows(args))
     rows = planned_rows(args)
-    told = header()
-    print("benchmarks.copies: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(measured_table(measured))
-    print(planned_table(rows, args.precision[-1], args.backend))
-    if args.json:
-        found = [
-            {"mesh": mesh, "precision": precision, "library": library, **asdict(counts)}
-            for mesh, precision, library, counts in measured
-        ]
-        whole = {"benchmark": "copies", **told, "settings": vars(args), "measured": found}
-        Path(args.json).write_text(json.dumps(whole | {"planned": [asdict(row) for row in rows]}, indent=1) + "\n")
+    told = f"{measured_table(measured)}\n{planned_table(rows, args.precision[-1], args.backend)}"
+    found = [
+        {"mesh": mesh, "precision": precision, "library": library, **asdict(counts)}
+        for mesh, precision, library, counts in measured
+    ]
+    publish("copies", told, vars(args), args.json, measured=found, planned=[asdict(row) for row in rows])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.copies", description=__doc__)
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="S or R x S")
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16/fp32"], default=["fp32", "bf16/fp32"])
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--ranks", nargs="+", type=int, default=[8, 12, 64], help="of the plans (default %(default)s)")
     parser.add_argument("--backend", choices=["nccl", "gloo"], default="nccl", help="of the plans (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write everything counted here")

@@ -15,6 +15,7 @@ import argparse
 import gc
 import json
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -25,11 +26,10 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
-from benchmarks.harness import header, positive, progress
+from benchmarks.harness import positive, progress, publish, shard
 from hsdp.collectives import Comm
 from hsdp.examples.llama import Block, LlamaConfig
 from hsdp.flight import Flight
@@ -173,12 +173,7 @@ def prepare(library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device) 
     torch.manual_seed(0)
     with device:
         model = Blocks(sizes)
-    for module in (*model.blocks, model) if library != "plain" else ():
-        dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
-        if library == "hsdp":
-            hsdp.fully_shard(module, mesh=mesh, mp_policy=hsdp.MixedPrecisionPolicy(**dtypes))
-        else:
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
+    shard(library, (*model.blocks, model), mesh, "bf16/fp32")
     if library == "plain":
         model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # no temporaries
@@ -371,8 +366,6 @@ def table(found: dict[str, Any]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
-    import tempfile
-
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal with tiny sizes")
     parser.add_argument("--worlds", nargs="+", type=positive, default=[8, 64], help="sizes of the fake worlds")
@@ -384,13 +377,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = Sizes() if args.device == "cuda" else TINY
     with tempfile.TemporaryDirectory(prefix="hsdp-bench-") as folder:
         found = run(args.device, args.worlds, sizes, Path(folder))
-    told = header() | {"device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu, a rehearsal"}
-    print(found["overlap"]["summary"])
-    print(f"benchmarks.gpu: {', '.join(f'{key} {value}' for key, value in told.items())}")
-    print(f"{time.perf_counter() - started:.0f} s in all; {sizes}")
-    print(table(found), flush=True)
-    if args.json:
-        Path(args.json).write_text(json.dumps({"benchmark": "gpu", **told, "sizes": vars(sizes), **found}, indent=1) + "\n")
+    device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu, a rehearsal"
+    told = [found["overlap"]["summary"], f"{time.perf_counter() - started:.0f} s in all; {sizes}", table(found)]
+    settings = {**vars(args), "sizes": vars(sizes)}
+    publish("gpu", "\n".join(told), settings, args.json, context={"device": device}, **found)
 
 
 if __name__ == "__main__":

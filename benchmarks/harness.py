@@ -21,7 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from datetime import datetime, timedelta, timezone
 from importlib import metadata
@@ -31,8 +31,11 @@ from typing import Any
 import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
+from torch import nn
+from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
+import hsdp
 from hsdp.examples.launch import leave
 
 Step = Callable[[], object]
@@ -166,9 +169,9 @@ def table(rows: Sequence[Row]) -> str:
 def header() -> dict[str, str]:
     """When and with what it ran."""
     try:
-        hsdp = metadata.version("hsdp")
+        version = metadata.version("hsdp")
     except metadata.PackageNotFoundError:
-        hsdp = "not installed"
+        version = "not installed"
     commit = subprocess.run(
         ["git", "describe", "--always", "--dirty"],
         cwd=Path(__file__).parent,
@@ -178,7 +181,7 @@ def header() -> dict[str, str]:
     )
     return {
         "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hsdp": hsdp,
+        "hsdp": version,
         "commit": commit.stdout.strip() or "unknown",
         "torch": torch.__version__,
         "python": platform.python_version(),
@@ -186,17 +189,62 @@ def header() -> dict[str, str]:
     }
 
 
-def report(name: str, rows: Sequence[Row], settings: dict[str, Any], json_path: str | None) -> None:
-    """Print the table and write everything measured as JSON if a path is given."""
-    told = header()
-    print(f"benchmarks.{name}: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(table(rows), flush=True)
+def in_words(facts: Mapping[str, object]) -> str:
+    """Facts such as the header's on one line."""
+    return ", ".join(f"{key} {value}" for key, value in facts.items())
+
+
+def publish(
+    name: str,
+    text: str,
+    settings: Mapping[str, Any],
+    json_path: str | None,
+    *,
+    context: Mapping[str, str] | None = None,
+    **found: Any,
+) -> None:
+    """Print what a benchmark found, below a line that says when and with what it ran.
+
+    Args:
+        name: of the benchmark.
+        text: its table.
+        settings: what it was asked for.
+        json_path: file for everything measured, if any.
+        context: more for the line.
+        found: everything measured, for the file.
+    """
+    facts = header() | dict(context or {})
+    print(f"benchmarks.{name}: {in_words(facts)}\n{text}", flush=True)
     if json_path:
-        measured = [
-            {**asdict(row), "wall_ratio": asdict(row.wall_ratio), "cpu_ratio": asdict(row.cpu_ratio)} for row in rows
-        ]
-        whole = {"benchmark": name, **told, "settings": settings, "rows": measured}
+        whole = {"benchmark": name, **facts, "settings": settings, **found}
         Path(json_path).write_text(json.dumps(whole, indent=1) + "\n")
+
+
+def report(name: str, rows: Sequence[Row], settings: dict[str, Any], json_path: str | None) -> None:
+    """Publish the ratios of some rows."""
+    measured = [{**asdict(row), "wall_ratio": asdict(row.wall_ratio), "cpu_ratio": asdict(row.cpu_ratio)} for row in rows]
+    publish(name, table(rows), settings, json_path, rows=measured)
+
+
+# -- what is compared ---------------------------------------------------------------------------------------------
+
+
+PRECISIONS = ("fp32", "bf16/fp32")
+"""Storage in fp32 and compute, then reduction, in these."""
+
+
+def dtypes_of(precision: str) -> dict[str, torch.dtype]:
+    """A precision as arguments of either library's `MixedPrecisionPolicy`."""
+    return {} if precision == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+
+
+def shard(library: str, modules: Iterable[nn.Module], mesh: DeviceMesh, precision: str = "fp32", **options: Any) -> None:
+    """Makes a unit of each module by "hsdp" or "fsdp2"; "plain" leaves them alone. `options` are for hsdp."""
+    for module in modules:
+        if library == "hsdp":
+            hsdp.fully_shard(module, mesh=mesh, mp_policy=hsdp.MixedPrecisionPolicy(**dtypes_of(precision)), **options)
+        elif library == "fsdp2":
+            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes_of(precision)))
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

@@ -17,24 +17,21 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from functools import partial
-from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from benchmarks.harness import Spread, Step, header, positive, progress
+from benchmarks.harness import PRECISIONS, Spread, Step, positive, progress, publish, shard
 from benchmarks.valgrind import count_in_child
-from hsdp.clip import clip_grad_norm_
+from hsdp.policies import Fusion
 from tests.counting import CollectiveCounter
 from tests.rig import fake_world
 
@@ -51,7 +48,7 @@ class Setup:
     mesh: str
     params: int
     precision: str
-    fusion: str
+    fusion: Fusion
     what: str
     """"pass", or "step foreach" / "step fused" after AdamW's implementation."""
 
@@ -81,7 +78,7 @@ def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh)
     """A model of `units` units, and its pass or step."""
     torch.manual_seed(0)
     model = nn.Sequential(*(Block(setup.params) for _ in range(units)))
-    _shard(library, setup, model, mesh)
+    shard(library, (*model, model), mesh, setup.precision, comm_policy=hsdp.CommPolicy(fusion=setup.fusion))
     x = torch.randn(2, DIM)
     if library == "plain" and setup.precision != "fp32":
         # The plain model computes in the same dtype, without the casts that mixed precision adds.
@@ -97,7 +94,7 @@ def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh)
         return one_pass, model
     kind = setup.what.split()[1]
     optimizer = torch.optim.AdamW(params, lr=1e-3, fused=kind == "fused", foreach=kind == "foreach")
-    clip: Callable[..., object] = clip_grad_norm_ if library == "hsdp" else nn.utils.clip_grad_norm_
+    clip: Callable[..., object] = hsdp.clip_grad_norm_ if library == "hsdp" else nn.utils.clip_grad_norm_
 
     def whole_step() -> None:
         model(x).sum().backward()
@@ -106,17 +103,6 @@ def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh)
         optimizer.zero_grad()
 
     return whole_step, model
-
-
-def _shard(library: str, setup: Setup, model: nn.Sequential, mesh: DeviceMesh) -> None:
-    mixed = setup.precision != "fp32"
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
-    for module in (*model, model):
-        if library == "hsdp":
-            comm = hsdp.CommPolicy(fusion=setup.fusion)  # type: ignore[arg-type]
-            hsdp.fully_shard(module, mesh=mesh, mp_policy=hsdp.MixedPrecisionPolicy(**dtypes), comm_policy=comm)
-        elif library == "fsdp2":
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
 
 
 @dataclass(frozen=True)
@@ -248,12 +234,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = count_in_child(measure_all, setups(args), argparse.Namespace(**vars(args) | {"rounds": 1}))
     else:
         rows = measure_all(setups(args), args, cpu_time)
-    told = header()
-    print("benchmarks.host: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(table(rows, *(("1000 instructions", 1e-3) if args.instructions else ("us of CPU time", 1e6))))
-    if args.json:
-        whole = {"benchmark": "host", **told, "settings": vars(args), "rows": [asdict(row) for row in rows]}
-        Path(args.json).write_text(json.dumps(whole, indent=1) + "\n")
+    told = table(rows, *(("1000 instructions", 1e-3) if args.instructions else ("us of CPU time", 1e6)))
+    publish("host", told, vars(args), args.json, rows=[asdict(row) for row in rows])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -263,7 +245,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--what", nargs="+", choices=whats, default=whats)
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="S or R x S")
     parser.add_argument("--params", nargs="+", type=positive, default=[9, 30], help="parameters per unit")
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16/fp32"], default=["fp32", "bf16/fp32"])
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--fusion", nargs="+", choices=["auto", "packed", "direct"], default=["auto", "direct"])
     parser.add_argument("--units", type=positive, default=8, help="(default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=7, help="A B C turns (default %(default)s)")

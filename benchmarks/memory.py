@@ -15,20 +15,17 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
-from pathlib import Path
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 
 import hsdp
-from benchmarks.harness import header, positive, progress
+from benchmarks.harness import PRECISIONS, dtypes_of, positive, progress, publish, shard
+from hsdp.inner import block_of
 from tests.counting import LiveBytes
 from tests.rig import RankEnv, fake_world, run_procs
 
@@ -114,22 +111,17 @@ def _grad_bytes(params: Sequence[nn.Parameter]) -> int:
     storages = {}
     for param in params:
         if param.grad is not None:
-            local = param.grad._local_tensor if isinstance(param.grad, DTensor) else param.grad
-            storages[local.untyped_storage()._cdata] = local.untyped_storage().nbytes()
+            storage = block_of(param.grad).untyped_storage()
+            storages[storage._cdata] = storage.nbytes()
     return sum(storages.values())
 
 
 def build(setup: Setup, layers: int, mesh: DeviceMesh) -> nn.Module:
     """The sharded model."""
-    mixed = setup.precision != "fp32"
-    dtypes = {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32} if mixed else {}
-    model = nn.Sequential(*(Layer(torch.bfloat16 if mixed else torch.float32) for _ in range(layers)))
-    for module in (*model, model):
-        if setup.library == "hsdp":
-            comm = hsdp.CommPolicy(prefetch=setup.prefetch)
-            hsdp.fully_shard(module, mesh=mesh, mp_policy=hsdp.MixedPrecisionPolicy(**dtypes), comm_policy=comm)
-        else:
-            fsdp.fully_shard(module, mesh=mesh, mp_policy=fsdp.MixedPrecisionPolicy(**dtypes))
+    dtype = dtypes_of(setup.precision).get("param_dtype", torch.float32)
+    model = nn.Sequential(*(Layer(dtype) for _ in range(layers)))
+    policy = hsdp.CommPolicy(prefetch=setup.prefetch)
+    shard(setup.library, (*model, model), mesh, setup.precision, comm_policy=policy)
     return model
 
 
@@ -220,20 +212,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         with fake_world(WORLD) as env:
             found = run(env, todo, args.layers)
-    told = header()
-    print("benchmarks.memory: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(f"backend {'gloo' if args.gloo else 'fake'}, {table(todo, found)}")
-    if args.json:
-        rows = [{**asdict(setup), "peaks": [asdict(p) for p in row]} for setup, row in zip(todo, found, strict=True)]
-        whole = {"benchmark": "memory", **told, "settings": vars(args), "rows": rows}
-        Path(args.json).write_text(json.dumps(whole, indent=1) + "\n")
+    told = f"backend {'gloo' if args.gloo else 'fake'}, {table(todo, found)}"
+    rows = [{**asdict(setup), "peaks": [asdict(p) for p in row]} for setup, row in zip(todo, found, strict=True)]
+    publish("memory", told, vars(args), args.json, rows=rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.memory", description=__doc__)
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="S or R x S")
-    parser.add_argument("--precision", nargs="+", choices=["fp32", "bf16/fp32"], default=["fp32", "bf16/fp32"])
+    parser.add_argument("--precision", nargs="+", choices=PRECISIONS, default=PRECISIONS)
     parser.add_argument("--layers", nargs="+", type=positive, default=[4, 16, 64], help="(default %(default)s)")
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0], help="windows (default %(default)s)")
     parser.add_argument("--gloo", action="store_true", help="four real processes")

@@ -15,11 +15,9 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import statistics
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -27,7 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from benchmarks.harness import Spread, Step, header, positive, progress
+from benchmarks.harness import Spread, Step, positive, progress, publish
 from benchmarks.host import Meter, cpu_time, fake_meshes
 
 CONTENDERS = ("plain", "local", "flat", "dtensor")
@@ -134,13 +132,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         for kind in args.kind:
             progress(f"{kind} ...")
             rows.append(measure(kind, args.dim, meshes["8"], args.rounds, args.steps, cpu_time))
-    told = header()
-    print("benchmarks.optimizer: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(table(rows))
-    if args.json:
-        measured = [{"kind": row.kind, "spent": row.spent} for row in rows]
-        whole = {"benchmark": "optimizer", **told, "settings": vars(args), "rows": measured}
-        Path(args.json).write_text(json.dumps(whole, indent=1) + "\n")
+    publish("optimizer", table(rows), vars(args), args.json, rows=[asdict(row) for row in rows])
 
 
 if __name__ == "__main__":

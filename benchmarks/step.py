@@ -13,11 +13,10 @@ from functools import partial
 from typing import Any
 
 import torch
-from torch import nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks.harness import Contender, Plan, Step, add_arguments, compare, positive, progress, report
+import hsdp
+from benchmarks.harness import Contender, Plan, Step, add_arguments, compare, positive, progress, report, shard
 from tests.models import Case, Transformer, language
 
 MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)}
@@ -40,7 +39,8 @@ def build(library: str, policy: dict[str, Any], sizes: Sizes, mesh: DeviceMesh) 
     """Shard the model by `library` and return its training step on this rank."""
     case = make_case(sizes)
     model = case.model()
-    shard(library, policy, model, mesh)
+    assert isinstance(model, Transformer)
+    shard(library, (*model.blocks, model), mesh, comm_policy=hsdp.CommPolicy(**policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = case.batch(0, mesh.get_rank())
 
@@ -56,19 +56,6 @@ def make_case(sizes: Sizes) -> Case:
     """The transformer with its batches, in float32."""
     case = language("step", **vars(sizes))
     return Case(case.name, case.build, case.draw, case.loss, torch.float32)
-
-
-def shard(library: str, policy: dict[str, Any], model: nn.Module, mesh: DeviceMesh) -> None:
-    """Make a unit of each block and of the root, by one library or the other."""
-    assert isinstance(model, Transformer)
-    if library == "fsdp2":
-        apply = partial(fsdp.fully_shard, mesh=mesh)
-    else:
-        import hsdp
-
-        apply = partial(hsdp.fully_shard, mesh=mesh, comm_policy=hsdp.CommPolicy(**policy))
-    for module in (*model.blocks, model):
-        apply(module)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -9,17 +9,15 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import asdict
-from pathlib import Path
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from benchmarks.harness import Spread, Step, header, positive, progress
+from benchmarks.harness import Spread, Step, positive, progress, publish
 from benchmarks.host import Meter, Setup, cpu_time, fake_meshes, prepare_with_model
 from benchmarks.valgrind import count_in_child
 
@@ -73,17 +71,15 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = count_in_child(measure_all, setups, argparse.Namespace(**vars(args) | {"rounds": 1}))
     else:
         rows = measure_all(setups, args, cpu_time)
-    told = header()
-    print("benchmarks.tracing: " + ", ".join(f"{key} {value}" for key, value in told.items()))
+    pairs = list(zip(setups, rows, strict=True))
     unit = "instructions" if args.instructions else "CPU time"
-    print(f"{unit} of a step, over that of a model that was never traced")
-    print(f"{'':45}  off: min median    max  on: min median    max")
-    for setup, spent in zip(setups, rows, strict=True):
-        print(f"{setup!s:45}  {ratio(spent, 'off')}     {ratio(spent, 'on')}")
-    if args.json:
-        measured = [{"setup": asdict(setup), "spent": spent} for setup, spent in zip(setups, rows, strict=True)]
-        whole = {"benchmark": "tracing", **told, "settings": vars(args), "rows": measured}
-        Path(args.json).write_text(json.dumps(whole, indent=1) + "\n")
+    lines = [
+        f"{unit} of a step, over that of a model that was never traced",
+        f"{'':45}  off: min median    max  on: min median    max",
+        *(f"{setup!s:45}  {ratio(spent, 'off')}     {ratio(spent, 'on')}" for setup, spent in pairs),
+    ]
+    measured = [{"setup": asdict(setup), "spent": spent} for setup, spent in pairs]
+    publish("tracing", "\n".join(lines), vars(args), args.json, rows=measured)
 
 
 if __name__ == "__main__":

@@ -24,11 +24,10 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
-from benchmarks.harness import Spread, Step, header, positive, progress
+from benchmarks.harness import Spread, Step, positive, progress, publish, shard
 from benchmarks.netns import two_nodes
 from benchmarks.schedule import Durations, best_step
 from hsdp.flight import Flight
@@ -109,11 +108,7 @@ def build(job: Job, library: str, policy: hsdp.CommPolicy, mesh: DeviceMesh) -> 
     torch.manual_seed(0)
     layers = [RealLayer() if job.layers == "real" else SleepingLayer(job.forward) for _ in range(job.units)]
     model = nn.Sequential(*layers)
-    for module in (*layers, model):
-        if library == "fsdp2":
-            fsdp.fully_shard(module, mesh=mesh)
-        elif library == "hsdp":
-            hsdp.fully_shard(module, mesh=mesh, comm_policy=policy)
+    shard(library, (*layers, model), mesh, comm_policy=policy)
     if library == "fsdp2":
         for at, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 2])
@@ -302,14 +297,10 @@ def main(argv: Sequence[str] | None = None) -> None:
                     found = json.loads(Path(directory, "times.json").read_text())
                 parts = [Durations(**one) for one in found["durations"]]
                 results.append(Result(rate, layers, found["times"], parts))
-    told = header()
     num_params = args.units * WEIGHTS * DIM * DIM
-    print("benchmarks.two_nodes: " + ", ".join(f"{key} {value}" for key, value in told.items()))
-    print(f"{num_params:,} parameters in {args.units} units, {args.micro_batches} micro-batches where '/ 4' is said")
-    print(table(results, job), flush=True)
-    if args.json:
-        whole = {"benchmark": "two_nodes", **told, "settings": vars(args), "rows": [asdict(one) for one in results]}
-        Path(args.json).write_text(json.dumps(whole, indent=1) + "\n")
+    head = f"{num_params:,} parameters in {args.units} units, {args.micro_batches} micro-batches where '/ 4' is said"
+    rows = [asdict(one) for one in results]
+    publish("two_nodes", f"{head}\n{table(results, job)}", vars(args), args.json, rows=rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

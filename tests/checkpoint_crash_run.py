@@ -36,7 +36,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
-from benchmarks.harness import header
+from benchmarks.harness import header, in_words
 from hsdp import checkpoint
 from tests import checkpoint_models as cm
 
@@ -214,7 +214,7 @@ class CrashRun:
         self._log = log
         self._launches = 0
         self._say(command)
-        self._say(", ".join(f"{key} {value}" for key, value in header().items()))
+        self._say(in_words(header()))
         self._say(f"timeout of collectives: {TIMEOUT:g} s")
 
     def _say(self, line: str) -> None:

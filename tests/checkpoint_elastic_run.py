@@ -20,7 +20,7 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.harness import header
+from benchmarks.harness import header, in_words
 from tests.test_checkpoint_train_lm import ROOT, SIZES, curve
 
 STEPS = 300
@@ -85,8 +85,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     options = parser.parse_args(argv)
     with tempfile.TemporaryDirectory(prefix="hsdp-elastic-") as directory:
         lines = elastic_run(Path(directory))
-    facts = ", ".join(f"{key} {value}" for key, value in header().items())
-    text = "\n".join(["python -m tests.checkpoint_elastic_run", facts, *lines]) + "\n"
+    text = "\n".join(["python -m tests.checkpoint_elastic_run", in_words(header()), *lines]) + "\n"
     print(text)
     if options.log is not None:
         options.log.parent.mkdir(parents=True, exist_ok=True)

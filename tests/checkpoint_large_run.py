@@ -26,7 +26,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.harness import header
+from benchmarks.harness import header, in_words
 from hsdp import checkpoint, fully_shard
 from tests.rig import run_procs
 from tests.rig_worker import RankEnv
@@ -162,7 +162,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines = large_run(Path(directory))
     facts = {**header(), "safetensors": metadata.version("safetensors")}
     command = f"python -m tests.checkpoint_large_run {shlex.join(sys.argv[1:] if argv is None else argv)}"
-    text = "\n".join([command, ", ".join(f"{key} {value}" for key, value in facts.items()), *lines]) + "\n"
+    text = "\n".join([command, in_words(facts), *lines]) + "\n"
     print(text)
     if options.log is not None:
         options.log.parent.mkdir(parents=True, exist_ok=True)

@@ -17,6 +17,7 @@ import hsdp
 from hsdp.errors import StateError
 from hsdp.full_params import full_params
 from hsdp.init import init_sharded, sync_module_states
+from hsdp.inner import block_of
 from tests.counting import CollectiveCounter
 from tests.models import MLP, ConvNet, Transformer
 from tests.rig import Pool, RankEnv
@@ -285,7 +286,7 @@ def _sync(env: RankEnv) -> None:
     model(x)  # has gathered the old values
     with torch.no_grad():
         for at, param in enumerate(model.parameters()):
-            local = param._local_tensor if isinstance(param, DTensor) else param
+            local = block_of(param)
             local.fill_(at + 100.0 * env.rank)
         for buffer in model.buffers():
             buffer.fill_(env.rank + 5)
@@ -295,7 +296,7 @@ def _sync(env: RankEnv) -> None:
         if isinstance(param, DTensor) and name != "gain":
             assert bool((param._local_tensor == at + 100.0 * row).all()), name
         else:
-            local = param._local_tensor if isinstance(param, DTensor) else param
+            local = block_of(param)
             assert bool((local == at).all()), name
     assert all(bool((buffer == 5).all()) for buffer in model.buffers())
     with torch.no_grad():

@@ -47,6 +47,11 @@ class HSDPModule(FSDP2Methods):
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its whole parameters; hooks that users put on the module see them too."""
+        if torch.compiler.is_exporting():
+            raise TypeError(
+                f"{type(self).__name__} is sharded and cannot be exported; export a plain module that was given "
+                "hsdp.checkpoint.full_state_dict(model)"
+            )
         if torch.compiler.is_compiling():
             return torch._dynamo.disable(_run_uncompiled)(self, args, kwargs)
         return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]

@@ -8,7 +8,7 @@ the optimizer see the sharded parameter at every moment, whatever happens in bet
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -91,6 +91,12 @@ class ManagedParam:
         self.local: Tensor
         self.tensor_spec: DTensorSpec
 
+    def holders(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that hold it, with its name there; those that users took out of their model may be gone."""
+        for place in self.places:
+            if (module := place.module()) is not None:
+                yield module, place.name
+
     def shard(self, local: Tensor, piece: Piece, axes: MeshAxes) -> None:
         """Replaces the original parameter, in every place, by a DTensor around `local`."""
         original = self.sharded
@@ -134,7 +140,7 @@ class ManagedParam:
         sharded = self.sharded
         if self._local_now() is not self.local:
             return True
-        return any(place.module().__dict__["_parameters"].get(place.name) is not sharded for place in self.places)
+        return any(module._parameters.get(name) is not sharded for module, name in self.holders())
 
     def adopt(self, unit_name: str) -> None:
         """Takes over what replaced the parameter (`load_state_dict(assign=True)`), or refuses it.
@@ -142,7 +148,7 @@ class ManagedParam:
         Raises:
             StateError: it was replaced by something that is not an equally sharded parameter.
         """
-        currents = [place.module().__dict__["_parameters"].get(place.name) for place in self.places]
+        currents = [module._parameters.get(name) for module, name in self.holders()]
         found = next((p for p in currents if p is not self.sharded), self.sharded)
         if found is not self.sharded:
             where = f"parameter {self.fqn!r} of unit {unit_name!r}"
@@ -169,11 +175,9 @@ class ManagedParam:
         return self.sharded._local_tensor  # type: ignore[attr-defined,no-any-return]
 
     def _register(self, sharded: nn.Parameter) -> None:
-        for place in self.places:
-            module = place.module()
-            assert module is not None, f"the module of {place.fqn!r} is gone"
-            module._parameters[place.name] = sharded
-            refresh_flat_weights(module, place.name, sharded)
+        for module, name in self.holders():
+            module._parameters[name] = sharded
+            refresh_flat_weights(module, name, sharded)
 
 
 def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:

@@ -21,7 +21,8 @@ class MixedPrecisionPolicy:
             the optimizer keep the original dtype.
         reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter.
         output_dtype: floating-point outputs of the module's forward are cast to it.
-        cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`.
+        cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`. Lists, dicts and
+            dataclasses with a tensor to cast are passed as copies, all others as they are.
         buffer_dtype: floating-point buffers are cast to it once, by `fully_shard`.
     """
 

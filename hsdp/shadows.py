@@ -16,29 +16,26 @@ class Shadows:
 
     Args:
         params: the unit's parameters, with their whole ones (or without, on the meta device).
-        unit_name: for messages.
     """
 
-    def __init__(self, params: Sequence[ManagedParam], unit_name: str) -> None:
-        self._unit_name = unit_name
+    def __init__(self, params: Sequence[ManagedParam]) -> None:
         # The dict of parameters does not hold the module: no cycle.
         self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
         self._names = {id(param.whole): param.fqn for param in params if param.whole is not None}
         modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
         for param in params:
-            for place in param.places:
-                module = place.module()
-                assert module is not None, f"the module of {place.fqn!r} is gone"
-                entry = modules.setdefault(id(module), (place.module, {}, isinstance(module, nn.RNNBase)))
-                entry[1][place.name] = param.whole
-                self._registered.append((module._parameters, place.name, param.sharded, param.local))
+            for module, name in param.holders():
+                entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
+                entry[1][name] = param.whole
+                self._registered.append((module._parameters, name, param.sharded, param.local))
         self._modules = list(modules.values())
 
     def show(self) -> None:
         """Puts the whole parameters in front."""
         for module, shadows, rnn in self._modules:
             there = module()
-            assert there is not None, f"unit {self._unit_name!r}: one of its modules is gone"
+            if there is None:  # users took it out of their model
+                continue
             there.__dict__.update(shadows)
             if rnn:
                 for name, whole in shadows.items():

@@ -9,6 +9,8 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from operator import is_
+from types import GeneratorType
 from typing import Any
 
 import torch
@@ -79,7 +81,7 @@ class ModuleState:
         dtype = self.unit.mp_policy.output_dtype
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        self._refuse_parameters(output)
+        self._check_output(output)
         return output, torch.is_grad_enabled() and self._watch(output, runtime, first_node)
 
     def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
@@ -106,8 +108,13 @@ class ModuleState:
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime
 
-    def _refuse_parameters(self, output: Any) -> None:
-        """A whole parameter is freed after forward: it, or a view of it, cannot be an output."""
+    def _check_output(self, output: Any) -> None:
+        """A whole parameter is freed after forward: neither it or a view of it, nor who will use it, can be an output."""
+        if isinstance(output, GeneratorType):
+            raise StateError(
+                f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
+                "parameters are sharded again; return a list of what it yields"
+            )
         for tensor in tensors_in(output):
             base = tensor if tensor.is_leaf else tensor._base
             name = None if base is None else self.unit.name_of_whole(base)
@@ -178,20 +185,27 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept."""
+    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept.
+
+    A container in which nothing changes is the same object again: a forward may write to it, as it does to a cache.
+    """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, tuple):
+    if isinstance(value, (tuple, list)):
         items = [map_tensors(item, fn) for item in value]
+        if all(map(is_, items, value)):
+            return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, list):
-        return type(value)(map_tensors(item, fn) for item in value)
     if isinstance(value, dict):
+        items = [map_tensors(item, fn) for item in value.values()]
+        if all(map(is_, items, value.values())):
+            return value
         try:
-            return type(value)((key, map_tensors(item, fn)) for key, item in value.items())
+            return type(value)(zip(value, items, strict=True))
         except TypeError:
-            return {key: map_tensors(item, fn) for key, item in value.items()}
+            return dict(zip(value, items, strict=True))
     if is_dataclass(value) and not isinstance(value, type):
-        changes = {f.name: map_tensors(getattr(value, f.name), fn) for f in fields(value) if f.init}
-        return replace(value, **changes)
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        changes = {name: new for name, item in held.items() if (new := map_tensors(item, fn)) is not item}
+        return replace(value, **changes) if changes else value
     return value

@@ -140,7 +140,7 @@ class Unit:
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
         self._sharded: list[nn.Parameter] = []
-        self._shadows = Shadows((), name)
+        self._shadows = Shadows(())
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -202,7 +202,7 @@ class Unit:
             register(param.sharded, this)
             if param.whole is not None and param.whole.requires_grad:
                 self._watch(slot)
-        self._shadows = Shadows(self.params, self.name)
+        self._shadows = Shadows(self.params)
         self.trainable = ()
         self.choose_trainable()
 

@@ -238,7 +238,8 @@ class Loan:
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
                 module = place.module()
-                assert module is not None, f"the module of {place.fqn!r} is gone"
+                if module is None:  # users took it out of their model
+                    continue
                 # A unit that somebody opened (unshard) has shadows, and they would hide what is registered.
                 shadow = module.__dict__.pop(place.name, None)
                 self._before.append((slot, place, module._parameters[place.name], shadow))

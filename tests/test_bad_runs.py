@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -54,6 +55,26 @@ def _call_forward_directly(env: RankEnv) -> None:
 
 def test_forward_may_be_called_directly(pool2: Pool) -> None:
     pool2.run(_call_forward_directly)
+
+
+class _Generator(nn.Linear):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        for _ in range(2):
+            x = super().forward(x)
+            yield x
+
+
+def _refuse_what_runs_later(env: RankEnv) -> None:
+    model = fully_shard(_Generator(4, 4), mesh=env.mesh(2))
+    with pytest.raises(StateError, match=r"unit 'HSDP_Generator \(root\)' is a generator.*return a list"):
+        model(torch.ones(1, 4))
+    model = fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
+    with pytest.raises(TypeError, match=r"HSDPLinear is sharded and cannot be exported.*full_state_dict"):
+        torch.export.export(model, (torch.ones(1, 4),))
+
+
+def test_what_would_run_after_forward_is_refused(pool2: Pool) -> None:
+    pool2.run(_refuse_what_runs_later)
 
 
 def _replace_parameter(env: RankEnv, how: str) -> str:

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.graphs import DIM, Layer, Net, floats
+from tests.graphs import DIM, Layer, Net, floats, tokens
 from tests.module_kinds import KINDS, Kind, LeafOutputs, Tied, weight_handed_out_over_three_steps
 from tests.rig import Pool, RankEnv
 from tests.rules.support import mean_into
@@ -160,3 +160,33 @@ def test_gradients_that_share_memory_are_summed_each_by_itself(
     pool2: Pool, shape: tuple[int, ...], options: dict[str, Any], tolerance: float
 ) -> None:
     pool2.run(_share_memory, shape, options, tolerance)
+
+
+# -- modules that leave ---------------------------------------------------------------------------------------------
+
+
+def _take_modules_out(env: RankEnv) -> None:
+    torch.manual_seed(0)
+    plain = Net().double()
+    model = shard(copy.deepcopy(plain), env.mesh(2))
+    for net in (model, plain):
+        del net.blocks[2]  # a unit
+        net.head = nn.Identity()  # part of one
+        net.blocks[1].up = nn.Identity()
+        net.blocks[1].down = nn.Identity()
+
+    def run(net: Any, rank: int) -> None:
+        net(tokens(rank)).square().sum().backward()
+
+    check_grads(model, plain, run, env.rank, env.world_size)
+    with hsdp.full_params(model):
+        assert {name: p.shape for name, p in model.named_parameters()} == {
+            name: p.shape for name, p in plain.named_parameters()
+        }
+    for net in (model, plain):
+        net.float()
+    torch.testing.assert_close(model(tokens(0)), plain(tokens(0)), rtol=0, atol=0)
+
+
+def test_modules_may_be_taken_out_of_a_sharded_model(pool2: Pool) -> None:
+    pool2.run(_take_modules_out)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+from dataclasses import dataclass
 from typing import Any
 
 import pytest
@@ -153,3 +155,36 @@ def _units_of_several_policies(env: RankEnv) -> tuple[torch.dtype, ...]:
 def test_units_of_one_model_may_have_their_own_policies(pool2: Pool) -> None:
     expected = (BF16, F64, F64, F32, F32, F32, F32, F32, F64, F64)
     assert pool2.run(_units_of_several_policies) == [expected] * 2
+
+
+class _Cached(nn.Linear):
+    """Writes to the caches that it is handed: of what it saw, a dict in a dataclass and a list."""
+
+    def forward(self, x: Tensor, cache: _Cache) -> Tensor:
+        y = super().forward(x)
+        cache.seen["x"] = torch.cat([cache.seen["x"], y]) if "x" in cache.seen else y
+        cache.log.append(y)
+        return torch.tanh(cache.seen["x"].sum(0, keepdim=True))
+
+
+@dataclass
+class _Cache:
+    seen: dict[str, Tensor]
+    log: list[Tensor]
+
+
+def _generate_with_a_cache(env: RankEnv) -> None:
+    plain = _Cached(8, 8).to(BF16)
+    model = hsdp.fully_shard(copy.deepcopy(plain).float(), mesh=env.mesh(2), mp_policy=MixedPrecisionPolicy(BF16))
+    outs = []
+    for module in (model, plain):
+        x, cache = torch.ones(1, 8, dtype=BF16), _Cache({}, [])
+        with torch.inference_mode():
+            for _ in range(3):
+                x = module(x, cache)
+        outs.append([x, cache.seen["x"], *cache.log])
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+
+
+def test_caches_that_a_forward_writes_to_are_the_caller_s_own(pool2: Pool) -> None:
+    pool2.run(_generate_with_a_cache)

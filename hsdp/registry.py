@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from torch import nn
@@ -13,9 +14,15 @@ if TYPE_CHECKING:
 _managed: dict[int, weakref.ref[Unit]] = {}
 
 
-def register(param: nn.Parameter, unit: weakref.ref[Unit]) -> None:
-    """Notes that `unit` manages the sharded parameter `param`."""
-    _managed[id(param)] = unit
+def register(params: Iterable[nn.Parameter], unit: Unit, ids: list[int]) -> None:
+    """Notes that `unit` manages these sharded parameters, and none that it did before; `ids` is its list of them."""
+    this = weakref.ref(unit)
+    for key in ids:
+        if _managed.get(key) is this:
+            del _managed[key]
+    ids[:] = map(id, params)
+    for key in ids:
+        _managed[key] = this
 
 
 def unit_of(param: object) -> Unit | None:

@@ -140,6 +140,8 @@ class Unit:
         self.lanes: list[Lane] = []
         self.trainable: tuple[bool, ...] = ()
         self._sharded: list[nn.Parameter] = []
+        self._registered: list[int] = []
+        weakref.finalize(self, forget, self._registered)
         self._shadows = Shadows(())
 
     # -- building ------------------------------------------------------------------------------------------------
@@ -192,14 +194,12 @@ class Unit:
 
     def _arrange(self) -> None:
         self.gradients.arrange(self.lanes)
-        this = weakref.ref(self)
         self._sharded = [param.sharded for param in self.params]
-        weakref.finalize(self, forget, [id(param) for param in self._sharded])
+        register(self._sharded, self, self._registered)
         for lane in self.lanes:
             lane.arrange()
         for slot, param in enumerate(self.params):
             param.node = None
-            register(param.sharded, this)
             if param.whole is not None and param.whole.requires_grad:
                 self._watch(slot)
         self._shadows = Shadows(self.params)

@@ -68,7 +68,7 @@ def check_refused(env: RankEnv) -> None:
     expected = model(floats(env.rank)).detach()
     held = dict(model.named_parameters())
     model.load_state_dict(state, assign=True)
-    with pytest.raises(hsdp.StateError, match=r"'last.weight' of unit .* was replaced by a .*not a sharded"):
+    with pytest.raises(hsdp.StateError, match=r"'last.weight' of unit .* was replaced by .*not a sharded"):
         model(floats(env.rank))
     model.load_state_dict(held, assign=True)
     assert torch.equal(model(floats(env.rank)), expected)

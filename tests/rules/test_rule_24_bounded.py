@@ -15,6 +15,7 @@ from torch import Tensor
 import hsdp
 from hsdp.flight import Flight, flying
 from hsdp.pipeline import ReductionPipeline
+from hsdp.registry import _managed
 from hsdp.unit import Residency
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, never_done, seeded, step
@@ -52,6 +53,26 @@ def check_steps(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
 def test_rule_24_nothing_grows_with_the_steps(pool2: Pool, shape: tuple[int, ...]) -> None:
     pool2.run(check_steps, shape)
+
+
+def check_moves(env: RankEnv) -> None:
+    model = shard(seeded(Deep), env.mesh(2))
+    seen: list[tuple[Counter[str], int]] = []
+    for k in range(20):
+        model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+        model.float().double()
+        step(model, env.rank)
+        model.zero_grad()
+        if k in (7, 13, 19):
+            seen.append((_census(), len(_managed)))
+    _, (before, managed_before), (after, managed_after) = seen
+    grown = {kind: after[kind] - before[kind] for kind in after if after[kind] > before[kind]}
+    assert sum(grown.values()) <= 3, f"objects left by six more moves: {grown}"
+    assert managed_after == managed_before, f"{managed_after - managed_before} parameters more in the registry"
+
+
+def test_rule_24_nothing_grows_with_moves(pool2: Pool) -> None:
+    pool2.run(check_moves)
 
 
 def _peaks(env: RankEnv, layers: int, policy: hsdp.CommPolicy) -> tuple[int, ...]:

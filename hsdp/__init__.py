@@ -8,7 +8,19 @@
     fully_shard(model, mesh=mesh)
     optimizer = torch.optim.AdamW(model.parameters())
 
-The training loop stays as it was.
+The training loop stays as it was. What else there is, by purpose:
+
+    units                    shard_units, by_numel, describe
+    policies                 MixedPrecisionPolicy, CommPolicy, OffloadPolicy, CPUOffloadPolicy, DiskOffloadPolicy
+    meshes, placements       DataParallelMeshDims, least_padding
+    sharded modules          HSDPModule: accumulation, reduction and gathering; register_forward_method
+    whole parameters         full_params, gathered_apply, init_sharded, sync_module_states
+    optimizers               clip_grad_norm_, optim.local
+    saving and loading       checkpoint
+    before and after a step  plan, trace
+    errors                   HSDPError and its subclasses
+    other collectives        AllGather, ReduceScatter, ReplicaReduce, CompressedAllReduce, CompressedReduceScatter
+    FSDP2's names            FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 """
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint

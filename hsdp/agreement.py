@@ -1,4 +1,4 @@
-"""All ranks of a group start the same collectives in the same order, or are told who did not.
+"""All ranks of a group start the same collectives in the same order, or learn which of them did not.
 
 A collective that ranks disagree about hangs, or kills the process (gloo), or hands out garbage (NCCL). So before a rank
 starts one it must know that the others will. It does not ask each time:
@@ -39,7 +39,7 @@ _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
 
 STEP, CLIP = 1, 2
-"""What `Agreement.note` is told of."""
+"""Events for `Agreement.note`."""
 
 
 class _Answer(NamedTuple):
@@ -141,7 +141,7 @@ class Agreement:
         self._begins = False
 
     def alike(self, kind: str, name: str, digest: str) -> bool:
-        """Asks, known or not, and tells whether all ranks came with the same `digest`: for set-up, not for steps.
+        """Always asks the other ranks; returns whether all came with the same `digest`. For set-up, not for steps.
 
         Raises:
             DivergenceError: the ranks are about to do different things.

@@ -76,9 +76,9 @@ def fully_shard(
             the same pipeline. For small ones that are not worth gathering.
         dp_mesh_dims: names the axes of a bigger `mesh` over which to shard and to replicate; several may act as one.
             Without a shard axis nothing is sharded and gradients are all-reduced, as in DDP.
-        replica_policy: what becomes of values that differ between ranks, here or in `init_sharded`. "broadcast": those of
-            the mesh's first rank are everybody's; only what differs is sent. "check": they are an error. "trust": nobody
-            looks, and the caller answers for equal replicas; saves one pass over the parameters.
+        replica_policy: what becomes of values that differ between ranks, here or in `init_sharded`. "broadcast":
+            every rank takes those of the mesh's first rank; only what differs is sent. "check": they are an error. "trust":
+            they are not looked for, which saves a pass over the parameters: the caller guarantees equal replicas.
 
     Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
     the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.

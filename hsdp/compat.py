@@ -1,4 +1,4 @@
-"""FSDP2's face: the names that `torch.distributed.fsdp` has and hsdp calls otherwise, with FSDP2's meaning and reach.
+"""FSDP2's face: names of `torch.distributed.fsdp` that differ from hsdp's own, with FSDP2's meaning and reach.
 
 `HSDPModule` is a real subclass of torch's `FSDPModule`, because libraries ask `isinstance(module, FSDPModule)` and a plain
 class cannot be joined in any other way. So every public method of that class is overridden, here or in `HSDPModule`:
@@ -65,7 +65,7 @@ class UnshardHandle(_UnshardHandle):
 
 
 class FSDP2Methods(fsdp.FSDPModule):
-    """The methods of FSDP2's `FSDPModule` that hsdp calls otherwise or does not need.
+    """The methods of FSDP2's `FSDPModule` that have another name in hsdp, or that it does not need.
 
     Each says what it does here; their arguments, and which modules they reach, are FSDP2's.
     """

@@ -14,7 +14,7 @@ def describe(model: nn.Module, *, params: bool = True) -> str:
     """The tree of units, inner ones indented: a line per unit and, below it, one per parameter.
 
     A parameter's line has its shape, placement, dtypes (stored / computed / reduced), bytes per rank, and how it is
-    communicated. Units that differ by a number in their name only are told once, as in "blocks.0..31 (each of 32)".
+    communicated. Units that differ only by a number in their name share one entry, as in "blocks.0..31 (each of 32)".
 
     *direct* parameters are transferred from and to their place without a copy; *packed* ones share a transfer with the
     other packed ones of the unit and cost one copy. `CommPolicy` says which go where, `MixedPrecisionPolicy` the dtypes.

@@ -39,8 +39,8 @@ def full_params(
     Args:
         model: a model with sharded parameters, or a module of one.
         recurse: also those of the units below `model`; False: only those of its own unit.
-        writeback: what becomes of changes. None: they are dropped. "rank0": those of the mesh's first rank are
-            everybody's. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
+        writeback: what becomes of changes. None: they are dropped. "rank0": every rank takes those of the mesh's first
+            rank. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
             alike. After an exception nothing is written back.
         rank0_only: only the mesh's first rank holds the whole parameters; the others go on seeing sharded ones.
         cast: floating-point dtype of the whole parameters, for reading.
@@ -105,8 +105,8 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
 
     `fn` is called on every module, children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of the
     module's unit, and of the units around it, are whole plain `nn.Parameter`s; those of nested units are sharded again.
-    So memory is that of a few units, never of the model. When a unit is done its values on the mesh's first rank
-    become everybody's: ranks may draw different random numbers.
+    So memory is that of a few units, never of the model. When a unit is done, every rank takes its values from
+    the mesh's first rank: ranks may draw different random numbers.
 
     Args:
         model: a model with sharded parameters, or a module of one; every rank must call it.

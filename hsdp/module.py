@@ -96,8 +96,8 @@ class HSDPModule(FSDP2Methods):
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
         """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.
 
-        Every rank must call it. Values that `fn` writes on the mesh's first rank become everybody's. For a model on the
-        meta device call `hsdp.init_sharded(model, fn)`.
+        Every rank must call it, and takes the values that `fn` writes on the mesh's first rank. For a model on the meta
+        device call `hsdp.init_sharded(model, fn)`.
         """
         return gathered_apply(cast(nn.Module, self), fn)
 
@@ -148,8 +148,8 @@ class HSDPModule(FSDP2Methods):
     def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward communicates gradients.
 
-        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider), at the cost of one
-        whole gradient of memory, until a backward with True sends the sums.
+        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward with
+        True sends the sums. That takes the memory of an unsharded model in that dtype.
         """
         flag = check_flag("set_requires_grad_sync", requires_grad_sync)
         for unit in self._units(recurse):
@@ -217,7 +217,11 @@ class HSDPModule(FSDP2Methods):
             runtime.flush()
 
     def pending_gradients(self) -> dict[str, str]:
-        """Parameters whose gradient sums have not been communicated, and how far they came."""
+        """Parameters whose gradient sums have not been summed over all ranks, and how far those came.
+
+        Returns:
+            By parameter name, "on this rank", "in the shard group", or both.
+        """
         return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:
@@ -283,6 +287,9 @@ class HSDPModule(FSDP2Methods):
         The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
         is called after the reduce-scatter. On a device the all-reduce stream is current, or `stream`, which may be given
         without replicas only.
+
+        Raises:
+            ValueError: `stream` is given, and the unit has replicas.
         """
         for unit in self._units(recurse=False):
             if stream is not None and unit.axes.replicate_size > 1:
@@ -293,7 +300,7 @@ class HSDPModule(FSDP2Methods):
             unit.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
-        """Replaces the all-reduce stage: see `ReplicaReduce`."""
+        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`."""
         if not callable(getattr(replica_reduce, "start", None)):
             raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
         for unit in self._units(recurse):
@@ -302,7 +309,7 @@ class HSDPModule(FSDP2Methods):
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after forward and gathered again for backward."""
+        """Whether whole parameters are freed after forward and gathered again for backward; see `fully_shard`."""
         flag = check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.reshard_after_forward = flag

@@ -76,7 +76,7 @@ class DiskOffloadPolicy(OffloadPolicy):
     directory: str | os.PathLike[str]
 
     def home(self, device: torch.device) -> torch.device:
-        """Host memory, as far as torch can tell."""
+        """The CPU: to torch, a mapped file is host memory."""
         return torch.device("cpu")
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -72,7 +72,7 @@ class Streams:
         return event
 
     def stamp(self) -> Event:
-        """As `mark`, an event that keeps its time."""
+        """Like `mark`, with an event that records its time."""
         if not self.active:
             return None
         event = self._module().Event(enable_timing=True)

@@ -25,8 +25,8 @@ from hsdp.wording import dotted
 class by_numel:  # noqa: N801  (where it is used it reads as a function)
     """A pattern of `shard_units`: modules with at least `smallest` parameter elements that no unit below them owns.
 
-    So a block that is large enough is a unit, small layers stay with what is around them, and that is counted without
-    the units in it.
+    So a block that is large enough becomes a unit and small layers stay with the module around them, whose own size is
+    counted without the units in it.
     """
 
     smallest: int
@@ -54,14 +54,14 @@ def shard_units(
         hsdp.shard_units(model, [nn.TransformerEncoderLayer, "head"], mesh=mesh, mp_policy=policy)
         hsdp.shard_units(model, hsdp.by_numel(10_000_000), dry_run=True)
 
-    Passed over are modules without a `forward` (`nn.ModuleList`), and those for which units below them leave no
+    Modules without a `forward` (`nn.ModuleList`) are passed over, and so are those for which units below them leave no
     parameters.
 
     Args:
         model: the model, not sharded itself yet.
         patterns: what a unit is, one or several of: a string, a glob over qualified names in which `*` and `?` stand for
             characters but dots and `**` for any ("blocks.*" is each block, "blocks.**" everything below it too); a module
-            type, for its instances; a module of the model; `by_numel(n)`; a function that takes a module and tells.
+            type, for its instances; a module of the model; `by_numel(n)`; a predicate, a function of a module.
         root: make the model itself the last unit, of all parameters that are left. Otherwise those stay as they are.
         dry_run: change nothing and print the plan, on rank 0. Needs no process group.
         kwargs: for `fully_shard`.

@@ -132,7 +132,7 @@ def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
-    """Makes the mesh's first rank's whole parameters everybody's; others may pass None. Every rank must call it."""
+    """Every rank takes the whole parameters of the mesh's first rank; the others may pass None. All must call it."""
     if unit.axes.replicate_rank == 0:
         _keep_rows(unit, _from_first(unit, wholes))
     spread(unit)  # raises the epoch, as often on every rank
@@ -159,7 +159,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
 
 @torch.no_grad()
 def spread(unit: Unit) -> None:
-    """Makes the shards of the first replica everybody's, and what every rank holds whole that of the first rank."""
+    """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
     if unit.disturbed():
         unit.rebuild()
     for lane in unit.lanes:

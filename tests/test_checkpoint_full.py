@@ -114,8 +114,8 @@ def refuse_misfits(env: RankEnv) -> list[str]:
 def test_misfits_are_named_on_every_rank_before_anything_changes(pool2: Pool) -> None:
     first, second = pool2.run(refuse_misfits)
     assert first == second
-    assert "the model has 'blocks.1.up.weight', which the state has not" in first[0]
-    assert "the state has 'more', which the model has not" in first[1]
+    assert "the model has 'blocks.1.up.weight', which the state does not have" in first[0]
+    assert "the state has 'more', which the model does not have" in first[1]
     assert "'temperature' is torch.float32 of shape (2,) in the state, torch.float64 of shape ()" in first[2]
     assert "'temperature' is torch.float32 of shape () in the state" in first[3]
 

@@ -67,8 +67,8 @@ def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim
 
 
 CASES: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
-    ("missing", no_buffer, Pair, "the model has 'mean', which the checkpoint has not"),
-    ("unexpected", Pair, no_buffer, "the checkpoint has 'mean', which the model has not"),
+    ("missing", no_buffer, Pair, "the model has 'mean', which the checkpoint does not have"),
+    ("unexpected", Pair, no_buffer, "the checkpoint has 'mean', which the model does not have"),
     ("renamed", Pair, renamed, "the model has 'third.weight', 'third.bias'.*the checkpoint has 'second.weight'"),
     (
         "shape",
@@ -155,7 +155,7 @@ def test_optimizers_that_differ(tmp_path: Path) -> None:
     refuse(path, model, sgd, r"of another kind: it has 'amsgrad', 'betas'.*SGD has 'dampening', 'momentum', 'nesterov'")
 
     part = torch.optim.AdamW(model.first.parameters())
-    refuse(path, model, part, "optimizer state of 'second.weight', 'second.bias', which the optimizer has not")
+    refuse(path, model, part, "optimizer state of 'second.weight', 'second.bias', which the optimizer does not have")
 
     foreign = torch.optim.AdamW(Pair().parameters())
     refuse(
@@ -232,4 +232,4 @@ def test_a_difference_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Path
     told = pool2.run(load_misfit, str(path))
     assert told[0] == told[1]
     assert "on rank 1: checkpoint" in told[0]
-    assert "the model has 'mine', which the checkpoint has not" in told[0]
+    assert "the model has 'mine', which the checkpoint does not have" in told[0]

@@ -119,8 +119,8 @@ def test_misfits_and_damage_are_named_before_anything_changes(tmp_path: Path) ->
         save_file({n: v for n, v in {**state, **changes}.items() if v is not None}, file)
         return file
 
-    refuse(written(**{"blocks.0.up.weight": None}), r"the model has 'blocks\.0\.up\.weight', which the files have not")
-    refuse(written(more=torch.zeros(1)), "the files have 'more', which the model has not")
+    refuse(written(**{"blocks.0.up.weight": None}), r"the model has 'blocks\.0\.up\.weight', which the files do not have")
+    refuse(written(more=torch.zeros(1)), "the files have 'more', which the model does not have")
     refuse(written(shift=torch.zeros(2, 6)), r"'shift' has shape \(2, 6\) in the files and \(1, 6\) in the model")
     refuse(
         written(**{"head.weight": state["head.weight"] + 1}),

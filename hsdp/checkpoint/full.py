@@ -181,9 +181,9 @@ def tell_units(model: nn.Module) -> None:
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     problems = []
     if missing := [name for name in own if name not in state]:
-        problems.append(f"the model has {listing(missing)}, which the state has not")
+        problems.append(f"the model has {listing(missing)}, which the state does not have")
     if unexpected := [name for name in state if name not in own]:
-        problems.append(f"the state has {listing(unexpected)}, which the model has not")
+        problems.append(f"the state has {listing(unexpected)}, which the model does not have")
     for name, value in own.items():
         if isinstance(value, Tensor) and name in state and (told := _misfit(state[name], value)) is not None:
             problems.append(f"{name!r} is {told}")

@@ -87,9 +87,9 @@ def _compare(
     known = set(entries).union(*(extra.names for extra in extras.values()))
     missing = [name for name in entries if name not in saved]
     if missing := missing + [name for name, extra in extras.items() if extra.missing]:
-        problems.append(f"the model has {listing(missing)}, which the checkpoint has not")
+        problems.append(f"the model has {listing(missing)}, which the checkpoint does not have")
     if unexpected := [name for name in saved if name not in known]:
-        problems.append(f"the checkpoint has {listing(unexpected)}, which the model has not")
+        problems.append(f"the checkpoint has {listing(unexpected)}, which the model does not have")
     for name, entry in entries.items():
         if name in saved and (told := _difference(saved[name], entry.value)) is not None:
             problems.append(f"{name!r} {told}")

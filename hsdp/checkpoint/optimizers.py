@@ -155,7 +155,7 @@ class OptimizerStaging:
             CheckpointError: the state is of parameters that the optimizer does not have.
         """
         if unknown := [name for name in state if name not in self.params]:
-            raise CheckpointError(f"there is optimizer state of {listing(unknown)}, which the optimizer has not")
+            raise CheckpointError(f"there is optimizer state of {listing(unknown)}, which the optimizer does not have")
         # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
         scalars = {"step"}
         for name, entries in state.items():

@@ -318,9 +318,9 @@ def _check(
     problems = []
     have = {firsts[name] for name in own if name in places}
     if missing := [name for name, value in own.items() if isinstance(value, Tensor) and firsts[name] not in have]:
-        problems.append(f"the model has {listing(missing)}, which the files have not")
+        problems.append(f"the model has {listing(missing)}, which the files do not have")
     if unexpected := [name for name in places if not isinstance(own.get(name), Tensor)]:
-        problems.append(f"the files have {listing(unexpected)}, which the model has not")
+        problems.append(f"the files have {listing(unexpected)}, which the model does not have")
     for name, value in own.items():
         if name not in places or not isinstance(value, Tensor):
             continue

@@ -53,15 +53,15 @@ def plan(
     Times are those of a roofline: see `Link` and `flops`. A steady step is planned, in which all parameters are used.
 
     Args:
-        model: sharded already, or not yet; on the meta device, it takes no memory.
+        model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.
         mesh: `(replicas, shards)`, a number of shard ranks, or a device mesh; it need not exist, and no process group is
             needed. None: the mesh of a model that is sharded.
         tokens_per_rank: tokens of one micro-batch on one rank.
-        units: what is to be a unit, patterns as of `shard_units`, for a model that is not sharded. None: its blocks,
-            which are the elements of its outermost lists of modules, and the rest.
+        units: for a model that is not sharded, what becomes a unit: patterns as for `shard_units`. None: its blocks, which
+            are the elements of its outermost lists of modules, and the rest.
         mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
-            replicate_params: as of `fully_shard`. For a sharded model the first four replace its own. What offloaded
-            shards take on their way to the device, in time, is not reckoned with.
+            replicate_params: as for `fully_shard`. For a sharded model the first four replace its own. The time
+            that offloaded shards take on their way to the device is not modelled.
         micro_batches, optimizer_states, activations, link, flops, memory, recompute: see `Assumptions`.
         backend: of the process groups. None: that of the mesh, or "nccl" for one that does not exist.
 
@@ -101,9 +101,9 @@ def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Compari
         print(hsdp.planning.compare(model, [(8, 64), (16, 32), (32, 16)], tokens_per_rank=8192))
 
     Args:
-        model: as of `plan`.
-        meshes: each as `mesh` of `plan`.
-        options: what `plan` takes besides.
+        model: as for `plan`.
+        meshes: each as `mesh` in `plan`.
+        options: the other arguments of `plan`.
     """
     return Comparison(tuple(plan(model, mesh=mesh, **options) for mesh in meshes))
 

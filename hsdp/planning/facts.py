@@ -102,11 +102,11 @@ def facts_of(
 
     Args:
         model: the model; on the meta device it costs nothing.
-        units: patterns as of `shard_units`. None: the blocks of the model, which are the elements of its outermost
+        units: patterns as for `shard_units`. None: the blocks of the model, which are the elements of its outermost
             `nn.ModuleList`s and `nn.ModuleDict`s (or of the model itself, if it is an `nn.Sequential`).
-        mp_policy, comm_policy, offload_policy, reshard_after_forward: as of `fully_shard`; for a sharded model, in place
+        mp_policy, comm_policy, offload_policy, reshard_after_forward: as for `fully_shard`; for a sharded model, in place
             of its own.
-        shard_placement_fn, ignored_params, replicate_params: as of `fully_shard`.
+        shard_placement_fn, ignored_params, replicate_params: as for `fully_shard`.
 
     Raises:
         TypeError, ValueError: what `shard_units` and `fully_shard` refuse; `units` and the like for a sharded model.

@@ -23,7 +23,7 @@ from hsdp.planning.traffic import Collective, Link, Wires, add_up
 
 @dataclass(frozen=True)
 class Assumptions:
-    """What a plan is told, because neither the model nor the mesh says it.
+    """What a plan has to be told, because neither the model nor the mesh shows it.
 
     Attributes:
         tokens_per_rank: tokens of one micro-batch on one rank.

@@ -170,8 +170,8 @@ def preset(
         name: one of `PRESETS`.
         dtype: of the sharded parameters.
         mp_policy: None: computes in bf16, reduces in fp32.
-        comm_policy, reshard_after_forward: as of `fully_shard`; the latter for all units but the root, which stays whole.
-        shard_placement_fn: as of `fully_shard`; the default pads few experts on many ranks least.
+        comm_policy, reshard_after_forward: as for `fully_shard`; the latter for all units but the root, which stays whole.
+        shard_placement_fn: as for `fully_shard`; the default pads few experts on many ranks least.
 
     Raises:
         ValueError: there is no such preset.

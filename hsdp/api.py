@@ -128,6 +128,7 @@ def fully_shard(
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward, offload)
     unit.replica_policy = replica_policy
+    unit.ignored = frozenset(ignored)
     _agree(unit, params)
     for managed in params:
         originals[managed.sharded] = (weakref.ref(unit), managed.fqn)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
 import torch
@@ -86,9 +86,7 @@ class Runtime:
         """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
         if self._generation != Runtime.generation:
             self.units = []
-            for ref in self._modules:
-                module = ref()
-                assert module is not None, "a root that runs is alive"
+            for module in self.modules():
                 self._collect(module, None, "")
             self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
@@ -96,6 +94,10 @@ class Runtime:
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
             unit.join(self, self.streams, parent, name)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The root's module(s)."""
+        return (module for ref in self._modules if (module := ref()) is not None)
 
     def share_streams(self, other: Runtime) -> None:
         """Uses the side streams of another root from now on. Between iterations only."""

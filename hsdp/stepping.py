@@ -6,9 +6,13 @@ Both are hooks that torch runs for every optimizer; the first `fully_shard` regi
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
+from collections.abc import Iterable
 
 import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.errors import StateError
@@ -33,10 +37,34 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
             )
-        units = {unit_of(param) for param in params}
-        refs = [weakref.ref(unit) for unit in units if unit is not None]
+        units = {unit for param in params if (unit := unit_of(param)) is not None}
+        _warn_of_drift(optimizer, params, units)
+        refs = [weakref.ref(unit) for unit in units]
         held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
     return held[2]
+
+
+def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: set[Unit]) -> None:
+    """Warns of parameters that are stepped beside sharded ones though nothing sums their gradients over ranks.
+
+    They were added to a sharded module, or lie in one that nobody called `fully_shard` on.
+    """
+    if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
+        return
+    known = {key for unit in units for key in unit.ignored}
+    alone = [p for p in params if p.requires_grad and not isinstance(p, DTensor) and id(p) not in known]
+    if alone:
+        roots = {module for unit in units if unit.runtime is not None for module in unit.runtime.modules()}
+        names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
+        told = [names.get(id(param), f"one of shape {tuple(param.shape)}") for param in alone[:3]]
+        more = ", ..." if len(alone) > 3 else ""
+        warnings.warn(
+            f"hsdp: {type(optimizer).__name__} steps {len(alone)} parameter(s) beside sharded ones that are in no unit: "
+            f"{', '.join(told)}{more}. Their gradients are those of each rank alone, and ranks drift apart; call "
+            "fully_shard on the module that holds them, and make the optimizer afterwards, or, if you sum their "
+            "gradients yourself, pass them in ignored_params",
+            stacklevel=5,
+        )
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -62,6 +62,7 @@ class Unit:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
         residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them.
+        ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
@@ -97,6 +98,7 @@ class Unit:
         self.state = TrainingState.IDLE
         self.lent = False
         self.replica_policy: ReplicaPolicy = "broadcast"
+        self.ignored: frozenset[int] = frozenset()
         self.reshard_after_backward = self.unshard_in_backward = True
         self.reduce_op: ReduceOp = "avg"
         self.gradient_scale = 1.0

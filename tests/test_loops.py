@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import re
+import warnings
 from contextlib import nullcontext
 from typing import Any
 
@@ -202,3 +204,38 @@ def check_nested_roots(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
 def test_a_root_inside_a_root(pool2: Pool, shape: tuple[int, ...]) -> None:
     pool2.run(check_nested_roots, shape)
+
+
+# -- parameters in no unit ------------------------------------------------------------------------------------------
+
+
+def check_drift(env: RankEnv, how: str) -> None:
+    """`how`: what is wrong with the model; "" and "ignored": nothing."""
+    model: Any = seeded(Deep)
+    if how == "no root":
+        for block in model.blocks:
+            hsdp.fully_shard(block, mesh=env.mesh(2))
+    else:
+        shard(model, env.mesh(2), ignored_params=[model.last.bias] if how == "ignored" else None)
+    if how == "added":
+        model.last.register_parameter("late", nn.Parameter(torch.ones(DIM, dtype=torch.float64)))
+        model.last.register_forward_hook(lambda last, args, out: out * last.late)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        for _ in range(3):
+            step(model, env.rank)
+            optimizer.step()
+    named = {
+        "added": r"SGD steps 1 parameter\(s\) .* in no unit: 'last\.late'\. .*call fully_shard",
+        "no root": r"SGD steps 2 .* in no unit: one of shape \(6, 6\), one of shape \(6,\)",
+    }
+    texts = [str(one.message) for one in told if "hsdp" in str(one.message)]
+    assert len(texts) == (how in named), texts
+    assert not texts or re.search(named[how], texts[0]), texts
+    assert not texts or told[0].filename == __file__, "the warning points at the user's own line"
+
+
+@pytest.mark.parametrize("how", ["", "ignored", "added", "no root"])
+def test_parameters_that_nobody_sums_are_told_once_by_name(pool2: Pool, how: str) -> None:
+    pool2.run(check_drift, how)

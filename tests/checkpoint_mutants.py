@@ -56,6 +56,7 @@ def mutant(check: Callable[..., None], world: int = 1, kill: str = NOT_REFUSED) 
 
     def register(plant: Plant) -> Plant:
         name = plant.__name__.replace("_", " ")
+        assert name not in MUTANTS, f"two mutants are called {name!r}"
         MUTANTS[name] = Mutant(name, plant, check, world, kill)
         return plant
 

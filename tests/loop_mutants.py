@@ -57,12 +57,8 @@ def _collecting(change: Callable[[list[Any]], list[Any]]) -> Any:
 
 
 @mutant(Check(rule_01.check_owners), kill="AssertionError")
+@mutant(Check(rule_01.check_alone), kill="AssertionError", name="leaves a layer alone out")
 def leaves_direct_parameters_out() -> Any:
-    return _collecting(lambda found: [one for one in found if "." in one[0][0].fqn])
-
-
-@mutant(Check(rule_01.check_alone), kill="AssertionError")
-def leaves_a_layer_alone_out() -> Any:
     return _collecting(lambda found: [one for one in found if "." in one[0][0].fqn])
 
 
@@ -112,12 +108,8 @@ def leaves_one_piece_packed() -> Any:
 
 
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))
+@mutant(Check(rule_05.check_checked, ((2, 2),), world=4), kill=NOT_REFUSED, name="checks no replicas")
 def believes_all_replicas_to_be_equal() -> Any:
-    return mock.patch.object(hsdp.api, "differing", return_value={})
-
-
-@mutant(Check(rule_05.check_checked, ((2, 2),), world=4), kill=NOT_REFUSED)
-def checks_no_replicas() -> Any:
     return mock.patch.object(hsdp.api, "differing", return_value={})
 
 
@@ -127,12 +119,8 @@ def believes_all_init_functions() -> Any:
 
 
 @mutant(Check(rule_06.check_move, ("to",)), kill="Error")
+@mutant(Check(rule_06.check_refused), kill=NOT_REFUSED, name="does not see what was assigned")
 def does_not_see_moves() -> Any:
-    return mock.patch.object(Unit, "disturbed", return_value=False)
-
-
-@mutant(Check(rule_06.check_refused), kill=NOT_REFUSED)
-def does_not_see_what_was_assigned() -> Any:
     return mock.patch.object(Unit, "disturbed", return_value=False)
 
 
@@ -177,6 +165,7 @@ def _all_groups(grad: DTensor) -> tuple[Any, ...]:
 
 
 @mutant(Check(rule_17.check_norm, (2.0,), world=4), kill="norms differ")
+@mutant(Check(rows.check_one_reduction, (), world=4), kill="one reduction", name="reduces over both axes")
 def counts_replicas_too() -> Any:
     return mock.patch.object(hsdp.clip, "_groups_of", _all_groups)
 
@@ -276,13 +265,9 @@ def writes_nothing_back() -> Any:
 
 
 @mutant(Check(rows.check_init, (True,), world=4), kill=f"Error|{WRONG_NUMBERS}")
+@mutant(Check(loops.check_apply), kill="AssertionError", name="applies without gathering")
 def applies_functions_to_shards() -> Any:
     return mock.patch.object(hsdp.HSDPModule, "apply", nn.Module.apply)
-
-
-@mutant(Check(rows.check_one_reduction, (), world=4), kill="one reduction")
-def reduces_over_both_axes() -> Any:
-    return mock.patch.object(hsdp.clip, "_groups_of", _all_groups)
 
 
 @mutant(Check(rows.check_patterns), kill=NOT_REFUSED)
@@ -326,8 +311,3 @@ def forgets_the_original_parameters() -> Any:
 @mutant(Check(loops.check_raw_gradients), kill="AssertionError")
 def communicates_inside_no_sync() -> Any:
     return mock.patch.object(hsdp.HSDPModule, "no_sync", lambda model: nullcontext())
-
-
-@mutant(Check(loops.check_apply), kill="AssertionError")
-def applies_without_gathering() -> Any:
-    return mock.patch.object(hsdp.HSDPModule, "apply", nn.Module.apply)

@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 WRONG_NUMBERS = "differ|not close"
+Plant = Callable[[], AbstractContextManager[Any]]
 
 
 @dataclass(frozen=True)
@@ -26,7 +27,7 @@ class Mutant:
     """A planted bug. `kill` is a pattern that the failed check's error, as "Type: message", matches on some rank."""
 
     name: str
-    plant: Callable[[], AbstractContextManager[Any]] = field(repr=False)
+    plant: Plant = field(repr=False)
     check: Check
     kill: str = WRONG_NUMBERS
 
@@ -34,14 +35,16 @@ class Mutant:
 MUTANTS: dict[str, Mutant] = {}
 
 
-def mutant(
-    check: Check, kill: str = WRONG_NUMBERS
-) -> Callable[[Callable[[], AbstractContextManager[Any]]], Callable[[], AbstractContextManager[Any]]]:
-    """Registers a function that plants a bug, under its own name."""
+def mutant(check: Check, kill: str = WRONG_NUMBERS, name: str | None = None) -> Callable[[Plant], Plant]:
+    """Registers a function that plants a bug, under its own name.
 
-    def register(plant: Callable[[], AbstractContextManager[Any]]) -> Callable[[], AbstractContextManager[Any]]:
-        name = plant.__name__.replace("_", " ")
-        MUTANTS[name] = Mutant(name, plant, check, kill)
+    A bug that several checks must find is registered once for each, all but one with a `name` of their own.
+    """
+
+    def register(plant: Plant) -> Plant:
+        known_as = name or plant.__name__.replace("_", " ")
+        assert known_as not in MUTANTS, f"two mutants are called {known_as!r}"
+        MUTANTS[known_as] = Mutant(known_as, plant, check, kill)
         return plant
 
     return register

@@ -1,8 +1,8 @@
 """Where shards live when they are not on the device: policies, and the memory that each stands for.
 
-    forward, backward    shard (host memory or file) --copied, once per gather--> gather on the device
-    end of a reduction   gradient on the device --copied, once per unit--> gradient beside its shard
-    step                 on the host, where parameters, gradients and so the optimizer's state are
+forward, backward    shard (host memory or file) --copied, once per gather--> gather on the device
+end of a reduction   gradient on the device --copied, once per unit--> gradient beside its shard
+step                 on the host, where parameters, gradients and so the optimizer's state are
 """
 
 from __future__ import annotations

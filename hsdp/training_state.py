@@ -1,7 +1,7 @@
 """What a unit is doing, and the error of a call that comes at another moment than it can be carried out at.
 
-    IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
-    IDLE --full_params--> FULL_PARAMS --> IDLE
+IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
+IDLE --full_params--> FULL_PARAMS --> IDLE
 """
 
 from __future__ import annotations

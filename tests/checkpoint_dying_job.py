@@ -1,6 +1,6 @@
 """`train_lm`, of which a rank dies by SIGKILL: in one life while it trains, in the next while it saves.
 
-    torchrun --nproc-per-node 2 --max-restarts 3 -m tests.checkpoint_dying_job --checkpoint-dir DIR ...
+torchrun --nproc-per-node 2 --max-restarts 3 -m tests.checkpoint_dying_job --checkpoint-dir DIR ...
 """
 
 from __future__ import annotations

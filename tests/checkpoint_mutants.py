@@ -336,6 +336,7 @@ def numbers_parameters_in_the_optimizers_state() -> Any:
 @mutant(check_whole, world=2, kill=DIFFERS)
 def gathers_rows_in_the_wrong_order() -> Any:
     rows = full._rows
+
     # Only where they are of one size, so that nothing but the values is wrong.
     def swapped(*args: Any) -> list[torch.Tensor]:
         found = rows(*args)

@@ -113,9 +113,7 @@ class CollectiveCounter(_Watch):
     def select(self, kind: str | None = None, group: dist.ProcessGroup | None = None) -> list[Call]:
         """The calls of one kind and/or group, in order."""
         return [
-            call
-            for call in self.calls
-            if kind in (None, call.kind) and (group is None or call.group == group.group_name)
+            call for call in self.calls if kind in (None, call.kind) and (group is None or call.group == group.group_name)
         ]
 
     def total(self, kind: str | None = None, group: dist.ProcessGroup | None = None) -> Total:

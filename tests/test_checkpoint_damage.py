@@ -140,9 +140,7 @@ def test_a_file_of_another_checkpoint_is_found(target: Target, tmp_path: Path, n
     target.must_refuse(r"checksum|damaged|instead of")
 
 
-@pytest.mark.parametrize(
-    "content", [b"", b"\x00" * 100, b"{}", b"[1, 2]", b"PK\x03\x04", b"\x80\x04.", b"\x80\x04K\x01."]
-)
+@pytest.mark.parametrize("content", [b"", b"\x00" * 100, b"{}", b"[1, 2]", b"PK\x03\x04", b"\x80\x04.", b"\x80\x04K\x01."])
 @pytest.mark.parametrize("name", FILES)
 def test_garbage_is_refused(target: Target, name: str, content: bytes) -> None:
     (target.path / name).write_bytes(content)
@@ -233,9 +231,7 @@ def test_pieces_that_tile_a_tensor_pass() -> None:
 def test_metadata_that_leaves_elements_out_is_refused() -> None:
     chunk = ChunkStorageMetadata(torch.Size([0]), torch.Size([3]))
     found = Metadata({"model.w": TensorStorageMetadata(TensorProperties(), torch.Size([4]), [chunk])}, storage_data={})
-    with pytest.raises(
-        CheckpointError, match=r"\.metadata: 1 elements of 'model.w' of shape \(4,\) were never written"
-    ):
+    with pytest.raises(CheckpointError, match=r"\.metadata: 1 elements of 'model.w' of shape \(4,\) were never written"):
         parse_metadata(pickle.dumps(found), Path("x"))
 
 

@@ -158,9 +158,7 @@ def test_optimizers_that_differ(tmp_path: Path) -> None:
     refuse(path, model, part, "optimizer state of 'second.weight', 'second.bias', which the optimizer does not have")
 
     foreign = torch.optim.AdamW(Pair().parameters())
-    refuse(
-        path, model, foreign, r"parameter 0 of the optimizer's group 0, of shape \(4, 4\), is not one of the model's"
-    )
+    refuse(path, model, foreign, r"parameter 0 of the optimizer's group 0, of shape \(4, 4\), is not one of the model's")
     with pytest.raises(CheckpointError, match=r"is not one of the model's; make the optimizer from model\.parameters"):
         saved(tmp_path / "foreign", model, foreign)
 

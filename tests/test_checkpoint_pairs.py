@@ -29,9 +29,7 @@ def on_mesh(name: str, pools: dict[int, Pool], fn: Callable[..., Any], *args: An
     return pools[shape[0] * shape[1]].run(fn, shape, *args)
 
 
-def save_and_go_on(
-    env: RankEnv | None, shape: cm.Shape, directory: str, make: MakeOptimizer
-) -> tuple[Any, list[float]]:
+def save_and_go_on(env: RankEnv | None, shape: cm.Shape, directory: str, make: MakeOptimizer) -> tuple[Any, list[float]]:
     """Trains, saves, trains on; returns what was saved and the later losses."""
     rank, world = (env.rank, env.world_size) if env is not None else (0, 1)
     model = cm.build(cm.mesh_of(env, shape))
@@ -76,9 +74,7 @@ def pools(pool2: Pool, pool4: Pool) -> dict[int, Pool]:
 
 
 @pytest.fixture(scope="module")
-def saved(
-    pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory
-) -> dict[str, tuple[Path, Any, torch.Tensor]]:
+def saved(pools: dict[int, Pool], tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Any, torch.Tensor]]:
     """By mesh: the directory, what was saved, the losses of the uninterrupted run."""
     found = {}
     for name in cm.SHAPES:

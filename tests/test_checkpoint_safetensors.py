@@ -97,9 +97,7 @@ def test_files_that_the_library_wrote_load_with_conversion(pool4: Pool, tmp_path
     save_file(narrow, tmp_path / "weights.safetensors")  # both tied names are in it
     found = pool4.run(import_on, (2, 2), str(tmp_path / "weights.safetensors"), True)[0]
     cm.assert_equal(found, {n: v.to(state[n].dtype) for n, v in narrow.items()})
-    with pytest.raises(
-        CheckpointError, match=r"has dtype BF16 in the files and torch.float64 in the model \(cast=True"
-    ):
+    with pytest.raises(CheckpointError, match=r"has dtype BF16 in the files and torch.float64 in the model \(cast=True"):
         checkpoint.load_safetensors(tmp_path, cm.build(None))
 
 

@@ -87,9 +87,7 @@ def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
     partial = store.begin(tmp_path, 1)
     files = {"data": store.FileRecord(3, 0), "more": store.write_file(partial / "more", b"abcd")}
     (partial / "more").write_bytes(b"ab")
-    with pytest.raises(
-        CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"
-    ):
+    with pytest.raises(CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"):
         store.publish(partial, 1, 1, files, None)
     assert checkpoint.latest(tmp_path) is None
 
@@ -138,9 +136,7 @@ def test_dying_at_any_line_of_a_save_loses_nothing(tmp_path: Path, again: bool) 
         directory.mkdir()
         for step in (1, 2):
             save(directory, step, f"content {step}".encode())
-        crashed = crash_at(
-            count, lambda directory=directory: save(directory, 2 if again else 3, b"new content", keep=2)
-        )
+        crashed = crash_at(count, lambda directory=directory: save(directory, 2 if again else 3, b"new content", keep=2))
         last = checkpoint.latest(directory)
         assert last is not None
         manifest = store.read_manifest(last)

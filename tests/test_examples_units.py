@@ -136,9 +136,7 @@ class TestNgrams:
 
     @pytest.mark.parametrize("order", [1, 2, 3])
     @pytest.mark.parametrize("chunk_bytes", [7, 2**20])
-    def test_equals_the_naive_model(
-        self, order: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch
-    ) -> None:
+    def test_equals_the_naive_model(self, order: int, chunk_bytes: int, monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(corpus_module, "_CHUNK_BYTES", chunk_bytes)
         train, held_out = b"the cat sat on the mat, the hat", b"that cat\xff ate the\x00 tea"
         found = ngram_cross_entropy(_corpus(train, held_out), order)
@@ -215,9 +213,7 @@ _SVG = "{http://www.w3.org/2000/svg}"
 class TestPicture:
     def _picture(self, *losses: float) -> ElementTree.Element:
         steps = range(20, 20 * len(losses) + 1, 20)
-        text = loss_picture(
-            "a < b & c", curves=[Curve("held-out", steps, losses)], levels=[Level("bigram", 2.5)]
-        )
+        text = loss_picture("a < b & c", curves=[Curve("held-out", steps, losses)], levels=[Level("bigram", 2.5)])
         return ElementTree.fromstring(text)
 
     def test_is_xml_with_axes_names_and_a_line_that_goes_down(self) -> None:
@@ -240,9 +236,7 @@ class TestPicture:
     @pytest.mark.parametrize("losses", [(2.5,), (2.5, 2.5), (1e-3, 1e3), (2.50001, 2.5)])
     def test_flat_single_and_wide_data_can_be_drawn(self, losses: tuple[float, ...]) -> None:
         labels = [text.text for text in self._picture(*losses).iter(f"{_SVG}text")]
-        axis_labels = [
-            label for label in labels if label and label.replace(".", "").replace(",", "").isdigit()
-        ]
+        axis_labels = [label for label in labels if label and label.replace(".", "").replace(",", "").isdigit()]
         assert len(axis_labels) >= 4
         assert len(list(self._picture(*losses).iter(f"{_SVG}circle"))) == (len(losses) == 1)
 
@@ -315,9 +309,7 @@ class TestEnding:
         assert run_job("train_lm", job) == EXIT_BAD_INPUT
         assert capsys.readouterr().err == "train_lm: error: --batch is wrong\n"
 
-    def test_only_rank_zero_speaks(
-        self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_only_rank_zero_speaks(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
         def job(stop: StopSignal) -> int:
             os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when rank 0 has left
             raise JobError("--batch is wrong")
@@ -326,9 +318,7 @@ class TestEnding:
         assert run_job("train_lm", job) == EXIT_BAD_INPUT
         assert capsys.readouterr().err == ""
 
-    def test_the_first_signal_asks_and_the_second_interrupts(
-        self, capsys: pytest.CaptureFixture[str]
-    ) -> None:
+    def test_the_first_signal_asks_and_the_second_interrupts(self, capsys: pytest.CaptureFixture[str]) -> None:
         asked = []
 
         def job(stop: StopSignal) -> int:

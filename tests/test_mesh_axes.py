@@ -75,9 +75,7 @@ def check_whole_mesh(env: RankEnv, twin: Twin) -> None:
     up = model.blocks[0].up.weight  # type: ignore[index,union-attr]
     assert up.placements == (_StridedShard(0, split_factor=2), Shard(0)) and up.to_local().shape == (4, 8)  # type: ignore[union-attr]
     model.set_reduce_op_type("sum")  # DTensor's loss is the mean over all ranks already
-    x, y = (
-        DTensor.from_local(t, mesh, [Shard(0), Replicate()], run_check=False) for t in CASE.batch(0, env.rank // 2)
-    )
+    x, y = (DTensor.from_local(t, mesh, [Shard(0), Replicate()], run_check=False) for t in CASE.batch(0, env.rank // 2))
     loss = (model(x) - y).square().mean()
     torch.testing.assert_close(loss.full_tensor(), twin.losses[0].mean(), rtol=1e-11, atol=1e-11)
     loss.backward()

@@ -89,9 +89,7 @@ def full_optimizer_state_dict(
 
     def whole(value: Any) -> Any:
         return (
-            {key: whole(item) for key, item in value.items()}
-            if isinstance(value, dict)
-            else whole_value(value, dst, cpu)
+            {key: whole(item) for key, item in value.items()} if isinstance(value, dict) else whole_value(value, dst, cpu)
         )
 
     state["state"] = whole(state["state"])

@@ -158,9 +158,7 @@ def _find(path: Path) -> tuple[Path, store.Manifest | None]:
     if not (path / store.MANIFEST).exists():
         saved_by = parse_metadata((path / store.METADATA).read_bytes(), path).storage_meta
         if str(getattr(saved_by, "save_id", None)).startswith(SAVE_ID):
-            raise CheckpointError(
-                f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint"
-            )
+            raise CheckpointError(f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint")
         return path, None
     manifest = store.read_manifest(path)
     store.check_sizes(path, manifest)
@@ -189,9 +187,7 @@ def _read_metadata(path: Path, manifest: store.Manifest | None) -> Metadata:
     described = parse_metadata(data, path)
     for name in {info.relative_path for info in described.storage_data.values()}:
         if manifest is not None and name not in manifest.files:
-            raise CheckpointError(
-                f"checkpoint {path}: {store.METADATA} says there are tensors in {name}, no file of it"
-            )
+            raise CheckpointError(f"checkpoint {path}: {store.METADATA} says there are tensors in {name}, no file of it")
         if not (path / name).is_file():
             raise CheckpointError(f"checkpoint {path}: {name} is missing")
     return described

@@ -80,9 +80,7 @@ def is_extra_state(name: str) -> bool:
     return name.rpartition(".")[2] == _EXTRA_STATE
 
 
-def _compare(
-    entries: Mapping[str, Entry], saved: Mapping[str, Any], extras: Mapping[str, _ExtraState], path: Path
-) -> None:
+def _compare(entries: Mapping[str, Entry], saved: Mapping[str, Any], extras: Mapping[str, _ExtraState], path: Path) -> None:
     problems = []
     known = set(entries).union(*(extra.names for extra in extras.values()))
     missing = [name for name in entries if name not in saved]
@@ -103,9 +101,7 @@ def _difference(found: Any, own: Any) -> str | None:
     if found.size != own.shape:
         return f"has shape {tuple(found.size)} in the checkpoint and {tuple(own.shape)} in the model"
     if found.properties.dtype != own.dtype:
-        return (
-            f"has dtype {found.properties.dtype} in the checkpoint and {own.dtype} in the model (convert one of them)"
-        )
+        return f"has dtype {found.properties.dtype} in the checkpoint and {own.dtype} in the model (convert one of them)"
     return None
 
 
@@ -142,9 +138,7 @@ class _ExtraState:
         """The state, put together again."""
         if not self._parts:
             return self.entry.value
-        return _assemble(
-            [(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts]
-        )
+        return _assemble([(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts])
 
 
 def _path_below(described: Metadata, key: str, top: str) -> tuple[str | int, ...]:

@@ -85,9 +85,7 @@ def _check(found: Any) -> None:
         if not (isinstance(index, MetadataIndex) and isinstance(info, filesystem._StorageInfo)):
             raise CheckpointError("it does not say where its data is")
         if info.transform_descriptors:
-            raise CheckpointError(
-                f"{index.fqn!r} was written through {info.transform_descriptors}, which hsdp cannot undo"
-            )
+            raise CheckpointError(f"{index.fqn!r} was written through {info.transform_descriptors}, which hsdp cannot undo")
         if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
             raise CheckpointError(f"{index.fqn!r} is said to be at {info.relative_path!r}, byte {info.offset}")
     for key, described in found.state_dict_metadata.items():
@@ -221,9 +219,7 @@ class Reader:
         self._tell(total, total)
         short = [key for key, numel in self._expected.items() if self._counted.get(key, 0) != numel]
         if short:
-            raise CheckpointError(
-                f"checkpoint {self._path}: not every element of {listing(short)} was there to be read"
-            )
+            raise CheckpointError(f"checkpoint {self._path}: not every element of {listing(short)} was there to be read")
 
     def _read(self, stream: io.BufferedReader, name: str, read: _Read) -> int:
         where = f"checkpoint {self._path}: {read.key!r} in {name}"
@@ -257,9 +253,7 @@ def _copier(
 
     def use(saved: Any) -> int:
         if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (chunk.sizes, dtype):
-            found = (
-                f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
-            )
+            found = f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
             raise CheckpointError(f"the metadata promises {dtype} of shape {tuple(chunk.sizes)}, the file has {found}")
         part = saved[source]
         if part.shape == saved.shape == local.shape and saved.is_contiguous():

@@ -88,9 +88,7 @@ def save_safetensors(
         CheckpointError: on all ranks: a tensor's dtype is none that the format knows, or writing failed.
     """
     if dtype is not None and not (dtype in _CODES and dtype.is_floating_point):
-        raise ValueError(
-            f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in _CODES if t.is_floating_point]}"
-        )
+        raise ValueError(f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in _CODES if t.is_floating_point]}")
     if max_file_bytes < 1:
         raise ValueError(f"save_safetensors(max_file_bytes={max_file_bytes!r}): expected at least 1")
     directory = Path(directory)
@@ -311,9 +309,7 @@ def _read_index(file: Path) -> dict[str, str]:
     return dict(weights)
 
 
-def _check(
-    places: Mapping[str, Any], own: Mapping[str, Any], firsts: Mapping[str, str], cast: bool, path: Path
-) -> None:
+def _check(places: Mapping[str, Any], own: Mapping[str, Any], firsts: Mapping[str, str], cast: bool, path: Path) -> None:
     """Compares names, shapes and dtypes; of tied names also this rank's values."""
     problems = []
     have = {firsts[name] for name in own if name in places}

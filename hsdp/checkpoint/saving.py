@@ -90,9 +90,7 @@ def save(
     if not isinstance(step, int) or isinstance(step, bool) or step < 0:
         raise ValueError(f"checkpoint.save(step={step!r}): expected the number of steps done, an int of at least 0")
     if keep is not None and (not isinstance(keep, int) or keep < 1):
-        raise ValueError(
-            f"checkpoint.save(keep={keep!r}): expected the number of checkpoints to keep, at least 1, or None"
-        )
+        raise ValueError(f"checkpoint.save(keep={keep!r}): expected the number of checkpoints to keep, at least 1, or None")
     settle()
     started = time.perf_counter()
     ranks = Ranks(process_group)

@@ -135,9 +135,7 @@ def latest(directory: str | os.PathLike[str]) -> Path | None:
     found, damaged = _scan(Path(directory))
     if damaged:
         path, error = damaged[0]
-        raise CheckpointError(
-            f"{error}; move {path.name} out of {directory} to go on from another checkpoint"
-        ) from error
+        raise CheckpointError(f"{error}; move {path.name} out of {directory} to go on from another checkpoint") from error
     return found[-1][1] if found else None
 
 
@@ -174,9 +172,7 @@ def read_manifest(path: Path) -> Manifest:
     if claimed != _checksum(fields):
         raise CheckpointError(f"{file} is damaged: its checksum does not fit its content")
     if fields["version"] > _VERSION:
-        raise CheckpointError(
-            f"{file} has format version {fields['version']}; this hsdp reads up to {_VERSION}: update it"
-        )
+        raise CheckpointError(f"{file} has format version {fields['version']}; this hsdp reads up to {_VERSION}: update it")
     files = {name: FileRecord(**record) for name, record in fields["files"].items()}
     return Manifest(fields["step"], fields["sequence"], fields["world_size"], files)
 
@@ -279,9 +275,7 @@ def publish(partial: Path, step: int, world_size: int, files: Mapping[str, FileR
     try:
         check_sizes(partial, manifest)
     except CheckpointError as error:
-        raise CheckpointError(
-            f"{error}; is the directory shared by all ranks, and written by this run only?"
-        ) from error
+        raise CheckpointError(f"{error}; is the directory shared by all ranks, and written by this run only?") from error
     write_file(partial / MANIFEST, manifest.text().encode())
     _sync(partial)
 

@@ -1,8 +1,8 @@
 """The plan of a step, as data: units, collectives, memory, time. Built from facts alone.
 
-    facts --layouts--> units --schedule--> events --traffic--> collectives
-                                                  --memory---> peak
-                                                  --timing---> step, exposed waits --advice--> a sentence
+facts --layouts--> units --schedule--> events --traffic--> collectives
+                                              --memory---> peak
+                                              --timing---> step, exposed waits --advice--> a sentence
 """
 
 from __future__ import annotations

@@ -142,8 +142,9 @@ def comparison_as_text(comparison: Comparison) -> str:
     lines = [
         f"{plans[0].name}: {count_of(plans[0].numel)} parameters, {plans[0].assumptions.tokens_per_rank:,} tokens per rank",
         _table(("", "mesh", *shown), rows, left=2),
-        "no mesh fits" if best is None else f"* {best.replicas} x {best.shards} trains on most tokens per rank. With it, "
-        + best.bottleneck,
+        "no mesh fits"
+        if best is None
+        else f"* {best.replicas} x {best.shards} trains on most tokens per rank. With it, " + best.bottleneck,
     ]
     return "\n".join(lines)
 

@@ -25,5 +25,8 @@ will_execute: Callable[[Any], bool] = torch._C._will_engine_execute_node
 Raises RuntimeError for inputs of `autograd.grad`, about which the engine does not tell.
 """
 
+retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
+"""Whether the present graph task keeps its graph (`retain_graph=True`), so that there may be another one through it."""
+
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next. The engine runs nodes with higher numbers first."""

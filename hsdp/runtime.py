@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import warnings
 import weakref
-from collections import deque
 from collections.abc import Iterable, Iterator
 from typing import ClassVar, NamedTuple
 
@@ -23,6 +22,7 @@ from hsdp.order import Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect
+from hsdp.turns import Turns
 from hsdp.unit import Residency, Unit, stale
 from hsdp.wording import dotted
 
@@ -52,6 +52,7 @@ class Runtime:
         generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
+        turns: the order in which units come to it.
         depth: forward calls under way.
     """
 
@@ -65,19 +66,18 @@ class Runtime:
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
         self._forward = Order()
         self._backward = Order()
-        self._entered: dict[Unit, None] = {}
+        self.turns = Turns()
         self._left: dict[Unit, None] = {}
-        self._consumed = True
         self._unfinished = False
         self._keeps_graph = False
         self._tasks: dict[int, weakref.ref[_Token]] = {}
         self._reduces = True
-        self._turns: deque[Unit] = deque()
         self._opened: dict[Unit, tuple[Visit | None, int]] = {}
         self._generation = -1
         self._shard_agreements: list[Agreement] = []
         self._backward_agreements: list[Agreement] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
+        self._parents: set[Unit | None] = set()
         self._modules = [weakref.ref(module) for module in modules]
 
     # -- belonging -----------------------------------------------------------------------------------------------
@@ -91,6 +91,7 @@ class Runtime:
             self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
             self._backward_agreements = [a for a in _agreements(comms) if a not in self._shard_agreements]
+            self._parents = {parent for _, parent, _ in self._members}
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
             unit.join(self, self.streams, parent, name)
@@ -130,9 +131,9 @@ class Runtime:
         if self._unfinished:
             self.abort("a backward pass did not end")
         self.adopt()
-        if self._consumed:
-            self._entered, self._left = {}, {}
-            self._consumed = False
+        self.turns.begin_forward()
+        if not self.turns.awaited:
+            self._left = {}
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:
@@ -146,7 +147,7 @@ class Runtime:
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
-        self._entered.setdefault(unit)
+        self.turns.enter(unit)
         unit.choose_trainable()
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
@@ -177,6 +178,7 @@ class Runtime:
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
         self._forward.end()
+        self.turns.end_forward()
         grad = torch.is_grad_enabled()
         for unit in self.units:
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
@@ -186,7 +188,8 @@ class Runtime:
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
         self._forward.cancel()
-        self._entered, self._left = {}, {}
+        self.turns.forget_forwards()
+        self._left = {}
         self._reshard_all()
 
     def _open(self, unit: Unit, ahead: list[Unit]) -> None:
@@ -232,13 +235,10 @@ class Runtime:
                 del self._tasks[task]
 
     def _begin_backward(self) -> None:
-        self._consumed = self._unfinished = True
+        self._unfinished = True
         self._keeps_graph = False
         self._backward.begin(unit for unit in reversed(self._left) if unit.residency is Residency.SHARDED)
-        # Static on every rank: who was entered first in forward reduces last. Not who completes first.
-        self._turns = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
-        for unit in self._turns:
-            unit.in_turn = True
+        self.turns.begin()
         self._opened = {}
         self._reduces = self._accumulates()
         for agreement in self._backward_agreements:
@@ -277,16 +277,17 @@ class Runtime:
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
+        if visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit):
+            self._end_visits_before(visit)
+            self.turns.visit(unit)
         if unit.open:
             if visit is not None or unit not in self._opened:
                 self._opened[unit] = (visit, task)
             return
         self.pipeline.advance()
-        if visit is not None:
-            self._close_before(visit)
-            if not unit.unshard_in_backward:
-                self._opened[unit] = (visit, task)
-                return
+        if visit is not None and not unit.unshard_in_backward:
+            self._opened[unit] = (visit, task)
+            return
         window = unit.comm_policy.prefetch
         # Only what is gathered counts: ranks may enter units that stayed whole in different orders, or not at all.
         whole = unit.residency is Residency.WHOLE
@@ -295,36 +296,39 @@ class Runtime:
         self._open(unit, [other for other in ahead if other.unshard_in_backward])
         self._opened[unit] = (visit, task)
 
-    def _close_before(self, visit: Visit) -> None:
-        """Closes the units whose backward is over now that that of `visit` begins.
+    def _end_visits_before(self, visit: Visit) -> None:
+        """Ends the visits that are over now that `visit` begins.
 
         The engine runs nodes that were made later first. So when the last node of a forward is about to run, units whose
         forward began after it have run all of theirs, also those that only hand gradients through frozen weights.
         """
         for unit, (other, _) in list(self._opened.items()):
             if other is not None and other.first_node > visit.last_node:
-                self._close(unit)
+                self._end_visit(unit)
 
-    def _close(self, unit: Unit) -> None:
-        if self._keeps_graph or any(unit.remaining.values()):
+    def _end_visit(self, unit: Unit) -> None:
+        """A visit of `unit` is over: if it was the last one, so is the unit, whatever this rank used of it."""
+        if self.turns.expects(unit):
             return
-        del self._opened[unit]
-        if unit.reshard_after_backward:
-            unit.reshard()
+        if self._reduces and unit.in_turn and not unit.ready:
+            self._make_ready(unit)
+        if not self._keeps_graph:
+            del self._opened[unit]
+            if unit.reshard_after_backward:
+                unit.reshard()
 
     def completed(self, unit: Unit) -> None:
-        """All gradients of `unit` that this graph task will make are there."""
-        unit.ready = True
-        if unit.in_turn:
-            self._take_turns()
-        else:
+        """All gradients of `unit` that this graph task will make on this rank are there."""
+        if not unit.in_turn:
             self._reduce(unit)
+        elif unit not in self._parents:
+            self._make_ready(unit)
+        # Else other units run in the middle of its visit, and which of its own parts come behind them differs by rank.
 
-    def _take_turns(self) -> None:
-        while self._turns and self._turns[0].ready:
-            unit = self._turns.popleft()
-            unit.in_turn = False
-            self._reduce(unit)
+    def _make_ready(self, unit: Unit) -> None:
+        unit.ready = True
+        for other in self.turns.take():
+            self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
         unit.state = TrainingState.BACKWARD_POST
@@ -352,16 +356,17 @@ class Runtime:
             return
         for unit, (_, opened_in) in list(self._opened.items()):
             if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
-                self._close(unit)
+                self._end_visit(unit)
 
     def _end_backward(self) -> None:
         if self._reduces:
-            for unit in (*self._turns, *(u for u in self.units if u not in self._turns)):
-                unit.in_turn = False
+            left = self.turns.end()
+            for unit in (*left, *(u for u in self.units if u not in left)):
                 deferred = unit.owes_all_reduce and unit.requires_all_reduce
-                if unit.gradients.waiting() or (unit.requires_grad_sync and (unit.owed or deferred)):
+                due = unit.requires_grad_sync and (unit in left or unit.owed or deferred)
+                if due or unit.gradients.waiting():
                     self._reduce(unit)
-        self._turns.clear()
+        self.turns.clear()
         self._backward.end()
         if self.root.drains:
             self.drain()
@@ -400,6 +405,7 @@ class Runtime:
         """An optimizer stepped parameters of this root: every rank does, between the same passes."""
         # In a backward it is a hook's optimizer, which runs when a reduction lands: that depends on this rank's timing.
         if not self._unfinished:
+            self.turns.awaited = 0  # what was forward before would be stale
             for agreement in (*self._shard_agreements, *self._backward_agreements):
                 agreement.note(STEP)
 
@@ -422,11 +428,12 @@ class Runtime:
                 if param.whole is not None:
                     param.whole.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
-            unit.owed = unit.ready = unit.in_turn = unit.owes_all_reduce = False
+            unit.owed = unit.ready = unit.owes_all_reduce = False
         self._tasks.clear()
-        self._turns.clear()
+        self.turns.clear()
+        self.turns.forget_forwards()
         self._opened = {}
-        self._entered, self._left = {}, {}
+        self._left = {}
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False

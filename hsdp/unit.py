@@ -72,6 +72,8 @@ class Unit:
         trainable: which parameters want gradients, as of the last forward.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
         ready: its gradients are complete and wait for the unit's turn to be reduced.
+        in_turn: in the backward under way it has a turn to come.
+        visits: how often backwards visited it, by the number of its forwards that waited for theirs.
         owed: a forward with gradients ran and its reduction has not been submitted.
         part_comm: the smaller group over which whole parameters stay sharded after forward, if any.
         owes_all_reduce: a reduction without all-reduce was submitted, and none with it since. What decides about
@@ -122,6 +124,7 @@ class Unit:
         self.remaining: dict[int, int] = {}
         self.ready = False
         self.in_turn = False
+        self.visits: dict[int, int] = {}
         self._runtime: weakref.ref[Runtime] | None = None
         self._flight: Flight | None = None
         streams = Streams(axes.device)

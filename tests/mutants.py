@@ -33,6 +33,7 @@ from hsdp.pipeline import ReductionPipeline
 from hsdp.planning.layouts import LanePlan, UnitPlan
 from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
+from hsdp.turns import Turns
 from hsdp.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
 from tests import test_offload as offload
@@ -220,7 +221,7 @@ def reduces_at_the_end_only() -> Any:
 def reduces_out_of_turn() -> Any:
     def at_once(runtime: Runtime, unit: Unit) -> None:
         if unit.in_turn:
-            runtime._turns.remove(unit)
+            runtime.turns._queue.remove(unit)
             unit.in_turn = False
         runtime._reduce(unit)
 
@@ -230,6 +231,25 @@ def reduces_out_of_turn() -> Any:
 @mutant(Check(rule_12.check_passes, ("F F B B", (2,), Deep)), kill="AssertionError: Counter")
 def reduces_at_the_first_gradient() -> Any:
     return mock.patch.object(Unit, "begin_task", lambda unit, task: unit.remaining.__setitem__(task, 1))
+
+
+@mutant(Check(rule_12.check_interleaved, ("F F B B",)), kill="DivergenceError")
+def sweeps_in_the_first_backward_only() -> Any:
+    def end(turns: Turns) -> list[Unit]:
+        turns.clear()
+        return []
+
+    return mock.patch.object(Turns, "end", end)
+
+
+@mutant(Check(rule_12.check_interleaved, ("F B F B, other units",)), kill="DivergenceError")
+def waits_for_gradients_that_a_rank_never_makes() -> Any:
+    return mock.patch.object(Runtime, "_end_visits_before", return_value=None)
+
+
+@mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")
+def forgets_forwards_at_the_first_backward() -> Any:
+    return replaced(Turns, "begin", lambda begin: lambda turns: (begin(turns), setattr(turns, "awaited", 0)))
 
 
 @mutant(Check(rule_11.check_case, ("inner loss", (2,))))

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from benchmarks.harness import header
 from tests.mutants import MUTANTS
 from tests.rig import Pool, RankEnv, RemoteError
-from tests.schedules import NUM_BLOCKS, POLICIES, Action, run_schedule
+from tests.schedules import FREEZABLE, NUM_BLOCKS, POLICIES, Action, run_schedule
 
 LEVELS = st.sampled_from(["full", "running", "scatter", "local"])
 BRANCHES = st.lists(st.sampled_from([0, 1, 2]), min_size=NUM_BLOCKS, max_size=NUM_BLOCKS)
@@ -46,7 +46,7 @@ ACTIONS = st.one_of(
     micro_batches(),
     st.tuples(st.just("zero"), st.sampled_from(["module", "optimizer"]), st.booleans()),
     st.sampled_from([("flush",), ("eval",), ("step",)]),
-    st.tuples(st.just("freeze"), st.integers(0, NUM_BLOCKS - 1), st.booleans()),
+    st.tuples(st.just("freeze"), st.integers(0, NUM_BLOCKS - 1), st.sampled_from(FREEZABLE), st.booleans()),
 )
 RESHARD = st.sampled_from([None, True, False])
 FACTORS = st.tuples(st.sampled_from(["avg", "sum"]), st.sampled_from([1.0, 0.5]))

@@ -6,7 +6,7 @@ A schedule is a list of plain tuples, so that hypothesis can shrink it and it tr
     ("zero", who, to_none)                         zero_grad of the "module" or the "optimizer"
     ("flush",)                                     communicate what is pending
     ("eval",)                                      a forward without gradients
-    ("freeze", block, frozen)                      flush, then change requires_grad of a parameter on both
+    ("freeze", block, name, frozen)                flush, then change requires_grad of a block's parameter on both
     ("step",)                                      flush what is pending, then an optimizer step on both
 
 `uses` says what a forward is to use; what it means is the model's affair.
@@ -42,6 +42,9 @@ POLICIES = st.fixed_dictionaries(
 """Arguments of `CommPolicy` that random tests draw."""
 
 NUM_BLOCKS = 3
+FREEZABLE = ("left.bias", "left.weight", "right")
+"""Parameters of a block. With `right` frozen, a rank that uses that branch alone trains nothing of the block."""
+
 Action = tuple[Any, ...]
 MakeLoss = Callable[[nn.Module, int, int, Any], Tensor]
 """(model, seed, rank, uses) -> a loss, the same on the sharded model as on its twin."""
@@ -158,9 +161,9 @@ def play(
                 for optimizer in optimizers:
                     optimizer.step()
             elif kind == "freeze":
-                _, block, frozen = action
+                _, block, name, frozen = action
                 for net in (model, twin):
-                    net.blocks[block].left.bias.requires_grad_(not frozen)
+                    net.blocks[block].get_parameter(name).requires_grad_(not frozen)
     model.flush()
     _compare(model, twin, zeroed, "at the end")
 

@@ -30,7 +30,7 @@ _SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "t
 _ORDERED: list[list[str]] = [
     ["agreement", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
     ["registry", "training_state", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],
-    ["order", "runtime", "stepping", "state"],
+    ["order", "turns", "runtime", "stepping", "state"],
     ["whole", "full_params", "compat", "module", "api", *_SIDE_DOORS],
 ]
 _TOP = {"__init__", "__main__"}

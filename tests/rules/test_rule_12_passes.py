@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, collectives, floats, loss_of, of_kind, seeded, step
+from tests.rules.support import DIM, Deep, collectives, floats, loss_of, of_kind, seeded, step
 from tests.sharded import check_grads, check_rest, shard
 
 
@@ -76,6 +76,77 @@ def check_passes(env: RankEnv, name: str, shape: tuple[int, ...], build: Callabl
 @pytest.mark.parametrize("name", PASSES)
 def test_rule_12_one_reduction_per_unit_and_backward(pool2: Pool, name: str, build: Callable[[], nn.Module]) -> None:
     pool2.run(check_passes, name, (2,), build)
+
+
+class Sparing(nn.Linear):
+    """A unit that a rank may run without using its parameters."""
+
+    def forward(self, x: Tensor, uses: bool) -> Tensor:
+        return super().forward(x) if uses else 0.5 * x
+
+
+class Chosen(nn.Module):
+    """Runs some of its units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Sparing(DIM, DIM) for _ in range(3))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, units: tuple[int, ...], uses: bool) -> Tensor:
+        for unit in units:
+            x = torch.tanh(self.blocks[unit](x, uses))
+        return self.last(x)
+
+
+def _interleaved(model: nn.Module, rank: int, events: tuple[object, ...], k: int = 0) -> None:
+    """Forwards and backwards in some order.
+
+    Args:
+        model: a `Chosen`.
+        rank: which rank's batches; a rank other than 0 uses no parameters in forwards that say so.
+        events: (units, who) is a forward, who being "all" or "first"; a number is the backward of that forward, and one
+            below 0 that of forward -1 - number, whose graph is kept.
+        k: the first batch.
+    """
+    losses: list[Tensor] = []
+    for event in events:
+        if isinstance(event, tuple):
+            units, who = event
+            x = floats(rank, k + len(losses))
+            losses.append(model(x, units, who == "all" or rank == 0).square().sum())
+        else:
+            assert isinstance(event, int), "a forward is a tuple"
+            losses[event if event >= 0 else -1 - event].backward(retain_graph=event < 0)
+
+
+INTERLEAVED: dict[str, tuple[tuple[object, ...], list[int]]] = {
+    "F F B B": ((((0, 1, 2), "first"), ((0, 1, 2), "all"), 1, 0), [2, 2, 2]),
+    "F F B B, one more unit": ((((0, 1), "first"), ((0, 1, 2), "all"), 1, 0), [2, 2, 2]),
+    "F B B": ((((0, 1, 2), "first"), -1, 0), [2, 2, 2]),
+    "F F B F B B, other units": ((((0, 1), "first"), ((0, 1), "all"), 1, ((0, 2), "first"), 0, 2), [3, 3, 2]),
+    "F B F B, other units": ((((0, 1), "first"), 0, ((0, 2), "first"), 1), [2, 1, 1]),
+}
+"""What happens, and how often each unit is then reduced: in every backward that may reach it, as ranks must agree."""
+
+
+def check_interleaved(env: RankEnv, name: str) -> None:
+    """What a rank uses of a unit, in any of several backwards, does not decide whether it is reduced."""
+    events, expected = INTERLEAVED[name]
+    plain, model = seeded(Chosen), seeded(Chosen)
+    shard(model, env.mesh(2))
+    for k in (0, 3):
+        with collectives() as log:
+            check_grads(model, plain, lambda m, rank: _interleaved(m, rank, events, k), env.rank, env.world_size)
+        reduced = Counter(of_kind(log, "reduce_scatter"))
+        assert [reduced[f"reduce_scatter blocks.{unit}"] for unit in range(3)] == expected, reduced
+        check_rest(model)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+
+
+@pytest.mark.parametrize("name", INTERLEAVED)
+def test_rule_12_ranks_use_what_they_want_in_each_of_several_backwards(pool2: Pool, name: str) -> None:
+    pool2.run(check_interleaved, name)
 
 
 def check_reentrant(env: RankEnv) -> None:

@@ -81,16 +81,16 @@ def plan(
     )
     replicas, shards, own_backend, streams = _read_mesh(model, mesh)
     told = Assumptions(
-        tokens_per_rank,
-        micro_batches,
-        optimizer_states,
-        activations,
-        link or Link(),
-        flops,
-        memory,
-        recompute,
-        backend or own_backend,
-        streams if backend is None else backend != "gloo" and streams,
+        tokens_per_rank=tokens_per_rank,
+        micro_batches=micro_batches,
+        optimizer_states=optimizer_states,
+        activations=activations,
+        link=link or Link(),
+        flops=flops,
+        memory=memory,
+        recompute=recompute,
+        backend=backend or own_backend,
+        streams=streams if backend is None else backend != "gloo" and streams,
     )
     return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, replicas, shards, told)
 
@@ -126,7 +126,8 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None) -> tuple[int, int, str, bool
         raise ValueError(
             f"plan(mesh={mesh!r}): expected (replicas, shards), a number of shard ranks, or a DeviceMesh, e.g. mesh=(8, 64)"
         )
-    return (1, *sizes, "nccl", True) if len(sizes) == 1 else (*sizes, "nccl", True)  # type: ignore[return-value]
+    replicas, shards = (1, *sizes)[-2:]
+    return replicas, shards, "nccl", True
 
 
 def _sizes(axes: MeshAxes) -> tuple[int, int, str, bool]:

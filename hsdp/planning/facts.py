@@ -213,29 +213,30 @@ def _of_plain(
             continue
         while above and not name.startswith(above[-1][0]):
             above.pop()
-        params = []
         nested = chosen.keys() - {id(module)}
-        for places, param in collect_params([module], ignored, lambda m: id(m) in nested):
-            fqn, whole = places[0].fqn, id(param) in replicated
-            check_param(param, places[0].module(), fqn, name)
-            shape = tuple(block_of(param).shape)  # of a DTensor, what this rank has is what is sharded
-            cut = partial(choose_dim, param, fqn, name, placement)
-            params.append(
-                ParamFacts(
-                    fqn,
-                    shape,
-                    param.dtype,
-                    None if whole else 0,
-                    replicated=whole,
-                    trainable=param.requires_grad,
-                    active=_active(places),
-                    cut=None if whole else cut,
-                )
-            )
+        owned = collect_params([module], ignored, lambda m: id(m) in nested)
+        params = tuple(_plain_param(param, places, name, placement, id(param) in replicated) for places, param in owned)
         shown = name or f"{type(model).__name__} (root)"
-        found.append(UnitFacts(shown, tuple(params), above[-1][1] if above else None))
+        found.append(UnitFacts(shown, params, above[-1][1] if above else None))
         above.append((f"{name}." if name else "", len(found) - 1))
     return found
+
+
+def _plain_param(
+    param: nn.Parameter, places: list[Place], unit: str, placement: PlacementFn | None, replicated: bool
+) -> ParamFacts:
+    fqn = places[0].fqn
+    check_param(param, places[0].module(), fqn, unit)
+    return ParamFacts(
+        fqn,
+        tuple(block_of(param).shape),  # of a DTensor, what this rank has is what is sharded
+        param.dtype,
+        dim=None if replicated else 0,
+        replicated=replicated,
+        trainable=param.requires_grad,
+        active=_active(places),
+        cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
+    )
 
 
 def _blocks(model: nn.Module) -> list[nn.Module]:

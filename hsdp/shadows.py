@@ -6,8 +6,10 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
+from hsdp.inner import block_of
 from hsdp.param import ManagedParam, refresh_flat_weights
 
 
@@ -21,7 +23,11 @@ class Shadows:
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         # The dict of parameters does not hold the module: no cycle.
         self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
-        self._names = {id(param.whole): param.fqn for param in params if param.whole is not None}
+        self._names: dict[int, list[tuple[int, str]]] = {}
+        for param in params:
+            if param.whole is not None:
+                storage, start = _place_of(block_of(param.whole))
+                self._names.setdefault(storage, []).append((start, param.fqn))
         modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
         for param in params:
             for module, name in param.holders():
@@ -52,8 +58,13 @@ class Shadows:
                         refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The parameter whose whole tensor `tensor` is."""
-        return self._names.get(id(tensor))
+        """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
+        tensor = block_of(tensor)
+        if not torch._C._has_storage(tensor):
+            return None
+        storage, start = _place_of(tensor)
+        names = self._names.get(storage)
+        return None if names is None else max((name for name in names if name[0] <= start), default=names[0])[1]
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a sharded parameter since these shadows were made."""
@@ -61,3 +72,8 @@ class Shadows:
             if sharded._local_tensor is not local or registered.get(name) is not sharded:
                 return True
         return False
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """The storage that a tensor lies in, and its first byte there."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize

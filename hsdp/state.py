@@ -81,7 +81,7 @@ class ModuleState:
         dtype = self.unit.mp_policy.output_dtype
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        self._check_output(output)
+        output = self._own_output(output)
         return output, torch.is_grad_enabled() and self._watch(output, runtime, first_node)
 
     def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
@@ -108,21 +108,27 @@ class ModuleState:
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime
 
-    def _check_output(self, output: Any) -> None:
-        """A whole parameter is freed after forward: neither it or a view of it, nor who will use it, can be an output."""
+    def _own_output(self, output: Any) -> Any:
+        """Whole parameters are freed after forward, so what goes out are copies of them, and of views of them.
+
+        Raises:
+            StateError: one is hidden in an object, or the output will use them later.
+        """
         if isinstance(output, GeneratorType):
             raise StateError(
                 f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
                 "parameters are sharded again; return a list of what it yields"
             )
-        for tensor in tensors_in(output):
-            base = tensor if tensor.is_leaf else tensor._base
-            name = None if base is None else self.unit.name_of_whole(base)
-            if name is not None:
-                raise StateError(
-                    f"the forward of unit {self.unit.name!r} returns its parameter {name!r}, or a view of it, which is "
-                    "freed when the forward ends; return a copy (.clone()), or compute with it inside the module"
-                )
+        name_of = self.unit.name_of_whole
+        if not any(map(name_of, tensors_in(output))):
+            return output
+        output = map_tensors(output, lambda t: t.clone() if name_of(t) else t)
+        if (name := next(filter(None, map(name_of, tensors_in(output))), None)) is not None:
+            raise StateError(
+                f"the forward of unit {self.unit.name!r} returns its parameter {name!r}, or a view of it, inside an "
+                "object; it is freed when the forward ends: return a copy (.clone()), or compute with it in the module"
+            )
+        return output
 
     def _watch(self, output: Any, runtime: Runtime, first_node: int) -> bool:
         """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""

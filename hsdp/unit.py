@@ -374,7 +374,7 @@ class Unit:
         self.open = False
 
     def name_of_whole(self, tensor: Tensor) -> str | None:
-        """The parameter whose whole tensor `tensor` is."""
+        """The parameter whose whole tensor `tensor` is, or looks into."""
         return self._shadows.name_of(tensor)
 
     def disturbed(self) -> bool:

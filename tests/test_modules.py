@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from torch import Tensor, nn
 
 import hsdp
 from tests.graphs import DIM, Layer, Net, floats, tokens
-from tests.module_kinds import KINDS, Kind, LeafOutputs, Tied, weight_handed_out_over_three_steps
+from tests.module_kinds import KINDS, Holder, Kind, LeafOutputs, Tied, weight_handed_out_over_three_steps
 from tests.rig import Pool, RankEnv
 from tests.rules.support import mean_into
 from tests.sharded import check_grads, check_rest, check_sharded, mesh_id, pool_for, shard
@@ -46,22 +47,70 @@ def test_gradients_equal_plain_autograd(request: pytest.FixtureRequest, name: st
     pool_for(request, shape).run(_check, name, shape, options)
 
 
-def _hand_out_weights(env: RankEnv, shape: tuple[int, ...]) -> str:
+def _hand_out_weights(env: RankEnv, shape: tuple[int, ...]) -> None:
     plain = LeafOutputs().double()
     model = shard(copy.deepcopy(plain), env.mesh(shape))
-    try:
-        check_grads(model, plain, weight_handed_out_over_three_steps, env.rank, env.world_size)
-    except hsdp.StateError as error:
-        return str(error)
-    return ""
+    check_grads(model, plain, weight_handed_out_over_three_steps, env.rank, env.world_size)
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
-def test_an_output_that_is_a_parameter_works_or_is_refused_by_name(
+def test_a_unit_may_hand_out_its_parameters(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(_hand_out_weights, shape)
+
+
+LOOKS: dict[str, Callable[[nn.Parameter], Any]] = {
+    "slice": lambda rows: rows[1:],
+    "expanded": lambda rows: rows.expand(2, 4, DIM)[0, 1:],
+    "detached": lambda rows: rows.detach()[1:],
+    "data": lambda rows: rows.data[1:],
+}
+
+
+class Positions(nn.Module):
+    """A block that hands out a view of its parameter."""
+
+    class Block(nn.Module):
+        def __init__(self, look: Callable[[nn.Parameter], Any]) -> None:
+            super().__init__()
+            self.first, self.rows = nn.Parameter(torch.randn(3)), nn.Parameter(torch.randn(4, DIM))
+            self.look = look
+
+        def forward(self) -> Any:
+            return self.look(self.rows)
+
+    def __init__(self, look: Callable[[nn.Parameter], Any]) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([self.Block(look)])
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        rows = self.blocks[0]()
+        x = self.head(x)  # here the block is freed
+        return x[1:] * (rows.first if isinstance(rows, Holder) else rows)
+
+
+def _hand_out_views(env: RankEnv, shape: tuple[int, ...]) -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        model(floats(rank)).square().sum().backward()
+
+    for look in LOOKS.values():
+        plain = Positions(look).double()
+        model = shard(copy.deepcopy(plain), env.mesh(shape))
+        for mode in (torch.no_grad, torch.inference_mode):
+            with mode():
+                torch.testing.assert_close(model(floats(0)), plain(floats(0)), rtol=0, atol=0)
+        check_grads(model, plain, run, env.rank, env.world_size)
+    model = shard(Positions(Holder).double(), env.mesh(shape))
+    for mode in (torch.no_grad, torch.enable_grad):
+        with mode(), pytest.raises(hsdp.StateError, match=r"'blocks\.0' returns its parameter 'rows'.*inside an object"):
+            model(floats(0))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_a_unit_may_hand_out_views_of_its_parameters_with_gradients_and_without(
     request: pytest.FixtureRequest, shape: tuple[int, ...]
 ) -> None:
-    for refusal in pool_for(request, shape).run(_hand_out_weights, shape):
-        assert not refusal or ("'weight'" in refusal and "blocks." in refusal), refusal
+    pool_for(request, shape).run(_hand_out_views, shape)
 
 
 # -- names, identity ------------------------------------------------------------------------------------------------
@@ -114,7 +163,7 @@ def test_forward_and_its_hooks_see_whole_parameters(pool2: Pool) -> None:
 # -- gradients that share memory ------------------------------------------------------------------------------------
 
 
-class Positions(nn.Module):
+class Viewed(nn.Module):
     """Parameters that a forward views: autograd hands views of one gradient over, which goes on to the layer before too."""
 
     def __init__(self) -> None:
@@ -137,7 +186,7 @@ def _share_memory(env: RankEnv, shape: tuple[int, ...], options: dict[str, Any],
         torch.stack([model(floats(rank, k)).double().square().sum() for k in range(2)]).sum().backward()
 
     torch.manual_seed(0)
-    plain = Positions().double()
+    plain = Viewed().double()
     options = {"comm_policy": hsdp.CommPolicy(fusion="direct"), **options}
     model: Any = shard(copy.deepcopy(plain), env.mesh(shape), **options)
     run(model, env.rank)

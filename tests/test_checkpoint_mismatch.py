@@ -94,7 +94,7 @@ CASES: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]] =
 
 
 @pytest.mark.parametrize(("source", "target", "match"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
-def test_models_that_differ(
+def test_a_model_that_differs_is_refused_and_unchanged(
     tmp_path: Path, source: Callable[[], nn.Module], target: Callable[[], nn.Module], match: str
 ) -> None:
     path = saved(tmp_path, source())

@@ -101,7 +101,9 @@ def test_any_mesh_to_any_mesh(
     "make", [cm.sgd_momentum, cm.adamw_fused, cm.adamw_foreach, cm.adamw_amsgrad], ids=lambda make: make.__name__
 )
 @pytest.mark.parametrize(("source", "target"), [("1x4", "2x2"), ("2x1", "1x2"), ("1", "2x2")])
-def test_optimizers(pools: dict[int, Pool], tmp_path: Path, make: MakeOptimizer, source: str, target: str) -> None:
+def test_an_optimizer_goes_on_on_another_mesh(
+    pools: dict[int, Pool], tmp_path: Path, make: MakeOptimizer, source: str, target: str
+) -> None:
     outcomes = on_mesh(source, pools, save_and_go_on, str(tmp_path), make)
     loaded = on_mesh(target, pools, load_and_go_on, str(tmp_path), make, False)
     cm.assert_equal(loaded[0][0], outcomes[0][0])

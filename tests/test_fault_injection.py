@@ -257,7 +257,7 @@ def _names(theme: str) -> list[str]:
 
 @pytest.mark.parametrize("recompute", RECOMPUTE)
 @pytest.mark.parametrize("theme", THEMES)
-def test_every_point_on_one_axis(pool2: Pool, theme: str, recompute: str) -> None:
+def test_an_error_at_any_point_leaves_nothing_behind(pool2: Pool, theme: str, recompute: str) -> None:
     stride = 2 if recompute == "reentrant" else 1
     done = pool2.run(inject, (2,), RECOMPUTE[recompute], _names(theme), stride, timeout=120.0)[0]
     assert all(count for point, count in done.items() if point != "Comm.all_reduce"), done
@@ -265,7 +265,7 @@ def test_every_point_on_one_axis(pool2: Pool, theme: str, recompute: str) -> Non
 
 @pytest.mark.parametrize("recompute", ["plain", "recompute"])
 @pytest.mark.parametrize("theme", THEMES)
-def test_points_on_two_axes(pool4: Pool, theme: str, recompute: str) -> None:
+def test_an_error_at_any_point_on_two_axes_leaves_nothing_behind(pool4: Pool, theme: str, recompute: str) -> None:
     done = pool4.run(inject, (2, 2), RECOMPUTE[recompute], _names(theme), 4, timeout=120.0)[0]
     assert all(done.values()), done
 
@@ -319,7 +319,7 @@ def _check_alone(pool: Pool, shape: tuple[int, ...], case: tuple[str, int, bool 
 
 
 @pytest.mark.parametrize("case", ALONE, ids=lambda case: case[0])
-def test_one_rank_alone(pool2: Pool, case: tuple[str, int, bool | None]) -> None:
+def test_an_error_on_one_rank_alone_ends_the_others_in_time(pool2: Pool, case: tuple[str, int, bool | None]) -> None:
     _check_alone(pool2, (2,), case, 1)
 
 

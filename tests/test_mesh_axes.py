@@ -57,7 +57,7 @@ def check_unsharded(env: RankEnv) -> None:
     assert isinstance(weight.grad, DTensor) and weight.grad.placements == (Replicate(),)
 
 
-def test_no_axis_shards(pool4: Pool) -> None:
+def test_without_a_shard_axis_it_works_as_ddp_does(pool4: Pool) -> None:
     pool4.run(check_unsharded)
 
 
@@ -118,5 +118,5 @@ def check_errors(env: RankEnv) -> None:
         hsdp.fully_shard(odd, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
 
 
-def test_errors(pool4: Pool) -> None:
+def test_wrong_axes_are_refused(pool4: Pool) -> None:
     pool4.run(check_errors)

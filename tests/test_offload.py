@@ -95,7 +95,7 @@ def check_same(env: RankEnv, directory: str) -> None:
         assert_same(grads, found[0][1], 0, 0)
 
 
-def test_nothing_changes(pool4: Pool, tmp_path: Path) -> None:
+def test_offloaded_shards_give_the_same_numbers(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(check_same, str(tmp_path))
 
 

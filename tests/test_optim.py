@@ -103,7 +103,9 @@ def _same_units_whole_buffers_stay_clean(model: Any) -> None:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
-def test_equals_stock(request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool) -> None:
+def test_local_steps_equal_those_of_the_stock_optimizer(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool
+) -> None:
     pool_for(request, shape).run(_equals_stock, shape, flat)
 
 
@@ -161,7 +163,7 @@ class Lamb(torch.optim.AdamW):
     """Stands for optimizers that somebody wrote: not known to be elementwise, though made from one that is."""
 
 
-def test_refusals() -> None:
+def test_optimizers_that_local_cannot_step_are_refused() -> None:
     with fake_world(2) as env:
         model = shard(CASE.model(), env.mesh((2,)))
         matrices = [param for param in model.parameters() if param.ndim == 2]

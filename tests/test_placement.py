@@ -70,7 +70,7 @@ CASE = Case("experts", Net, draw, mse, torch.float64)
         ((3, 5), 4, Shard(0)),
     ],
 )
-def test_choice(shape: tuple[int, ...], shards: int, expected: Any) -> None:
+def test_the_dim_with_the_least_padding_is_chosen(shape: tuple[int, ...], shards: int, expected: Any) -> None:
     assert hsdp.least_padding(torch.empty(shape), shards) == expected
 
 
@@ -145,7 +145,7 @@ def check_doors(env: RankEnv, directory: str, twin: Twin) -> None:
     assert_same(full_params(again), doubled, 0, 0)
 
 
-def test_side_doors(pool4: Pool, tmp_path: Any) -> None:
+def test_merged_dims_pass_through_every_side_door(pool4: Pool, tmp_path: Any) -> None:
     pool4.run(check_doors, str(tmp_path), twin_of(CASE, 4, 1, sgd))
 
 
@@ -158,5 +158,5 @@ def check_errors(env: RankEnv) -> None:
         hsdp.fully_shard(Experts(2, 8, 8), mesh=env.mesh((4,)), shard_placement_fn=other)
 
 
-def test_errors(pool4: Pool) -> None:
+def test_wrong_tuples_are_refused(pool4: Pool) -> None:
     pool4.run(check_errors)

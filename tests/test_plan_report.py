@@ -159,7 +159,7 @@ def test_padding_is_told() -> None:
     assert few.units[0].facts.params[0].merged == 2 and few.on(8, 8).units[0].facts.params[0].merged == 1
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_plans_compares_and_refuses(capsys: pytest.CaptureFixture[str]) -> None:
     small = ["--preset", "llama3-8b", "--tokens-per-rank", "2,048"]
     assert main([*small, "--replicate", "8", "--shard", "64"]) == 0
     assert "llama3-8b: 8.03 B parameters in 33 units on 8 replicas x 64 shards" in capsys.readouterr().out

@@ -51,7 +51,7 @@ def _sums_over_axes(env: RankEnv) -> tuple[int, int]:
     return sums[0], sums[1]
 
 
-def test_meshes(pool4: Pool) -> None:
+def test_meshes_have_the_ranks_of_their_axes(pool4: Pool) -> None:
     first, second = (0b0101, 0b1010), (0b0011, 0b1100)
     assert pool4.run(_sums_over_axes) == [(one, two) for two in second for one in first]
 

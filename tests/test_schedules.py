@@ -32,6 +32,6 @@ def test_schedules_find_planted_bugs(pool2: Pool, bug: str) -> None:
     assert "differ" in found, f"{ran} schedules: {found}"
 
 
-def test_the_bugs_exist() -> None:
+def test_the_planted_bugs_are_registered() -> None:
     assert len(SCHEDULE_BUGS) >= 15
     assert set(SCHEDULE_BUGS) <= set(MUTANTS)

@@ -190,7 +190,7 @@ def check_precision(env: RankEnv) -> None:
         torch.testing.assert_close(grad, param.grad / 2, rtol=0.1, atol=0.05)
 
 
-def test_mixed_precision(pool4: Pool) -> None:
+def test_blocks_compute_in_the_param_dtype(pool4: Pool) -> None:
     pool4.run(check_precision)
 
 
@@ -214,7 +214,7 @@ def check_checkpoints(env: RankEnv, directory: str) -> None:
     assert_same(full_params(again), want, 0, 0)
 
 
-def test_checkpoints(pool4: Pool, tmp_path: Path) -> None:
+def test_checkpoints_restore_parameters_of_two_meshes(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(check_checkpoints, str(tmp_path))
 
 
@@ -231,7 +231,7 @@ def check_whole(env: RankEnv) -> None:
     assert_same(full_params(model), {name: 2 * value for name, value in before.items()})
 
 
-def test_full_params(pool4: Pool) -> None:
+def test_full_params_are_whole_along_hsdp_s_axes_only(pool4: Pool) -> None:
     pool4.run(check_whole)
 
 
@@ -273,7 +273,7 @@ def test_errors_name_parameter_and_remedy(pool4: Pool) -> None:
     pool4.run(check_errors)
 
 
-def test_three_axes() -> None:
+def test_replicas_shards_and_tensor_parallel_ranks_train_together() -> None:
     """2 replicas x 2 shards x 2 tensor-parallel ranks."""
     with Pool(8, group_timeout=60.0) as pool:
         pool.run(check_training, (2, 2, 2), "sequence", twin(4, 2), {}, timeout=120.0)

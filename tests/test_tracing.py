@@ -62,7 +62,7 @@ def overlap_of_chrome(text: str) -> float:
     return overlap_of(flights, work)
 
 
-def test_intervals() -> None:
+def test_intervals_are_joined_and_cut_as_sets_are() -> None:
     assert union([(3, 4), (0, 1), (0.5, 2), (5, 5)]) == [(0, 2), (3, 4)]
     assert intersection([(0, 2), (3, 6)], [(1, 4), (5, 7)]) == [(1, 2), (3, 4), (5, 6)]
     assert length([(1, 2), (3, 4.5)]) == 2.5

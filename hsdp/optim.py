@@ -19,7 +19,7 @@ import inspect
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor
@@ -278,27 +278,35 @@ def _single(param: Any) -> _Target:
     return _Target(plain, [_Member(param, plain.shape, 0, plain.numel())], [])
 
 
+class _Place(NamedTuple):
+    """Where a parameter lies in its shard buffer, in elements; `stop` is where the next one starts."""
+
+    buffer: Tensor
+    start: int
+    stop: int
+
+
 def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> list[_Target]:
     """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
-    places: dict[int, tuple[Tensor, int, int]] = {}
+    places: dict[int, _Place] = {}
     for unit in dict.fromkeys(unit_of(param) for param in params):
         for lane in unit.lanes if unit is not None else ():
             stops = sorted({piece.offset for piece in lane.layout.pieces} | {lane.layout.numel})
             for managed, piece in zip(lane.params, lane.layout.pieces, strict=True):
-                after = next((stop for stop in stops if stop > piece.offset), lane.layout.numel)
-                places[id(managed.sharded)] = (lane.shard, piece.offset, after)
+                stop = next((stop for stop in stops if stop > piece.offset), lane.layout.numel)
+                places[id(managed.sharded)] = _Place(lane.shard, piece.offset, stop)
     targets: list[_Target] = []
     runs: dict[tuple[int, object], list[Any]] = {}
     for param in params:
         if id(param) not in places or not used[id(param)] or not param._local_tensor.numel():
             targets.append(_single(param))
         else:
-            runs.setdefault((id(places[id(param)][0]), _numbers(state.get(param))), []).append(param)
+            runs.setdefault((id(places[id(param)].buffer), _numbers(state.get(param))), []).append(param)
     for run in runs.values():
-        run.sort(key=lambda param: places[id(param)][1])
+        run.sort(key=lambda param: places[id(param)].start)
         part: list[Any] = []
         for param in run:
-            if part and places[id(part[-1])][2] != places[id(param)][1]:
+            if part and places[id(part[-1])].stop != places[id(param)].start:
                 targets.append(_flat_target(part, places))
                 part = []
             part.append(param)
@@ -306,17 +314,16 @@ def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> l
     return targets
 
 
-def _flat_target(params: list[Any], places: dict[int, tuple[Tensor, int, int]]) -> _Target:
-    buffer, start, _ = places[id(params[0])]
-    stop = places[id(params[-1])][2]
+def _flat_target(params: list[Any], places: dict[int, _Place]) -> _Target:
+    first, last = places[id(params[0])], places[id(params[-1])]
     members, gaps = [], []
     for param in params:
-        _, offset, after = places[id(param)]
-        count = param._local_tensor.numel()
-        members.append(_Member(param, param._local_tensor.shape, offset - start, count))
-        if offset + count < after:
-            gaps.append((offset + count - start, after - start))
-    return _Target(buffer.detach()[start:stop], members, gaps)
+        place = places[id(param)]
+        start, count = place.start - first.start, param._local_tensor.numel()
+        members.append(_Member(param, param._local_tensor.shape, start, count))
+        if place.start + count < place.stop:
+            gaps.append((start + count, place.stop - first.start))
+    return _Target(first.buffer.detach()[first.start : last.stop], members, gaps)
 
 
 def _numbers(state: dict[str, Any] | None) -> object:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,7 +79,7 @@ def plan(
         ignored_params=ignored_params,
         replicate_params=replicate_params,
     )
-    replicas, shards, own_backend, streams = _read_mesh(model, mesh)
+    sizes = _read_mesh(model, mesh)
     told = Assumptions(
         tokens_per_rank=tokens_per_rank,
         micro_batches=micro_batches,
@@ -89,10 +89,10 @@ def plan(
         flops=flops,
         memory=memory,
         recompute=recompute,
-        backend=backend or own_backend,
-        streams=streams if backend is None else backend != "gloo" and streams,
+        backend=backend or sizes.backend,
+        streams=sizes.streams and backend != "gloo",
     )
-    return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, replicas, shards, told)
+    return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, sizes.replicas, sizes.shards, told)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:
@@ -108,8 +108,16 @@ def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Compari
     return Comparison(tuple(plan(model, mesh=mesh, **options) for mesh in meshes))
 
 
-def _read_mesh(model: nn.Module, mesh: Mesh | None) -> tuple[int, int, str, bool]:
-    """Replicas, shards, backend, and whether streams order the work."""
+class _MeshFacts(NamedTuple):
+    """What a plan needs to know of a mesh; `streams`: a device's streams order the work."""
+
+    replicas: int
+    shards: int
+    backend: str
+    streams: bool
+
+
+def _read_mesh(model: nn.Module, mesh: Mesh | None) -> _MeshFacts:
     if mesh is None:
         units = (state.unit for module in model.modules() if (state := state_of(module)) is not None)
         unit = next(units, None)
@@ -118,20 +126,20 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None) -> tuple[int, int, str, bool
                 f"plan({type(model).__name__}): the model is not sharded, so the mesh must be told; pass mesh=(replicas, "
                 "shards), e.g. mesh=(8, 64)"
             )
-        return _sizes(unit.axes)
+        return _facts_of(unit.axes)
     if isinstance(mesh, DeviceMesh):
-        return _sizes(resolve_mesh(mesh))
+        return _facts_of(resolve_mesh(mesh))
     sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
     if len(sizes) not in (1, 2) or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(
             f"plan(mesh={mesh!r}): expected (replicas, shards), a number of shard ranks, or a DeviceMesh, e.g. mesh=(8, 64)"
         )
     replicas, shards = (1, *sizes)[-2:]
-    return replicas, shards, "nccl", True
+    return _MeshFacts(replicas, shards, "nccl", streams=True)
 
 
-def _sizes(axes: MeshAxes) -> tuple[int, int, str, bool]:
+def _facts_of(axes: MeshAxes) -> _MeshFacts:
     on_cpu = axes.device.type in ("cpu", "meta")
     group = axes.shard_group or axes.replicate_group
     assert group is not None, "a mesh has an axis, and an axis a group"
-    return axes.replicate_size, axes.shard_size, backend_name(group, axes.device), not on_cpu
+    return _MeshFacts(axes.replicate_size, axes.shard_size, backend_name(group, axes.device), streams=not on_cpu)

@@ -30,7 +30,8 @@ def _census() -> Counter[str]:
 
 def check_steps(env: RankEnv, shape: tuple[int, ...]) -> None:
     model = shard(seeded(Deep), env.mesh(shape))
-    optimizer = torch.optim.AdamW(model.parameters())
+    # Not Adam: on DTensors its scalars, others in each step, stay in caches of torch 2.11 for good.
+    optimizer = torch.optim.SGD(model.parameters(), lr=1e-3, momentum=0.9)
     store: Any = dist.distributed_c10d._get_default_store()
     seen: list[tuple[Counter[str], int]] = []
     for k in range(20):

@@ -404,7 +404,7 @@ def keeps_whole_gradients() -> Any:
 
 @mutant(BOUNDS, kill="AssertionError")
 def keeps_whole_parameters() -> Any:
-    return mock.patch.object(Runtime, "_close", return_value=None)
+    return mock.patch.object(Runtime, "_end_visit", return_value=None)
 
 
 @mutant(Check(rule_24.check_landing, (), world=4), kill="AssertionError")

@@ -31,7 +31,15 @@ from hsdp.compat import UnshardHandle, share_comm_ctx
 from hsdp.compressed import CompressedAllReduce, CompressedReduceScatter
 from hsdp.custom import AllGather, ReduceScatter
 from hsdp.describe import describe
-from hsdp.errors import CheckpointError, CollectiveError, DivergenceError, HSDPError, StaleParametersError, StateError
+from hsdp.errors import (
+    CheckpointError,
+    CollectiveError,
+    DivergenceError,
+    ExtensionError,
+    HSDPError,
+    StaleParametersError,
+    StateError,
+)
 from hsdp.full_params import full_params, gathered_apply
 from hsdp.init import init_sharded, sync_module_states
 from hsdp.mesh import DataParallelMeshDims
@@ -58,6 +66,7 @@ __all__ = [
     "DataParallelMeshDims",
     "DiskOffloadPolicy",
     "DivergenceError",
+    "ExtensionError",
     "FSDPModule",
     "HSDPError",
     "HSDPModule",

@@ -13,10 +13,10 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
+from hsdp.extension import check_extension
 from hsdp.fingerprints import fingerprint
 from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
@@ -29,6 +29,7 @@ from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState, own_state
 from hsdp.stepping import watch_optimizers
+from hsdp.subclass import extends, wrapper_of
 from hsdp.unit import Unit
 from hsdp.whole import broadcast, differing, told_by_all, unequal
 
@@ -123,15 +124,16 @@ def fully_shard(
         inner = inner_of(param, axes)
         if inner is not None:
             inner.check(axes, dim, f"fully_shard({name}): parameter {places[0].fqn!r}")
-        params.append(ManagedParam(places, param, dim, merged, whole, inner))
+        managed = ManagedParam(places, param, dim, merged, whole, inner)
+        if managed.wrapper is not None:
+            check_extension(managed, axes, reshard_after_forward, f"fully_shard({name}): parameter {managed.fqn!r}")
+        params.append(managed)
     if type(reshard_after_forward) is int and reshard_after_forward == 1:
         reshard_after_forward = False  # a group of one holds everything
     unit = Unit(name, params, axes, policy, comm, reshard_after_forward, offload)
     unit.replica_policy = replica_policy
     unit.ignored = frozenset(ignored)
     _agree(unit, params)
-    for managed in params:
-        originals[managed.sharded] = (weakref.ref(unit), managed.fqn)
     unit.build()
     state = ModuleState(unit, modules)
     for m in modules:
@@ -266,11 +268,13 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
             f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
             "shard the smallest module that holds both names as one unit, or untie them"
         )
-    if not isinstance(param, DTensor) and is_traceable_wrapper_subclass(param):
+    if isinstance(param, DTensor) and extends(param._local_tensor):
         raise ValueError(
-            f"{where} is a {type(param).__name__}, and its shards would not be (gather extensions, for float8, are "
-            "not supported); shard the plain parameter, or pass it in ignored_params"
+            f"{where} is a DTensor around a {type(param._local_tensor).__name__}, and gather extensions are supported for "
+            "parameters that are not DTensors before; shard the plain parameter, or pass it in ignored_params"
         )
+    if not isinstance(param, DTensor):
+        wrapper_of(param, where)
     if not param.dtype.is_floating_point:
         raise ValueError(
             f"{where} has dtype {param.dtype}, whose gradients cannot be reduced; make it a buffer, or pass it in "
@@ -324,6 +328,7 @@ def _agree(unit: Unit, params: list[ManagedParam]) -> None:
             p.sharded.requires_grad,
             p.sharded.is_meta,
             len(p.places),
+            None if p.wrapper is None else p.wrapper.kind.__name__,
         )
         for p in params
     ]

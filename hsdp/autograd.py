@@ -6,6 +6,7 @@ There are no public ones for it. DDP, FSDP2 and activation checkpointing in PyTo
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -27,6 +28,9 @@ Raises RuntimeError for inputs of `autograd.grad`, about which the engine does n
 
 retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_keep_graph
 """Whether the present graph task keeps its graph (`retain_graph=True`), so that there may be another one through it."""
+
+keeping_versions: Callable[[Any], AbstractContextManager[None]] = torch.autograd.grad_mode._unsafe_preserve_version_counter
+"""Inside it, writing to these tensors does not count as a change that a backward would object to."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next. The engine runs nodes with higher numbers first."""

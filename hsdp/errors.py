@@ -27,5 +27,9 @@ class CollectiveError(HSDPError):
     """A collective failed or timed out; the message lists what this rank was waiting for."""
 
 
+class ExtensionError(HSDPError):
+    """A tensor subclass's gather extension raised, or returned what cannot be gathered; the message names the parameter."""
+
+
 class CheckpointError(HSDPError):
     """A checkpoint could not be written or read; the message names the file, the tensor or the ranks, and the cause."""

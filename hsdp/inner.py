@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.mesh import MeshAxes
+from hsdp.subclass import data_of
 
 new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
     lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
@@ -126,8 +127,8 @@ def inner_of(param: Tensor, axes: MeshAxes) -> Inner | None:
 
 
 def block_of(param: Tensor) -> Tensor:
-    """What this rank holds of a parameter, as a plain tensor: the parameter itself, unless it is a DTensor."""
-    return param._local_tensor if isinstance(param, DTensor) else param
+    """What this rank holds of a parameter, as a plain tensor: itself, unless it is a DTensor or has a gather extension."""
+    return data_of(param._local_tensor if isinstance(param, DTensor) else param)
 
 
 def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:

@@ -38,12 +38,16 @@ class LaneKind:
     reduce: torch.dtype
     replicated: bool = False
     """Whether every rank keeps its parameters whole (`replicate_params`): then a lane acts as if alone in its group."""
+    extension: bool = False
+    """Whether its parameters say themselves how they are gathered (extension.py)."""
 
     @classmethod
-    def of(cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False) -> LaneKind:
+    def of(
+        cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False, extension: bool = False
+    ) -> LaneKind:
         """The kind of a parameter that is stored as `storage`, under a policy."""
         compute = policy.param_dtype or storage
-        return cls(storage, compute, policy.reduce_dtype or compute, replicated)
+        return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension)
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -61,7 +65,10 @@ class Lane:
         parts: size of the group over which whole parameters stay sharded after forward (1: none).
         shard: the shard buffer, 1-D, storage dtype.
         outputs, inputs: the transfers of its gather, as 1-D byte tensors.
+        variant: stands for what the ranks must send alike beyond what follows from the model, in their agreement.
     """
+
+    variant = 0
 
     def __init__(
         self,
@@ -123,17 +130,23 @@ class Lane:
                 part = from_dlpack(part)
             return part.view(shape)
 
+    def rehearse(self) -> None:
+        """Tries what may fail in code of the user's, while the parameters are still the original ones."""
+
     def arrange(self) -> None:
         """Makes the whole parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
         if self.shard.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():
-            if self.shards == 1:
-                self._arrange_alone()
-            else:
-                self._arrange_gather()
+            self._arrange()
         self.release_transients()
         self.release_whole()
+
+    def _arrange(self) -> None:
+        if self.shards == 1:
+            self._arrange_alone()
+        else:
+            self._arrange_gather()
 
     def _arrange_alone(self) -> None:
         # One shard rank: the layout of whole parameters is that of the shard buffer.
@@ -213,6 +226,9 @@ class Lane:
         """Copies packed parameters from the staging rows to their places."""
         if self._unpack_to:
             torch._foreach_copy_(self._unpack_to, self._unpack_from)
+
+    def assemble(self) -> None:
+        """Runs when the gather has ended, on the compute stream: nothing is left to do but where users say how."""
 
     def release_transients(self) -> None:
         """Frees what only the gather needed."""

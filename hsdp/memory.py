@@ -30,6 +30,15 @@ class Arena:
         self._storage = self.tensor.untyped_storage()
         self._bytes = self._storage.nbytes()
 
+    @classmethod
+    def around(cls, tensor: Tensor) -> Arena:
+        """The memory that a tensor lives in, as somebody else allocated it."""
+        arena = cls.__new__(cls)
+        arena.tensor = tensor
+        arena._storage = tensor.untyped_storage()
+        arena._bytes = arena._storage.nbytes()
+        return arena
+
     @property
     def nbytes(self) -> int:
         """Bytes that it takes when allocated."""

@@ -93,6 +93,12 @@ class MeshAxes:
         return self._joined[inner]
 
     @property
+    def shard_mesh(self) -> DeviceMesh:
+        """The shard axis alone; it needs a name if the mesh has other axes."""
+        assert self.shard_axis is not None, "without a shard axis there is no mesh of it"
+        return self.mesh if self.mesh.ndim == 1 else self.mesh[(self.mesh.mesh_dim_names or ())[self.shard_axis]]
+
+    @property
     def shard_group(self) -> ProcessGroup | None:
         """The process group over which parameters are sharded."""
         return None if self.shard_axis is None else self.mesh.get_group(self.shard_axis)

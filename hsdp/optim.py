@@ -274,7 +274,7 @@ def _identity(optimizer: Any) -> tuple[object, ...]:
 def _single(param: Any) -> _Target:
     if not isinstance(param, DTensor):
         return _Target(param, [_Member(param, param.shape, 0, param.numel())], [])
-    plain = param._local_tensor.detach()
+    plain = block_of(param).detach()
     return _Target(plain, [_Member(param, plain.shape, 0, plain.numel())], [])
 
 

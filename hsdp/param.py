@@ -22,6 +22,7 @@ from hsdp.errors import StateError
 from hsdp.inner import Inner, block_of, new_dtensor, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
+from hsdp.subclass import data_of, wrapper_of
 
 PlacementFn = Callable[..., Any]
 
@@ -46,9 +47,10 @@ class ManagedParam:
         places: every name it is known under (several when weights are tied inside the unit).
         inner: how it was distributed before hsdp (tensor parallelism); None for a plain tensor.
         spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
+        wrapper: what is around its data if it is a tensor subclass with a gather extension; None for a plain tensor.
         dtype: storage dtype.
         sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
-        local: that view.
+        local: that view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`).
         whole: the whole parameter; its storage is filled while the unit is open. None until the lane is built.
         node: autograd's accumulation node of `whole`, held so that it stays the same one.
@@ -67,6 +69,7 @@ class ManagedParam:
         "spec",
         "tensor_spec",
         "whole",
+        "wrapper",
     )
 
     def __init__(
@@ -82,6 +85,7 @@ class ManagedParam:
         self.fqn = places[0].fqn
         self.inner = inner
         self.spec = ParamSpec(tuple(block_of(original).shape), dim, merged)
+        self.wrapper = wrapper_of(original, f"parameter {self.fqn!r}") if inner is None else None
         self.dtype = original.dtype
         self.replicated = replicated
         self.sharded: nn.Parameter = original
@@ -97,19 +101,21 @@ class ManagedParam:
             if (module := place.module()) is not None:
                 yield module, place.name
 
-    def shard(self, local: Tensor, piece: Piece, axes: MeshAxes) -> None:
-        """Replaces the original parameter, in every place, by a DTensor around `local`."""
+    def shard(self, local: Tensor, piece: Piece, axes: MeshAxes, unit: weakref.ref[Any]) -> None:
+        """Replaces the original parameter, in every place, by a DTensor around `local`. `unit` owns it from now on."""
         original = self.sharded
+        originals[original] = (unit, self.fqn)
         with torch.no_grad():
             if piece.numel and not original.is_meta:
-                local.copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
+                data_of(local).copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
         dtensor = new_dtensor(DTensor, local, self.tensor_spec, requires_grad=False)
         self.sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
-        self.sharded.__dict__.update(vars(original))  # marks that users and libraries put on parameters
+        # Marks that users and libraries put on parameters; not what the subclass itself needs.
+        self.sharded.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(local)})
         self._register(self.sharded)
 
     def _spec_over(self, axes: MeshAxes) -> DTensorSpec:
@@ -131,7 +137,7 @@ class ManagedParam:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
         with torch.no_grad():
             if not self._local_now().is_meta:
-                local.copy_(self._local_now())
+                data_of(local).copy_(data_of(self._local_now()))
         self.local = local
         self.sharded._local_tensor = local  # type: ignore[attr-defined]
 
@@ -168,6 +174,7 @@ class ManagedParam:
             self.sharded = found
             self._register(found)
         self.dtype = self._local_now().dtype
+        self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}") or self.wrapper
         meta = TensorMeta(self.tensor_spec.shape, self.tensor_spec.stride, self.dtype)
         self.tensor_spec = DTensorSpec(self.tensor_spec.mesh, self.tensor_spec.placements, tensor_meta=meta)
 

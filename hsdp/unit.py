@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
-from hsdp.errors import StaleParametersError, StateError
+from hsdp.errors import HSDPError, StaleParametersError, StateError
+from hsdp.extension import ExtensionLane
 from hsdp.flight import Flight, abandon
 from hsdp.gradients import Gradients
 from hsdp.lane import NOT_OFFLOADED, Lane, LaneKind, thresholds_for
@@ -155,8 +156,10 @@ class Unit:
         """Shards the original parameters, one at a time: none is held twice but the one at hand."""
         self._make_lanes(self.axes.device)
         for lane in self.lanes:
+            lane.rehearse()
+        for lane in self.lanes:
             for index, param in enumerate(lane.params):
-                param.shard(lane.local(index), lane.layout.pieces[index], self.axes)
+                param.shard(lane.local(index), lane.layout.pieces[index], self.axes, weakref.ref(self))
         self._arrange()
 
     def rebuild(self) -> None:
@@ -184,7 +187,7 @@ class Unit:
     def _make_lanes(self, device: torch.device) -> None:
         groups: dict[LaneKind, list[int]] = {}
         for slot, param in enumerate(self.params):
-            kind = LaneKind.of(param.dtype, self.mp_policy, param.replicated)
+            kind = LaneKind.of(param.dtype, self.mp_policy, param.replicated, param.wrapper is not None)
             groups.setdefault(kind, []).append(slot)
         self.lanes = []
         if self.params and self.params[0].sharded.is_meta:
@@ -193,7 +196,8 @@ class Unit:
             thresholds = thresholds_for(
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
-            lane = Lane(kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
+            args = (kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
+            lane = ExtensionLane(*args, unit=weakref.ref(self), policy=self.mp_policy) if kind.extension else Lane(*args)
             lane.allocate(device)
             self.lanes.append(lane)
 
@@ -201,8 +205,10 @@ class Unit:
         self.gradients.arrange(self.lanes)
         self._sharded = [param.sharded for param in self.params]
         register(self._sharded, self, self._registered)
+        self._variant = 0
         for lane in self.lanes:
             lane.arrange()
+            self._variant ^= lane.variant
         for slot, param in enumerate(self.params):
             param.node = None
             if param.whole is not None and param.whole.requires_grad:
@@ -257,19 +263,25 @@ class Unit:
         if self._kept_epoch == self.epoch:
             self._launch_parts()
             return
-        for lane in self.lanes:
-            lane.prepare_gather()
+        try:
+            for lane in self.lanes:
+                lane.prepare_gather()
+            self._flight = self._start_gather()
+        except HSDPError:  # a subclass failed, or ranks disagree: nothing is on its way
+            self._release()
+            raise
+        self.residency = Residency.GATHERING
+        self.gathered_epoch = self.epoch
+
+    def _start_gather(self) -> Flight:
         with self.streams.on("gather"):
             for lane in self.lanes:
                 lane.fill_gather()
             outputs = [tensor for lane in self.lanes for tensor in lane.outputs]
             inputs = [tensor for lane in self.lanes for tensor in lane.inputs]
             if inputs:
-                self._flight = self.shard_comm.all_gather(self, self.op, outputs, inputs, self._unpack)
-            else:
-                self._flight = self.shard_comm.local("cast", self)
-        self.residency = Residency.GATHERING
-        self.gathered_epoch = self.epoch
+                return self.shard_comm.all_gather(self, self.op ^ self._variant, outputs, inputs, self._unpack)
+            return self.shard_comm.local("cast", self)
 
     def _launch_parts(self) -> None:
         """The gather for backward, from the smaller group that the whole parameters stayed sharded over."""
@@ -309,6 +321,13 @@ class Unit:
         # If this raises, the gather may still be writing: the unit keeps the flight, and nothing is freed.
         self._flight.wait()
         self._flight = None
+        self.residency = Residency.SHARDED
+        try:
+            for lane in self.lanes:
+                lane.assemble()
+        except BaseException:
+            self._release()
+            raise
         for lane in self.lanes:
             lane.release_transients()
         self.residency = Residency.WHOLE
@@ -322,6 +341,10 @@ class Unit:
             abandon(flight)
             self.rebuild()
             return
+        self._release()
+
+    def _release(self) -> None:
+        """Frees what a gather that came to nothing allocated."""
         for lane in self.lanes:
             lane.release_transients()
             lane.release_whole()

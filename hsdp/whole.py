@@ -24,6 +24,7 @@ from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place, refresh_flat_weights, rows_of
 from hsdp.registry import unit_of
 from hsdp.state import state_of
+from hsdp.subclass import data_of
 from hsdp.training_state import TrainingState, expect, wrong_state
 from hsdp.unit import Unit
 
@@ -128,7 +129,7 @@ def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
 def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
     for lane in unit.lanes:
         for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
-            param.local.copy_(rows_of(wholes[slot], piece, lane.rank))
+            data_of(param.local).copy_(rows_of(wholes[slot], piece, lane.rank))
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
@@ -166,7 +167,7 @@ def spread(unit: Unit) -> None:
         broadcast(lane.shard, unit, unit.replicate_comm)
         for param in lane.params:
             if param.spec.dim is None:
-                broadcast(param.local, unit, unit.shard_comm)
+                broadcast(data_of(param.local), unit, unit.shard_comm)
     changed(unit)
 
 

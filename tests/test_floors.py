@@ -28,8 +28,9 @@ _UNORDERED: list[set[str]] = [
 ]
 _SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim", "compressed"]
 _ORDERED: list[list[str]] = [
-    ["agreement", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
-    ["registry", "training_state", "lane", "reduce_plan", "witness", "gradients", "replicas", "unit", "pipeline"],
+    ["agreement", "subclass", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
+    ["registry", "training_state", "lane", "extension", "reduce_plan", "witness", "gradients", "replicas"]
+    + ["unit", "pipeline"],
     ["order", "turns", "runtime", "stepping", "state"],
     ["whole", "full_params", "compat", "module", "api", *_SIDE_DOORS],
 ]

@@ -22,6 +22,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
+from hsdp.subclass import data_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""
@@ -54,11 +55,20 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
             raise CheckpointError(
                 f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first"
             )
-        entries[clean_name(raw_name)] = Entry(raw_name, value)
+        entries[clean_name(raw_name)] = Entry(raw_name, plain(value))
     return entries
 
 
 # -- tensors and their shards ---------------------------------------------------------------------------------------
+
+
+def plain(value: Any) -> Any:
+    """A value as it is saved: in the place of a tensor subclass with a gather extension its data, sharing its memory."""
+    if not isinstance(value, DTensor):
+        return data_of(value) if isinstance(value, Tensor) else value
+    local = value._local_tensor
+    data = data_of(local)
+    return value if data is local else DTensor(data, value._spec, requires_grad=False)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

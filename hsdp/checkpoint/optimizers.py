@@ -17,7 +17,7 @@ from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import clean_name, listing, state_staging
+from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
@@ -43,7 +43,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         members = group_names(names, group, index)
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
-                state[name] = dict(optimizer.state[param])
+                state[name] = {entry: plain(value) for entry, value in optimizer.state[param].items()}
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
     return {"state": state, "param_groups": groups}
 

@@ -90,6 +90,6 @@ def _path(lane: Lane, index: int, unit: Unit) -> str:
     else:
         where = f"Shard({piece.spec.dim})" if piece.spec.merged == 1 else "Shard(0, 1)"
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
-        how = f"gathered {gather}, reduced {reduce}"
+        how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
     frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"
     return f"{where:<12} {dtypes:<20} {piece.numel * kind.storage.itemsize:>12,} B  {how}{frozen}"

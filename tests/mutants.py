@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -25,6 +26,8 @@ import tests.loop_mutants  # noqa: F401  (registers its own)
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm
 from hsdp.compat import PipelineFace
+from hsdp.examples.int8_gather import Int8Weight
+from hsdp.extension import ExtensionLane, _Member
 from hsdp.flight import Flight
 from hsdp.gradients import Gradients
 from hsdp.inner import Inner
@@ -36,6 +39,7 @@ from hsdp.runtime import Runtime
 from hsdp.turns import Turns
 from hsdp.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
+from tests import test_extension as extension
 from tests import test_offload as offload
 from tests import test_placement as placement
 from tests import test_plan as plan_collectives
@@ -501,6 +505,46 @@ def sums_in_sixteen_bits() -> Any:
         return total.float()
 
     return mock.patch("hsdp.compressed.add_in_order", add)
+
+
+# -- gather extensions ----------------------------------------------------------------------------------------------
+
+ODD_ROWS = Check(extension.check_odd_rows, ((2,),))
+
+
+@mutant(ODD_ROWS, kill="DivergenceError")
+def asks_each_rank_for_as_many_rows_as_it_has() -> Any:
+    return mock.patch.object(ExtensionLane, "_source", lambda lane, piece, local: local)
+
+
+@mutant(ODD_ROWS, kill="no attribute 'fsdp_pre_all_gather'")
+def loses_the_subclass() -> Any:
+    return mock.patch.object(ExtensionLane, "local", Lane.local)
+
+
+@mutant(Check(extension.check_odd_rows, ((2, 1),)))
+def sends_nothing_where_nobody_else_is() -> Any:
+    return mock.patch.object(ExtensionLane, "fill_gather", Lane.fill_gather)
+
+
+@mutant(Check(extension.check_bytes), kill="whole weight only")
+def keeps_what_arrived() -> Any:
+    return mock.patch.object(_Member, "release_transients", lambda member: None)
+
+
+@mutant(Check(extension.check_failure, ("post", "post_all_gather", False)), kill="held|holds")
+def leaves_the_memory_of_a_gather_that_failed() -> Any:
+    return mock.patch.object(Unit, "_release", return_value=None)
+
+
+@mutant(Check(extension.check_as_another, (extension.Careless, Int8Weight, hsdp.MixedPrecisionPolicy())), kill="inplace")
+def takes_a_refilled_weight_for_a_changed_one() -> Any:
+    return mock.patch("hsdp.extension.keeping_versions", lambda tensors: nullcontext())
+
+
+@mutant(Check(extension.check_divergence, ends="DivergenceError"), kill="Died|CollectiveError|AssertionError")
+def does_not_compare_what_is_sent() -> Any:
+    return mock.patch.object(ExtensionLane, "variant", property(lambda lane: 0, lambda lane, value: None))
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ from hsdp.param import Place, PlacementFn
 from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.state import state_of
+from hsdp.subclass import extends
 from hsdp.unit import Unit
 from hsdp.units import Pattern, choose_units
 from hsdp.wording import dotted
@@ -40,6 +41,7 @@ class ParamFacts:
         replicated: it is one of `replicate_params`.
         trainable: it gets gradients.
         active: part of it that computes with a token: 1 for weights, chosen / all for experts, 0 for an embedding's lookup.
+        extension: a tensor subclass that says itself what of it is gathered; that is counted in the compute dtype.
         cut: chooses `dim` and `merged` for a number of shard ranks; None: they are what they are.
     """
 
@@ -51,6 +53,7 @@ class ParamFacts:
     replicated: bool = False
     trainable: bool = True
     active: float = 1.0
+    extension: bool = False
     cut: Cut | None = field(default=None, compare=False, repr=False)
 
     def on(self, shards: int) -> ParamFacts:
@@ -182,6 +185,7 @@ def _sharded_param(unit: Unit, slot: int) -> ParamFacts:
         param.replicated,
         param.sharded.requires_grad,
         _active(param.places),
+        param.wrapper is not None,
         # On other meshes, too, its first dims go together if they can.
         cut_by(least_padding, spec.shape, param.fqn, unit.name) if spec.merged > 1 else None,
     )
@@ -235,6 +239,7 @@ def _plain_param(
         replicated=replicated,
         trainable=param.requires_grad,
         active=_active(places),
+        extension=extends(param),
         cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
     )
 

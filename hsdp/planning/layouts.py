@@ -259,7 +259,8 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device
     offloaded = device and type(facts.offload_policy) is not OffloadPolicy
     groups: dict[LaneKind, list[ParamFacts]] = {}
     for param in facts.params:
-        groups.setdefault(LaneKind.of(param.dtype, facts.mp_policy, param.replicated), []).append(param)
+        kind = LaneKind.of(param.dtype, facts.mp_policy, param.replicated, param.extension)
+        groups.setdefault(kind, []).append(param)
     lanes = []
     for kind, params in groups.items():
         thresholds = thresholds_for(facts.comm_policy, *direct_bytes(backend), kind)

@@ -48,6 +48,8 @@ def as_text(plan: Plan) -> str:
         f"{count_of(plan.tokens_per_second).replace(' ', '')} tokens/s in all",
         plan.bottleneck[0].upper() + plan.bottleneck[1:],
     ]
+    if any(lane.kind.extension for unit in plan.units for lane in unit.lanes):
+        tables.append("Subclass: the tensors say what of them is gathered; here it is counted in their compute dtype.")
     return "\n".join([*head, "", *tables])
 
 
@@ -86,7 +88,7 @@ def _unit_cells(unit: UnitPlan, sent: Sequence[Collective]) -> Row:
 def _dtypes(lane: LanePlan) -> str:
     kind = lane.kind
     told = "/".join(dtype_of(dtype) for dtype in (kind.storage, kind.compute, kind.reduce))
-    return f"{told} whole" if kind.replicated else told
+    return f"{told}{' whole' * kind.replicated}{' subclass' * kind.extension}"
 
 
 def direct_share(unit: UnitPlan, what: str) -> float:
@@ -214,6 +216,7 @@ def _unit_dict(unit: UnitPlan, sent: Sequence[Collective]) -> dict[str, Any]:
                 "compute": dtype_of(lane.kind.compute),
                 "reduce": dtype_of(lane.kind.reduce),
                 "replicated": lane.kind.replicated,
+                "extension": lane.kind.extension,
                 "params": [
                     {
                         "name": param.name,

@@ -22,7 +22,7 @@ from hsdp.errors import StateError
 from hsdp.inner import Inner, block_of, new_dtensor, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
-from hsdp.subclass import data_of, wrapper_of
+from hsdp.subclass import data_of, extends, wrapper_of
 
 PlacementFn = Callable[..., Any]
 
@@ -174,7 +174,8 @@ class ManagedParam:
             self.sharded = found
             self._register(found)
         self.dtype = self._local_now().dtype
-        self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}") or self.wrapper
+        if extends(self._local_now()):
+            self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}")
         meta = TensorMeta(self.tensor_spec.shape, self.tensor_spec.stride, self.dtype)
         self.tensor_spec = DTensorSpec(self.tensor_spec.mesh, self.tensor_spec.placements, tensor_meta=meta)
 

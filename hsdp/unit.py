@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
-from hsdp.errors import HSDPError, StaleParametersError, StateError
+from hsdp.errors import DivergenceError, ExtensionError, StaleParametersError, StateError
 from hsdp.extension import ExtensionLane
 from hsdp.flight import Flight, abandon
 from hsdp.gradients import Gradients
@@ -267,7 +267,7 @@ class Unit:
             for lane in self.lanes:
                 lane.prepare_gather()
             self._flight = self._start_gather()
-        except HSDPError:  # a subclass failed, or ranks disagree: nothing is on its way
+        except (ExtensionError, DivergenceError):  # nothing is on its way
             self._release()
             raise
         self.residency = Residency.GATHERING

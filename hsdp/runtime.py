@@ -21,9 +21,9 @@ from hsdp.errors import HSDPError
 from hsdp.order import Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
-from hsdp.training_state import TrainingState, expect
+from hsdp.training_state import TrainingState, expect, stale
 from hsdp.turns import Turns
-from hsdp.unit import Residency, Unit, stale
+from hsdp.unit import Residency, Unit
 from hsdp.wording import dotted
 
 

@@ -1,4 +1,4 @@
-"""What a unit is doing, and the error of a call that comes at another moment than it can be carried out at.
+"""What a unit is doing, and the errors of a call that comes at another moment than it can be carried out at.
 
 IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
 IDLE --full_params--> FULL_PARAMS --> IDLE
@@ -9,7 +9,7 @@ from __future__ import annotations
 import enum
 from typing import TYPE_CHECKING
 
-from hsdp.errors import StateError
+from hsdp.errors import StaleParametersError, StateError
 
 if TYPE_CHECKING:
     from hsdp.unit import Unit
@@ -47,3 +47,11 @@ def wrong_state(unit: Unit, what: str, found: str, *expected: TrainingState) -> 
     names = " or ".join(state.name for state in expected)
     when = "between iterations" if expected == (TrainingState.IDLE,) else "at another moment"
     return StateError(f"{what}: unit {unit.name!r} is {found}, expected {names}; call it {when}")
+
+
+def stale(unit: Unit) -> StaleParametersError:
+    """The error of a backward whose parameters are not those of its forward any more."""
+    return StaleParametersError(
+        f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a forward and "
+        "its backward, so its gradients would be wrong; run backward before the change, or forward again after it"
+    )

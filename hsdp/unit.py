@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
-from hsdp.errors import DivergenceError, ExtensionError, StaleParametersError, StateError
+from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.extension import ExtensionLane
 from hsdp.flight import Flight, abandon
 from hsdp.gradients import Gradients
@@ -32,20 +32,12 @@ from hsdp.registry import forget, register
 from hsdp.replicas import DEFAULT, ReplicaReduce
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
-from hsdp.training_state import TrainingState, expect
+from hsdp.training_state import TrainingState, expect, stale
 
 if TYPE_CHECKING:
     from hsdp.runtime import Runtime
 
 _gradient_edge = torch.autograd.graph.get_gradient_edge
-
-
-def stale(unit: Unit) -> StaleParametersError:
-    """The error of a backward whose parameters are not those of its forward any more."""
-    return StaleParametersError(
-        f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict or .to()) between a forward and "
-        "its backward, so its gradients would be wrong; run backward before the change, or forward again after it"
-    )
 
 
 class Residency(enum.Enum):

@@ -419,6 +419,8 @@ class Unit:
         runtime = self.runtime
         if grad is None or runtime is None:
             return
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # that of an embedding with sparse=True
         inner = self.params[slot].inner
         if inner is not None:
             grad = inner.block_of_grad(grad)

@@ -211,6 +211,34 @@ def test_gradients_that_share_memory_are_summed_each_by_itself(
     pool2.run(_share_memory, shape, options, tolerance)
 
 
+class Sparse(nn.Module):
+    """An embedding whose gradient names rows."""
+
+    def __init__(self, sparse: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(11, DIM, sparse=sparse)])
+        self.head = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.blocks[0](x))
+
+
+def _sparse_gradients(env: RankEnv, shape: tuple[int, ...]) -> None:
+    plain = Sparse(sparse=False).double()
+    model = Sparse(sparse=True).double()
+    model.load_state_dict(plain.state_dict())
+
+    def run(net: nn.Module, rank: int) -> None:
+        net(tokens(rank)).square().sum().backward()
+
+    check_grads(shard(model, env.mesh(shape)), plain, run, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_sparse_gradients_are_reduced_as_dense_ones(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(_sparse_gradients, shape)
+
+
 # -- modules that leave ---------------------------------------------------------------------------------------------
 
 

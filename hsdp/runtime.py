@@ -33,12 +33,10 @@ class Visit(NamedTuple):
     Attributes:
         epoch: the unit's epoch in that forward.
         first_node: number of the first autograd node made inside it.
-        last_node: number of the node behind the earliest of its outputs.
     """
 
     epoch: int
     first_node: int
-    last_node: int
 
 
 class _Token:
@@ -255,13 +253,14 @@ class Runtime:
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
 
-    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool) -> None:
+    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: int = 0) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
         Args:
             unit: the unit.
             visit: the forward whose backward begins; None for a recomputation.
             creates_graph: the backward runs with create_graph=True.
+            node: number of the autograd node behind that output, which is about to run. Of no matter in a recomputation.
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
@@ -278,7 +277,7 @@ class Runtime:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
         if visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit):
-            self._end_visits_before(visit)
+            self._end_visits_behind(node)
             self.turns.visit(unit)
         if unit.open:
             if visit is not None or unit not in self._opened:
@@ -296,14 +295,14 @@ class Runtime:
         self._open(unit, [other for other in ahead if other.unshard_in_backward])
         self._opened[unit] = (visit, task)
 
-    def _end_visits_before(self, visit: Visit) -> None:
-        """Ends the visits that are over now that `visit` begins.
+    def _end_visits_behind(self, node: int) -> None:
+        """Ends the visits that are over when an autograd node is about to run.
 
-        The engine runs nodes that were made later first. So when the last node of a forward is about to run, units whose
-        forward began after it have run all of theirs, also those that only hand gradients through frozen weights.
+        The engine runs nodes that were made later first. So units whose forward began after the node was made have run
+        all of theirs, also those that only hand gradients through frozen weights.
         """
-        for unit, (other, _) in list(self._opened.items()):
-            if other is not None and other.first_node > visit.last_node:
+        for unit, (visit, _) in list(self._opened.items()):
+            if visit is not None and visit.first_node > node:
                 self._end_visit(unit)
 
     def _end_visit(self, unit: Unit) -> None:

@@ -132,15 +132,13 @@ class ModuleState:
 
     def _watch(self, output: Any, runtime: Runtime, first_node: int) -> bool:
         """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""
-        # Leaves do not lead into the unit, and hooks on them would outlive this iteration.
-        watched = [tensor for tensor in tensors_in(output) if tensor.grad_fn is not None]
-        if not watched:
-            return False
-        last_node = min(node._sequence_nr() for tensor in watched if (node := tensor.grad_fn) is not None)
-        hook = _entry_hook(self.unit, runtime, Visit(self.unit.epoch, first_node, last_node))
-        for tensor in watched:
-            tensor.register_hook(hook)
-        return True
+        visit, watched = Visit(self.unit.epoch, first_node), False
+        for tensor in tensors_in(output):
+            # Leaves do not lead into the unit, and hooks on them would outlive this iteration.
+            if (node := tensor.grad_fn) is not None:
+                tensor.register_hook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
+                watched = True
+        return watched
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.unit.mp_policy
@@ -165,10 +163,10 @@ def own_state(module: Any) -> ModuleState:
     return state
 
 
-def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit) -> Callable[[Tensor], None]:
+def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: int) -> Callable[[Tensor], None]:
     def entered(grad: Tensor) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.
-        runtime.enter_backward(unit, visit, torch.is_grad_enabled())
+        runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)
 
     return entered
 

@@ -248,7 +248,7 @@ def sweeps_in_the_first_backward_only() -> Any:
 
 @mutant(Check(rule_12.check_interleaved, ("F B F B, other units",)), kill="DivergenceError")
 def waits_for_gradients_that_a_rank_never_makes() -> Any:
-    return mock.patch.object(Runtime, "_end_visits_before", return_value=None)
+    return mock.patch.object(Runtime, "_end_visits_behind", return_value=None)
 
 
 @mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")

@@ -201,11 +201,8 @@ class Lane:
     @property
     def transient_bytes(self) -> int:
         """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
-        held = 0
-        for arena in (self._arena, self._staging):
-            if arena is not None:
-                held += arena.held
-        return held
+        whole, staging = self._arena, self._staging
+        return (0 if whole is None else whole.held) + (0 if staging is None else staging.held)
 
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""

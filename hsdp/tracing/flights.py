@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from contextlib import suppress
 from typing import TYPE_CHECKING
 
 from hsdp.flight import Flight
 from hsdp.streams import Event
+from hsdp.tracing.replay import Op
 from hsdp.tracing.spans import COLLECTIVES, Lane
 
 if TYPE_CHECKING:
@@ -17,6 +17,7 @@ Moment = tuple[float, Event]
 """A time: by the host's clock, in seconds, and as an event on the stream that was current."""
 
 _WAITS = {kind: f"wait {kind}" for kind in COLLECTIVES}
+_BEGIN, _END = Op.BEGIN, Op.END
 _now = time.perf_counter
 
 
@@ -62,11 +63,12 @@ class TracedFlight(Flight):
         if self._comm.streams.active:
             record.end = recorder.now()
             return
-        # Futures tell when calls are done; asking `is_completed` from time to time would not. A backend may have none:
-        # then the end of the wait has to do.
-        with suppress(AttributeError, NotImplementedError, RuntimeError):
+        # Futures tell when calls are done; asking `is_completed` from time to time would not.
+        try:
             for work in works:
                 work.get_future().then(record.call_done)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            pass  # the backend has none: the end of the wait has to do
 
     def wait(self) -> None:
         """Blocks until the results are there, and records for how long."""
@@ -75,11 +77,11 @@ class TracedFlight(Flight):
             super().wait()
             return
         recorder, record = told
-        recorder.push(_WAITS[record.kind], record.unit, record)
+        recorder.log(_BEGIN, _WAITS[record.kind], record)
         try:
             super().wait()
         finally:
-            recorder.pop()
+            recorder.log(_END)
             record.waited = _now()
             recorder.reducing -= record.frees
 

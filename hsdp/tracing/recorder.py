@@ -3,10 +3,11 @@
 Wrappers lie in the objects' own `__dict__`, in front of their class's methods, and are removed at the end: a model that
 is not traced runs the code as it is written. What is recorded are two lists:
 
-    marks      "from now on the compute lane does this": the lane is a flat sequence, a stack says what to go back to
+    log        what began and what ended on the compute lane, and when (replay.py makes marks of it)
     flights    a record for each collective: when it started, when it was done, its bytes
 
-Times are pairs of the host's clock and an event on the current stream (None on the CPU). They become spans at the end.
+Times are pairs of the host's clock and an event on the current stream (None on the CPU). They become spans at the end: a
+step that is traced pays for appending to lists.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import time
 import weakref
 from collections.abc import Callable
 from functools import partial
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,18 +28,19 @@ from hsdp.reduce_plan import LaneReduction
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
-from hsdp.streams import Event, Streams
+from hsdp.streams import Streams
 from hsdp.tracing.flights import FlightRecord, Moment, TracedFlight, forget_flights
+from hsdp.tracing.replay import Entry, Mark, Op, replay
 from hsdp.tracing.spans import Lane, Recording, Span
 from hsdp.unit import Unit
 
 _BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
 """What the host does in `Flight.wait` once the collective is done."""
 
-Mark = tuple[float, Event, str, str, "FlightRecord | None"]
-"""What the compute lane does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""
+_BEGIN, _END = Op.BEGIN, Op.END  # an enum's members are looked up slowly
+Change = Callable[[Callable[..., Any]], Callable[..., Any]]
+"""What makes a wrapper of a method."""
 
-_NOTHING = ("", "", None)
 _now = time.perf_counter
 _traced: weakref.WeakSet[Unit] = weakref.WeakSet()
 
@@ -57,15 +59,14 @@ class Recorder:
         self._device = device.type
         self._streams = Streams(device)
         self._stamp = self._streams.stamp if self._streams.active else None
+        self._log: list[Entry] = []
         self._marks: list[Mark] = []
-        self._stack: list[tuple[str, str, FlightRecord | None]] = []
         self._flights: list[FlightRecord] = []
         self._asides: list[tuple[Lane, str, str, Moment, Moment]] = []
         self._iterations: list[Moment] = []
         self._memory: list[tuple[float, int]] = []
         self._gathered: dict[Unit, int] = {}
         self._gathering = 0
-        self._backward: Unit | None = None
         self.reducing = 0
         self._names: list[str] = []
         self._undo: list[tuple[Any, str]] = []
@@ -103,32 +104,37 @@ class Recorder:
         forget_flights(self)
         self._names = [unit.name for unit in self._units]
         self._streams.synchronize()
+        self._marks = replay(self._log)
         # A trace that is kept must not keep the model.
-        self._undo, self._hooks, self._states, self._units = [], [], [], []
-        self._gathered, self._backward = {}, None
+        self._log, self._undo, self._hooks, self._states, self._units = [], [], [], [], []
+        self._gathered = {}
 
-    def _wrap(self, method: Any, change: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    def _wrap(self, method: Any, change: Change) -> None:
         """Puts `change(method)` in front of a bound method."""
         owner, name = method.__self__, method.__name__
         self._undo.append((owner, name))
         setattr(owner, name, change(method))
 
-    def _during(self, kind: str, unit: Unit) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-        """While the method runs, the compute lane does `kind`."""
+    def _during(self, kind: str, unit: Unit, after: Callable[..., object] | None = None) -> Change:
+        """While the method runs, the compute lane does `kind`; `after` is called with its arguments once it has run."""
+        append, stamp = self._log.append, self._stamp
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
             def during(*args: Any, **kwargs: Any) -> Any:
-                self.push(kind, unit.name)
+                append((_now(), None if stamp is None else stamp(), _BEGIN, kind, unit))
                 try:
-                    return call(*args, **kwargs)
+                    result = call(*args, **kwargs)
                 finally:
-                    self.pop()
+                    append((_now(), None if stamp is None else stamp(), _END, "", ""))
+                if after is not None:
+                    after(*args)
+                return result
 
             return during
 
         return change
 
-    def _before(self, before: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _before(self, before: Callable[..., object]) -> Change:
         """`before` is called with the method's arguments before it runs."""
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -140,7 +146,7 @@ class Recorder:
 
         return change
 
-    def _after(self, after: Callable[..., object]) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _after(self, after: Callable[..., object]) -> Change:
         """`after` is called with the method's arguments once it has run."""
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -156,39 +162,32 @@ class Recorder:
     def _attach(self, runtime: Runtime) -> Runtime:
         if "begin_forward" in vars(runtime):
             return runtime
-        stack = self._stack
-        heights: list[int] = []
+        log = self.log
 
         def begin_forward() -> None:
-            if not any(kind == "forward" for kind, _, _ in stack):
-                stack.clear()  # what a backward or a step that failed left behind
             if not len(runtime.pipeline):
                 self.reducing = 0
-            heights[:] = [len(stack)]
+            log(Op.BEGIN_PASS, "", runtime)
             self._iterations.append(self.now())
 
-        def forget_forward() -> None:
-            del stack[heights[0] if heights else 0 :]
-            self._mark()
-
         self._wrap(runtime.begin_forward, self._before(begin_forward))
-        self._wrap(runtime.enter_forward, self._before(self._enter_forward))
-        self._wrap(runtime.leave_forward, self._after(self._leave_forward))
-        self._wrap(runtime.forget_forward, self._after(forget_forward))
-        self._wrap(runtime.enter_backward, self._before(self._enter_backward))
-        self._wrap(runtime.completed, self._after(self._leave_backward))
-        self._wrap(runtime._end_backward, self._after(self._end_backward))
+        self._wrap(runtime.enter_forward, self._before(partial(log, Op.BEGIN, "forward")))
+        self._wrap(runtime.leave_forward, self._after(partial(log, Op.END_FORWARD, "forward")))
+        self._wrap(runtime.forget_forward, self._after(partial(log, Op.FORGET_PASS, "", runtime)))
+        self._wrap(runtime.enter_backward, self._before(partial(log, Op.ENTER_BACKWARD, "backward")))
+        self._wrap(runtime.completed, self._after(partial(log, Op.LEAVE_BACKWARD, "backward")))
+        self._wrap(runtime._end_backward, self._after(partial(log, Op.END_BACKWARD)))
         self._wrap(runtime.pipeline.submit, self._submitting)
         return runtime
 
     def _attach_unit(self, unit: Unit) -> None:
         measure = partial(self._measure, unit)
-        self._wrap(unit.launch, lambda call: self._after(measure)(self._during("launch", unit)(call)))
+        self._wrap(unit.launch, self._during("launch", unit, measure))
         self._wrap(unit.finish, self._after(measure))
-        self._wrap(unit.reshard, self._after(measure))
+        self._wrap(unit.reshard, self._after(partial(self._freed, unit)))
         self._wrap(unit.gradients.take, self._during("copy", unit))
         self._wrap(unit.gradients.stash, self._during("copy", unit))
-        self._wrap(unit.gradients.land, lambda call: self._after(self._landed)(self._during("landing", unit)(call)))
+        self._wrap(unit.gradients.land, self._during("landing", unit, self._landed))
         self._wrap(unit.gradients.defer, self._after(self._landed))
         if self._streams.active:
             self._wrap(unit._unpack, self._aside("gather", "copy", unit))
@@ -199,24 +198,24 @@ class Recorder:
             self._wrap(comm.reduce_scatter, self._flying(comm, "scatter", "reduce-scatter", whole=1, summed=2))
             self._wrap(comm.all_reduce, self._flying(comm, "replicate", "all-reduce", summed=0))
 
-    def _flying(
-        self, comm: Comm, lane: Lane, kind: str, whole: int | None = None, summed: int | None = None
-    ) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _flying(self, comm: Comm, lane: Lane, kind: str, whole: int | None = None, summed: int | None = None) -> Change:
         """The method starts a collective; `whole` and `summed` are the operands that a ring sends once and twice."""
         share = (comm.size - 1) / comm.size
+        append, stamp = self._flights.append, self._stamp
 
         def change(call: Callable[..., Flight]) -> Callable[..., Flight]:
             def start(owner: Named, op: int, *operands: Any) -> Flight:
-                began = self.now()
+                began = _now(), None if stamp is None else stamp()
                 once = _nbytes(operands[whole]) if whole is not None else 0
                 twice = _nbytes(operands[summed]) if summed is not None else 0
+                flight: Any = call(owner, op, *operands)
                 record = FlightRecord(lane, kind, owner.name, began, once + twice, share * (once + 2 * twice))
-                record.frees = once if lane == "scatter" else 0
-                flight = call(owner, op, *operands)
+                if lane == "scatter":
+                    record.frees = once
                 flight.__class__ = TracedFlight
-                cast(TracedFlight, flight).watch(self, record)
-                self._flights.append(record)
-                return flight
+                flight.watch(self, record)
+                append(record)
+                return flight  # type: ignore[no-any-return]
 
             return start
 
@@ -224,17 +223,18 @@ class Recorder:
 
     def _submitting(self, call: Callable[..., Any]) -> Callable[..., Any]:
         def submit(reduction: Any) -> None:
-            self.reducing += reduction.scatter_bytes() + reduction.reduce_bytes()
+            for part in reduction.parts:
+                self.reducing += _nbytes(part.inputs) + _nbytes(part.operands)
             self._note_memory()
-            self.push("launch", reduction.unit.name)
+            self.log(Op.BEGIN, "launch", reduction.unit)
             try:
                 call(reduction)
             finally:
-                self.pop()
+                self.log(Op.END)
 
         return submit
 
-    def _aside(self, lane: Lane, kind: str, unit: Unit) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    def _aside(self, lane: Lane, kind: str, unit: Unit) -> Change:
         """The method's work goes to a side stream."""
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -253,66 +253,27 @@ class Recorder:
         """This moment, on the host and on the current stream."""
         return _now(), self._stamp() if self._stamp is not None else None
 
-    def push(self, kind: str, unit: str, flight: FlightRecord | None = None) -> None:
-        """The compute lane begins to do something else for a while."""
-        self._stack.append((kind, unit, flight))
-        self._mark()
-
-    def pop(self) -> None:
-        """The compute lane goes back to what it did before."""
-        if self._stack:
-            self._stack.pop()
-        self._mark()
-
-    def _mark(self) -> None:
+    def log(self, op: Op, kind: str = "", what: Any = "", *_: object) -> None:
+        """Something began or ended on the compute lane."""
         stamp = self._stamp
-        kind, unit, flight = self._stack[-1] if self._stack else _NOTHING
-        self._marks.append((_now(), stamp() if stamp is not None else None, kind, unit, flight))
-
-    def _enter_forward(self, unit: Unit) -> None:
-        self.push("forward", unit.name)
-
-    def _leave_forward(self, unit: Unit, *_: object) -> None:
-        # Above it may be what a module left whose exception somebody caught.
-        while self._stack and self._stack.pop()[:2] != ("forward", unit.name):
-            pass
-        self._mark()
-
-    def _enter_backward(self, unit: Unit, *_: object) -> None:
-        # The last child's outputs are its parent's too, and both are told of them.
-        if not (self._in_backward() and self._backward is not None and self._backward.parent is unit):
-            self._go_backward(unit)
-
-    def _leave_backward(self, unit: Unit) -> None:
-        # What follows is its parent's, until the next unit is entered: an embedding's backward is the root's.
-        if unit.parent is not None and self._in_backward() and self._backward is unit:
-            self._go_backward(unit.parent)
-
-    def _go_backward(self, unit: Unit) -> None:
-        if self._in_backward():
-            self._stack.pop()
-        self._backward = unit
-        self.push("backward", unit.name)
-
-    def _in_backward(self) -> bool:
-        return bool(self._stack) and self._stack[-1][0] == "backward"
-
-    def _end_backward(self) -> None:
-        if self._in_backward():
-            self.pop()
+        self._log.append((_now(), None if stamp is None else stamp(), op, kind, what))
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._steps(optimizer):
-            self.push("optimizer", type(optimizer).__name__)
+            self.log(Op.BEGIN, "optimizer", type(optimizer).__name__)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
-        if self._steps(optimizer) and self._stack and self._stack[-1][0] == "optimizer":
-            self.pop()
+        if self._steps(optimizer):
+            self.log(Op.END_KIND, "optimizer")
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
         return any(unit_of(param) in _traced for group in optimizer.param_groups for param in group["params"][:1])
 
-    def _measure(self, unit: Unit, *_: object) -> None:
+    def _freed(self, unit: Unit) -> None:
+        if self._gathered.get(unit):  # most units are resharded more often than they are whole
+            self._measure(unit)
+
+    def _measure(self, unit: Unit) -> None:
         held = 0
         for lane in unit.lanes:
             held += lane.transient_bytes
@@ -323,7 +284,8 @@ class Recorder:
             self._note_memory()
 
     def _landed(self, parts: list[LaneReduction]) -> None:
-        self.reducing -= sum(_nbytes(part.operands) for part in parts)
+        for part in parts:
+            self.reducing -= _nbytes(part.operands)
         self._note_memory()
 
     def _note_memory(self) -> None:
@@ -397,4 +359,7 @@ class Recorder:
 
 
 def _nbytes(tensors: list[Tensor]) -> int:
-    return sum([tensor.nbytes for tensor in tensors])  # on every flight: a list is faster than a generator
+    total = 0
+    for tensor in tensors:
+        total += tensor.nbytes
+    return total

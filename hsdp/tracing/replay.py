@@ -1,0 +1,100 @@
+"""What the compute lane did: the recorder's log of beginnings and ends, replayed into marks and spans.
+
+    log      begin forward A   begin launch B   end   end forward A
+    marks    forward A         launch B         forward A   nothing          "from now on it does this": a flat sequence
+
+A stack says what to go back to. The replay runs when the trace has ended, so that the traced step pays for none of it.
+"""
+
+from __future__ import annotations
+
+import enum
+from typing import TYPE_CHECKING, Any
+
+from hsdp.streams import Event
+from hsdp.unit import Unit
+
+if TYPE_CHECKING:
+    from hsdp.tracing.flights import FlightRecord
+
+
+class Op(enum.Enum):
+    """What an entry of the log tells."""
+
+    BEGIN = enum.auto()
+    END = enum.auto()
+    END_KIND = enum.auto()
+    BEGIN_PASS = enum.auto()
+    FORGET_PASS = enum.auto()
+    END_FORWARD = enum.auto()
+    ENTER_BACKWARD = enum.auto()
+    LEAVE_BACKWARD = enum.auto()
+    END_BACKWARD = enum.auto()
+
+
+Entry = tuple[float, Event, Op, str, Any]
+"""Host time, event, op, kind, and what it is about: a unit, a runtime, a flight's record or a name."""
+
+Mark = tuple[float, Event, str, str, "FlightRecord | None"]
+"""What the compute lane does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""
+
+_Doing = tuple[str, Any]
+
+
+def replay(log: list[Entry]) -> list[Mark]:
+    """The marks of a log."""
+    stack: list[_Doing] = []
+    heights: dict[Any, int] = {}
+    marks: list[Mark] = []
+    for host, event, op, kind, what in log:
+        _apply(stack, heights, op, kind, what)
+        if op is not Op.BEGIN_PASS:
+            marks.append((host, event, *_told(stack)))
+    return marks
+
+
+def _told(stack: list[_Doing]) -> tuple[str, str, FlightRecord | None]:
+    kind, what = stack[-1] if stack else ("", "")
+    if isinstance(what, str):
+        return kind, what, None
+    return (kind, what.name, None) if isinstance(what, Unit) else (kind, what.unit, what)
+
+
+def _apply(stack: list[_Doing], heights: dict[Any, int], op: Op, kind: str, what: Any) -> None:
+    backward: Unit | None = stack[-1][1] if stack and stack[-1][0] == "backward" else None
+    if op is Op.BEGIN:
+        stack.append((kind, what))
+    elif op is Op.END:
+        del stack[-1:]
+    elif op is Op.END_KIND:
+        if stack and stack[-1][0] == kind:
+            stack.pop()
+    elif op is Op.BEGIN_PASS:
+        if not any(doing == "forward" for doing, _ in stack):
+            stack.clear()  # what a backward or a step that failed left behind
+        heights[what] = len(stack)
+    elif op is Op.FORGET_PASS:
+        del stack[heights.get(what, 0) :]
+    elif op is Op.END_FORWARD:
+        # Above it may be what a module left whose exception somebody caught.
+        while stack and stack.pop() != ("forward", what):
+            pass
+    elif op is Op.ENTER_BACKWARD:
+        # The last child's outputs are its parent's too, and both are told of them.
+        if backward is None or backward.parent is not what:
+            _go_backward(stack, what)
+    elif op is Op.LEAVE_BACKWARD:
+        # What follows is its parent's, until the next unit is entered: an embedding's backward is the root's.
+        parent = None if backward is None or backward is not what else backward.parent
+        if parent is not None:
+            _go_backward(stack, parent)
+    else:
+        assert op is Op.END_BACKWARD, f"{op} is not replayed"
+        if backward is not None:
+            stack.pop()
+
+
+def _go_backward(stack: list[_Doing], unit: Unit) -> None:
+    if stack and stack[-1][0] == "backward":
+        stack.pop()
+    stack.append(("backward", unit))

@@ -22,7 +22,8 @@ import hsdp.param
 import hsdp.pipeline
 import hsdp.planning.memory
 import hsdp.stepping
-import tests.loop_mutants  # noqa: F401  (registers its own)
+import tests.loop_mutants
+import tests.side_mutants  # noqa: F401  (both register their own)
 from hsdp.agreement import Agreement
 from hsdp.collectives import Comm
 from hsdp.compat import PipelineFace
@@ -422,7 +423,6 @@ def holds_units_strongly() -> Any:
 
 
 # -- parameters that are DTensors already, merged dims, offloaded shards --------------------------------------------
-
 
 
 def trains_in_sequence_parallel(env: RankEnv) -> None:

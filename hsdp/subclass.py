@@ -89,5 +89,9 @@ def extends(tensor: object) -> bool:
 
 def _data_names(tensor: Any) -> list[str]:
     names, _ = tensor.__tensor_flatten__()
-    kind = (tensor.shape, tensor.dtype)
-    return [n for n in names if type(t := getattr(tensor, n)) is Tensor and (t.shape, t.dtype) == kind]
+    inner = ((name, getattr(tensor, name)) for name in names)
+    return [
+        name
+        for name, found in inner
+        if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) and not is_traceable_wrapper_subclass(found)
+    ]

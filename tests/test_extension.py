@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import importlib.util
 import math
 import re
 import weakref
@@ -82,7 +83,7 @@ def rounded_twin(dims: tuple[int, ...], world: int, steps: int, optimizer: Any, 
 def _wrap(model: nn.Module, kind: type[Int8Weight] = Int8Weight) -> nn.Module:
     for layer in model.modules():
         if isinstance(layer, nn.Linear):
-            layer.weight = nn.Parameter(kind(layer.weight.detach()))
+            layer.weight = nn.Parameter(kind(layer.weight))
     return model
 
 
@@ -213,6 +214,18 @@ class OneScale(Int8Weight):
         return None
 
 
+class AroundParameter(Int8Weight):
+    """Its data is a parameter itself, as those of torchao are."""
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        if func is torch.ops.aten.detach.default:
+            return cls(args[0].rows)
+        return super().__torch_dispatch__(func, types, args, kwargs)
+
+
 class OneScaleWide(OneScale):
     """The same, made wide at once."""
 
@@ -259,6 +272,49 @@ def test_a_weight_that_is_written_again_for_backward_is_no_change(pool2: Pool) -
 
 def test_a_whole_weight_that_is_a_subclass_with_a_scale_beside_it(pool2: Pool) -> None:
     pool2.run(check_as_another, OneScale, OneScaleWide, hsdp.MixedPrecisionPolicy())
+
+
+def test_the_data_may_be_a_parameter(pool2: Pool) -> None:
+    assert isinstance(_wrap(nn.Linear(2, 2), AroundParameter).weight.rows, nn.Parameter)  # type: ignore[union-attr]
+    pool2.run(check_as_another, AroundParameter, Int8Weight, hsdp.MixedPrecisionPolicy())
+
+
+def _torchao_losses(env: RankEnv, sharded: bool) -> list[Tensor]:
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training, precompute_float8_dynamic_scale_for_fsdp
+
+    config = Float8LinearConfig(enable_fsdp_float8_all_gather=sharded, emulate=True)
+    case = replace(_case((16, 32, 16)), dtype=torch.float32)
+    model = convert_to_float8_training(case.model(), config=config)
+    if sharded:
+        _shard(model, env.mesh((2,)))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    losses = []
+    for step in range(5):
+        loss = mse(model, case.batch(step, env.rank))
+        loss.backward()
+        losses.append(loss.detach())
+        for param in () if sharded else model.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= 2
+        optimizer.step()
+        optimizer.zero_grad()
+        if sharded and step > 1:
+            precompute_float8_dynamic_scale_for_fsdp(model)
+    if sharded:
+        names = {type(block.weight.to_local()).__name__ for block in model.blocks}
+        assert names == {"WeightWithDynamicFloat8CastTensor"}
+    return losses
+
+
+def check_torchao(env: RankEnv) -> None:
+    """float8 training of torchao: gathered as float8, and the losses are those of replicas that gather nothing."""
+    torch.testing.assert_close(_torchao_losses(env, True), _torchao_losses(env, False), rtol=1e-6, atol=0)
+
+
+def test_torchao_trains_in_float8(pool2: Pool) -> None:
+    if importlib.util.find_spec("torchao") is None:
+        pytest.skip("torchao is not installed: pip install 'hsdp[ecosystem]'")
+    pool2.run(check_torchao)
 
 
 # -- bytes ------------------------------------------------------------------------------------------------------------

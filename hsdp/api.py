@@ -13,6 +13,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
+from torch.nn.parameter import is_lazy
 
 from hsdp.compat import own_policy, put_pipeline_face
 from hsdp.errors import DivergenceError
@@ -156,6 +157,8 @@ def _check_modules(module: Any) -> list[nn.Module]:
             raise TypeError(f"fully_shard takes an nn.Module or a list of them, not {type(m).__name__}")
         if isinstance(m, HSDPModule):
             raise ValueError(f"fully_shard({type(m).__name__}): the module is sharded already; call it once per module")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError("fully_shard: a scripted module cannot be sharded; pass the module that was scripted")
         if not has_forward(m):
             raise ValueError(
                 f"fully_shard({type(m).__name__}): it has no forward, so hsdp would never see it run; call fully_shard on "
@@ -251,6 +254,10 @@ def _check_one_device(found: list[tuple[list[Place], nn.Parameter]], unit: str) 
 
 def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
     """Raises ValueError if a parameter cannot be one of the unit that is named `unit`."""
+    if is_lazy(param):
+        raise ValueError(
+            f"fully_shard({unit}): parameter {fqn!r} of a lazy module has no shape yet; run a forward of the module first"
+        )
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
     owner = unit_of(param)
     name = next((managed.fqn for managed in owner.params if managed.sharded is param), "?") if owner is not None else "?"

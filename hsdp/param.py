@@ -10,6 +10,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -105,6 +106,8 @@ class ManagedParam:
         """Replaces the original parameter, in every place, by a DTensor around `local`. `unit` owns it from now on."""
         original = self.sharded
         originals[original] = (unit, self.fqn)
+        if original.requires_grad:
+            original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
         with torch.no_grad():
             if piece.numel and not original.is_meta:
                 data_of(local).copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
@@ -186,6 +189,16 @@ class ManagedParam:
         for module, name in self.holders():
             module._parameters[name] = sharded
             refresh_flat_weights(module, name, sharded)
+
+
+def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None:
+    """A forward computed with a parameter that was sharded, as it was then: nobody would ever train it."""
+    if (owner := unit()) is not None:
+        raise StateError(
+            f"a gradient came for what parameter {fqn!r} of unit {owner.name!r} was before fully_shard: a forward still "
+            "uses that, by a reference from before (a list or a function made in __init__?) or by a module that is tied "
+            "to it and not sharded. Look it up when the forward runs (self.weight), and shard tied modules as one unit"
+        )
 
 
 def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:

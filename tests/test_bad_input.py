@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import pickle
 import re
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -50,6 +51,12 @@ class _Tied(nn.Module):
 
 # -- modules --------------------------------------------------------------------------------------------------------
 
+def _scripted() -> nn.Module:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # deprecated, but people have them
+        return torch.jit.script(nn.Linear(2, 2))
+
+
 _MODULES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] = {
     "list without forward": (lambda: MLP().blocks, ValueError, ("ModuleList", "no forward", "children")),
     "dict without forward": (lambda: nn.ModuleDict({"a": nn.Linear(2, 2)}), ValueError, ("ModuleDict", "no forward")),
@@ -57,6 +64,8 @@ _MODULES: dict[str, tuple[Callable[[], Any], type[Exception], tuple[str, ...]]] 
     "a parameter": (lambda: nn.Linear(2, 2).weight, TypeError, ("nn.Module", "Parameter")),
     "empty list": (list, ValueError, ("empty", "at least one")),
     "twice in a list": (lambda: [nn.Linear(2, 2)] * 2, ValueError, ("twice", "once")),
+    "scripted": (_scripted, TypeError, ("scripted", "pass the module")),
+    "lazy": (lambda: nn.Sequential(nn.LazyLinear(2)), ValueError, ("'0.weight'", "lazy", "run a forward")),
     "not a module in a list": (lambda: [nn.Linear(2, 2), 3], TypeError, ("nn.Module", "int")),
 }
 

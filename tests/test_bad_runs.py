@@ -77,6 +77,41 @@ def test_what_would_run_after_forward_is_refused(pool2: Pool) -> None:
     pool2.run(_refuse_what_runs_later)
 
 
+class _Remembering(nn.Module):
+    """Computes with a parameter that it looked up when it was made."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Linear(4, 4), nn.Linear(4, 4)])
+        weight = self.blocks[0].weight
+        self.first = lambda x: nn.functional.linear(x, weight)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks[1](self.first(x))
+
+
+def _use_what_was_before(env: RankEnv) -> None:
+    model = shard(_Remembering(), env.mesh(2))
+    told = r"what parameter 'weight' of unit 'blocks\.0' was before fully_shard.*Look it up when"
+    with pytest.raises(StateError, match=told):
+        model(torch.ones(1, 4)).sum().backward()
+    tied = nn.Linear(4, 4)
+    both = nn.Sequential(nn.Linear(4, 4), tied)
+    both[0].weight = tied.weight
+    fully_shard(tied, mesh=env.mesh(2))
+    with pytest.raises(StateError, match="tied to it and not sharded"):
+        both(torch.ones(1, 4)).sum().backward()
+    linear = nn.Linear(4, 4)
+    weight = linear.weight
+    fully_shard(linear, mesh=env.mesh(2))
+    del linear
+    weight.sum().backward()  # nobody else trains it: it is a plain parameter again
+
+
+def test_computing_with_what_a_parameter_was_before_is_refused_by_name(pool2: Pool) -> None:
+    pool2.run(_use_what_was_before)
+
+
 def _replace_parameter(env: RankEnv, how: str) -> str:
     case = make_case("mlp")
     model = shard(case.model(), env.mesh(2))

@@ -318,6 +318,8 @@ class Runtime:
 
     def completed(self, unit: Unit) -> None:
         """All gradients of `unit` that this graph task will make on this rank are there."""
+        if unit in self._opened and self._opened[unit][1] != graph_task():
+            return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
         if not unit.in_turn:
             self._reduce(unit)
         elif unit not in self._parents:

@@ -252,6 +252,19 @@ def waits_for_gradients_that_a_rank_never_makes() -> Any:
     return mock.patch.object(Runtime, "_end_visits_behind", return_value=None)
 
 
+@mutant(Check(rule_12.check_recomputed), kill="DivergenceError")
+def reduces_after_each_reentrant_checkpoint() -> Any:
+    def anew(completed: Callable[..., Any]) -> Callable[..., Any]:
+        def wrapped(runtime: Runtime, unit: Unit) -> None:
+            opened, runtime._opened = runtime._opened, {}
+            completed(runtime, unit)
+            runtime._opened = opened
+
+        return wrapped
+
+    return replaced(Runtime, "completed", anew)
+
+
 @mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")
 def forgets_forwards_at_the_first_backward() -> Any:
     return replaced(Turns, "begin", lambda begin: lambda turns: (begin(turns), setattr(turns, "awaited", 0)))

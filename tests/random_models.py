@@ -68,13 +68,14 @@ class Subject:
 class Experts(nn.Module):
     """A batch goes to one of three experts or to none: a rank may leave some of them, or all, unused."""
 
-    def __init__(self, width: int, hidden: int) -> None:
+    def __init__(self, width: int, hidden: int, choices: int) -> None:
         super().__init__()
+        self.choices = choices
         self.up = nn.Parameter(torch.randn(3, width, hidden) / width)
         self.down = nn.ParameterList(nn.Parameter(torch.randn(hidden, width) / hidden) for _ in range(3))
 
     def forward(self, x: Tensor) -> Tensor:
-        chosen = int(x.detach().abs().sum() * 1e3) % 4
+        chosen = int(x.detach().abs().sum() * 1e3) % self.choices
         if chosen == 3:
             return torch.zeros_like(x)
         return torch.tanh(x @ self.up[chosen]) @ self.down[chosen]
@@ -98,7 +99,8 @@ class Body(nn.Module):
         elif part.kind == "attention":
             self.inner = nn.MultiheadAttention(width, 1, batch_first=True)
         elif part.kind == "experts":
-            self.inner = Experts(width, hidden)
+            # Inside a reentrant checkpoint a rank must not use none of the parameters while others use some.
+            self.inner = Experts(width, hidden, choices=3 if part.recompute else 4)
         else:
             self.scale = nn.Parameter(torch.tensor(0.7))
             self.nothing = nn.Parameter(torch.zeros(0, width))

@@ -8,6 +8,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.rig import Pool, RankEnv
 from tests.rules.support import DIM, Deep, collectives, floats, loss_of, of_kind, seeded, step
@@ -160,6 +161,38 @@ def check_reentrant(env: RankEnv) -> None:
 
 def test_rule_12_one_reduction_per_graph_task_under_reentrant_checkpoints(pool2: Pool) -> None:
     pool2.run(check_reentrant)
+
+
+class Recomputed(nn.Module):
+    """One unit with reentrant checkpoints inside; odd ranks leave the parameters in the first of them unused."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(Sparing(DIM, DIM) for _ in range(2))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, rank: int) -> Tensor:
+        for index, layer in enumerate(self.layers):
+            x = checkpoint(layer, x, index == 1 or rank % 2 == 0, use_reentrant=True)
+        return self.last(x)
+
+
+def check_recomputed(env: RankEnv) -> None:
+    """What all reentrant checkpoints inside a unit make is reduced together, when the unit's visit is over."""
+
+    def run(model: nn.Module, rank: int) -> None:
+        model(floats(rank), rank).square().sum().backward()
+
+    plain, model = seeded(Recomputed), seeded(Recomputed)
+    shard(model, env.mesh(2))
+    with collectives() as log:
+        check_grads(model, plain, run, env.rank, env.world_size)
+    assert len(of_kind(log, "reduce_scatter")) == 2, "one for what is outside of checkpoints, one for the rest"
+    check_rest(model)
+
+
+def test_rule_12_reentrant_checkpoints_inside_a_unit_are_reduced_together(pool2: Pool) -> None:
+    pool2.run(check_recomputed)
 
 
 def check_input_gradients(env: RankEnv) -> None:

@@ -141,6 +141,9 @@ class Pool:
             if not all(one.ok for one in checks):
                 self._recover(checks)
                 raise RemoteError(f"{_name(fn)} ran, but left the ranks in a bad state", checks)
+            if len({one.value for one in checks}) > 1:
+                # Some ranks made groups of their own, and torch names the next ones by how many there are.
+                self._group_timeout = None
         except BaseException as error:
             if not isinstance(error, RemoteError) or isinstance(error, PoolTimeout):
                 self.close()  # a timeout, or Ctrl-C while waiting: the workers' state is unknown

@@ -120,14 +120,15 @@ class _Worker:
         random.seed(0)
         return function(self.env, *args)
 
-    def check(self) -> None:
-        """Raise if the last run left global state changed, or the process groups out of step."""
+    def check(self) -> int:
+        """Raise if the last run left global state changed, or the process groups out of step; count the groups."""
         left = restore_globals()
         if self.grouped:
             for group in self.env.groups():
                 dist.monitored_barrier(group, timeout=timedelta(seconds=_IN_STEP_TIMEOUT))
         if left:
             raise AssertionError("the run left changed: " + ", ".join(left))
+        return len(distributed_c10d._world.pg_names)
 
 
 def _forget_meshes() -> None:

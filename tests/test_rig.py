@@ -63,6 +63,18 @@ def _fail_on(env: RankEnv, ranks: tuple[int, ...]) -> int:
     return env.rank * 100
 
 
+def _make_a_group(env: RankEnv, ranks: list[int]) -> int:
+    if env.rank in ranks:
+        dist.new_group(ranks, use_local_synchronization=True)
+    return len(dist.distributed_c10d._world.pg_names)
+
+
+def test_groups_that_some_ranks_made_do_not_outlive_their_run(pool2: Pool) -> None:
+    """torch names a group by how many there are: ranks that differ would wait for each other under other names."""
+    assert len(set(pool2.run(_make_a_group, [0]))) == 2
+    assert len(set(pool2.run(_make_a_group, [0, 1]))) == 1
+
+
 def test_errors_name_ranks_and_keep_the_processes(pool2: Pool) -> None:
     pool2.run(_sum_of_ranks, 0)
     starts = pool2.starts

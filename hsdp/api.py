@@ -3,36 +3,28 @@
 from __future__ import annotations
 
 import functools
-import inspect
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
-from torch.nn.parameter import is_lazy
 
 from hsdp.compat import own_policy, put_pipeline_face
-from hsdp.errors import DivergenceError
-from hsdp.extension import check_extension
-from hsdp.fingerprints import fingerprint
-from hsdp.inner import block_of, inner_of
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, has_forward, sharded_class
 from hsdp.offload import OffloadPolicy
-from hsdp.param import ManagedParam, Place, PlacementFn, originals
-from hsdp.placement import mergeable
+from hsdp.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.registry import unit_of
 from hsdp.runtime import Runtime
+from hsdp.selection import collect_params, manage
 from hsdp.state import ModuleState, own_state
 from hsdp.stepping import watch_optimizers
-from hsdp.subclass import extends, wrapper_of
 from hsdp.unit import Unit
-from hsdp.whole import broadcast, differing, told_by_all, unequal
+from hsdp.verification import verify
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -100,42 +92,23 @@ def fully_shard(
     policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
     offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
-    _check_reshard(reshard_after_forward, axes.shard_size)
+    reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
     ignored = _identities("ignored_params", ignored_params)
     replicated = _identities("replicate_params", replicate_params)
-    if not (shard_placement_fn is None or callable(shard_placement_fn)):
-        raise TypeError(
-            f"fully_shard(shard_placement_fn={shard_placement_fn!r}): expected a function of a parameter that returns "
-            "Shard(dim) or None, e.g. lambda param: Shard(1)"
-        )
+    _check_placement_fn(shard_placement_fn)
+
     name = " + ".join(type(m).__name__ for m in modules)
     found = collect_params(modules, ignored)
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
-    for places, param in found:
-        check_param(param, places[0].module(), places[0].fqn, name)
-    _check_one_device(found, name)
-    params = []
-    for places, param in found:
-        whole = id(param) in replicated
-        dim, merged = (None, 1) if whole else choose_dim(
-            param, places[0].fqn, name, shard_placement_fn, axes.shard_size
-        )
-        inner = inner_of(param, axes)
-        if inner is not None:
-            inner.check(axes, dim, f"fully_shard({name}): parameter {places[0].fqn!r}")
-        managed = ManagedParam(places, param, dim, merged, whole, inner)
-        if managed.wrapper is not None:
-            check_extension(managed, axes, reshard_after_forward, f"fully_shard({name}): parameter {managed.fqn!r}")
-        params.append(managed)
-    if type(reshard_after_forward) is int and reshard_after_forward == 1:
-        reshard_after_forward = False  # a group of one holds everything
-    unit = Unit(name, params, axes, policy, comm, reshard_after_forward, offload)
+    params = manage(found, name, axes, shard_placement_fn, replicated, reshard)
+    unit = Unit(name, params, axes, policy, comm, reshard, offload)
     unit.replica_policy = replica_policy
     unit.ignored = frozenset(ignored)
-    _agree(unit, params)
+    verify(unit)
     unit.build()
+
     state = ModuleState(unit, modules)
     for m in modules:
         _move_buffers(m, axes.device, policy.buffer_dtype)
@@ -181,7 +154,7 @@ def _check_mesh_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims
         raise TypeError(f"{where}: expected a DataParallelMeshDims, not {type(dims).__name__}") from None
 
 
-def _check_reshard(value: Any, shards: int) -> None:
+def _check_reshard(value: Any, shards: int) -> bool | int | None:
     where = f"fully_shard(reshard_after_forward={value!r})"
     if not (value is None or isinstance(value, (bool, int))):
         raise TypeError(
@@ -191,6 +164,15 @@ def _check_reshard(value: Any, shards: int) -> None:
         raise ValueError(
             f"{where}: an integer is the size of the groups that stay sharded after forward and must divide the {shards} "
             f"shard ranks; choose one of {[k for k in range(1, shards + 1) if shards % k == 0]}"
+        )
+    return False if type(value) is int and value == 1 else value  # a group of one holds everything
+
+
+def _check_placement_fn(choose: Any) -> None:
+    if not (choose is None or callable(choose)):
+        raise TypeError(
+            f"fully_shard(shard_placement_fn={choose!r}): expected a function of a parameter that returns Shard(dim) or "
+            "None, e.g. lambda param: Shard(1)"
         )
 
 
@@ -205,32 +187,6 @@ def _check_type(name: str, value: T | None, kind: type[T]) -> T:
     return value
 
 
-def collect_params(
-    modules: list[nn.Module], ignored: set[int], is_unit: Callable[[nn.Module], bool] | None = None
-) -> list[tuple[list[Place], nn.Parameter]]:
-    """The parameters below `modules` that no nested unit owns, each with all its names.
-
-    `is_unit` tells which modules below are units of their own; None: those that are sharded.
-    """
-    found: dict[int, tuple[list[Place], nn.Parameter]] = {}
-    seen: set[int] = set()
-
-    def visit(module: nn.Module, prefix: str) -> None:
-        if id(module) in seen or (isinstance(module, HSDPModule) if is_unit is None else is_unit(module)):
-            return
-        seen.add(id(module))
-        for name, param in module._parameters.items():
-            if param is not None and id(param) not in ignored:
-                place = Place(weakref.ref(module), name, prefix + name)
-                found.setdefault(id(param), ([], param))[0].append(place)
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.")
-
-    for index, module in enumerate(modules):
-        visit(module, "" if len(modules) == 1 else f"{index}.")
-    return list(found.values())
-
-
 def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
     listed = list(params or ())
     for param in listed:
@@ -240,129 +196,6 @@ def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
                 "nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
             )
     return {id(param) for param in listed}
-
-
-def _check_one_device(found: list[tuple[list[Place], nn.Parameter]], unit: str) -> None:
-    on_meta = [places[0].fqn for places, param in found if param.is_meta]
-    if on_meta and len(on_meta) < len(found):
-        real = next(places[0].fqn for places, param in found if not param.is_meta)
-        raise ValueError(
-            f"fully_shard({unit}): parameter {on_meta[0]!r} is on the meta device and {real!r} is not, so values would be "
-            "lost or made up; materialise the module first, or build all of it on meta"
-        )
-
-
-def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: str) -> None:
-    """Raises ValueError if a parameter cannot be one of the unit that is named `unit`."""
-    if is_lazy(param):
-        raise ValueError(
-            f"fully_shard({unit}): parameter {fqn!r} of a lazy module has no shape yet; run a forward of the module first"
-        )
-    where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
-    owner = unit_of(param)
-    name = next((managed.fqn for managed in owner.params if managed.sharded is param), "?") if owner is not None else "?"
-    if owner is not None and any(place.module() is module for managed in owner.params for place in managed.places):
-        raise ValueError(
-            f"{where} belongs to unit {owner.name!r} already, as {name!r}: that was sharded before this module inside "
-            "it; call fully_shard bottom-up: on inner modules first, then on the module that holds them"
-        )
-    if owner is not None or param in originals:
-        ref, other = originals.get(param, (lambda: owner, "?"))
-        held_by = owner or ref()
-        if owner is not None:
-            other = name
-        raise ValueError(
-            f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
-            "shard the smallest module that holds both names as one unit, or untie them"
-        )
-    if isinstance(param, DTensor) and extends(param._local_tensor):
-        raise ValueError(
-            f"{where} is a DTensor around a {type(param._local_tensor).__name__}, and gather extensions are supported for "
-            "parameters that are not DTensors before; shard the plain parameter, or pass it in ignored_params"
-        )
-    if not isinstance(param, DTensor):
-        wrapper_of(param, where)
-    if not param.dtype.is_floating_point:
-        raise ValueError(
-            f"{where} has dtype {param.dtype}, whose gradients cannot be reduced; make it a buffer, or pass it in "
-            "ignored_params"
-        )
-
-
-def choose_dim(
-    param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int
-) -> tuple[int | None, int]:
-    """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
-    placement = None if choose is None else choose(param, shards) if _wants_shards(choose) else choose(param)
-    if param.ndim == 0:
-        return None, 1
-    if placement is None:
-        return 0, 1
-    where = f"fully_shard({unit}, shard_placement_fn=...): for parameter {fqn!r} of shape {tuple(param.shape)}"
-    if isinstance(placement, tuple):
-        if placement != (Shard(0), Shard(1)) or isinstance(param, DTensor) or not mergeable(param.shape, shards):
-            raise ValueError(
-                f"{where} it returned {placement}; the only tuple is (Shard(0), Shard(1)), for plain parameters whose "
-                f"first two dims, as one, are cut into {shards} equal parts that lie inside of a row of dim 0"
-            )
-        return 0, 2
-    if type(placement) is not Shard:
-        raise TypeError(f"{where} it returned {placement!r}; return Shard(dim) or None")
-    if not -param.ndim <= placement.dim < param.ndim:
-        raise ValueError(f"{where} it returned {placement}, but dims go from {-param.ndim} to {param.ndim - 1}")
-    return placement.dim % param.ndim, 1
-
-
-def _wants_shards(choose: PlacementFn) -> bool:
-    """Whether the function takes the number of shard ranks too, as `least_padding` does."""
-    try:
-        inspect.signature(choose).bind(None, 1)
-    except (TypeError, ValueError):
-        return False
-    return True
-
-
-def _agree(unit: Unit, params: list[ManagedParam]) -> None:
-    """All ranks of the mesh shard the same parameters, and from the same values unless they are trusted."""
-    shape: list[tuple[Any, ...]] = [
-        (
-            p.fqn,
-            p.spec.shape,
-            str(p.dtype),
-            p.spec.dim,
-            p.spec.merged,
-            p.replicated,
-            p.sharded.requires_grad,
-            p.sharded.is_meta,
-            len(p.places),
-            None if p.wrapper is None else p.wrapper.kind.__name__,
-        )
-        for p in params
-    ]
-    # What decides the sizes of transfers must be equal too.
-    shape.append((repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward), unit.replica_policy))
-    trusted = unit.replica_policy == "trust"
-    prints = [None if trusted or p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in params]
-    told = told_by_all((shape, prints), unit)
-    shape0, _ = told[0]
-    for rank, (other, _) in enumerate(told):
-        if other != shape0:
-            at = next(
-                (i for i, (a, b) in enumerate(zip(shape0, other, strict=False)) if a != b), min(len(shape0), len(other))
-            )
-            first, second = (str(s[at]) if at < len(s) else "nothing" for s in (shape0, other))
-            raise DivergenceError(
-                f"fully_shard({unit.name}): the ranks build different models: parameter or policy {at} is {first} on the "
-                f"mesh's first rank and {second} on rank {rank} of the mesh; build the same module everywhere, in "
-                "the same order"
-            )
-    odd = differing([values for _, values in told])
-    if odd and unit.replica_policy == "check":
-        raise unequal(f"fully_shard({unit.name})", [p.fqn for p in params], odd)
-    with torch.no_grad():
-        for i, param in enumerate(params):
-            if i in odd:
-                broadcast(block_of(param.sharded).detach(), unit, unit.replicate_comm, unit.shard_comm)
 
 
 def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:

@@ -23,18 +23,8 @@ from hsdp.inner import block_of
 from hsdp.param import rows_of
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
-from hsdp.whole import (
-    Loan,
-    broadcast,
-    check_idle,
-    differing,
-    gather,
-    spread,
-    told_by_all,
-    unequal,
-    units_below,
-    write_first,
-)
+from hsdp.verification import differing, told_by_all, unequal
+from hsdp.whole import Loan, broadcast, check_idle, gather, spread, units_below, write_first
 from hsdp.wording import dotted
 
 InitFn = Callable[[nn.Module], object]

@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.autograd import NO_TASK, graph_task
 from hsdp.collectives import Comm
-from hsdp.errors import DivergenceError, StateError
+from hsdp.errors import StateError
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
@@ -171,26 +171,6 @@ def spread(unit: Unit) -> None:
     changed(unit)
 
 
-def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
-    """Which items of what the ranks of a mesh tell differ from those of its first rank, and on which ranks."""
-    found: dict[int, list[int]] = {}
-    for rank, items in enumerate(told):
-        for index, (item, first) in enumerate(zip(items, told[0], strict=True)):
-            if item != first:
-                found.setdefault(index, []).append(rank)
-    return found
-
-
-def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> DivergenceError:
-    """The error of values that differ where `replica_policy` is "check"."""
-    told = ", ".join(f"{names[index]!r} on ranks {ranks}" for index, ranks in list(odd.items())[:5])
-    more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
-    return DivergenceError(
-        f"{what}: values differ from those of the mesh's first rank: {told}{more} of the mesh, and replica_policy='check' "
-        "forbids that; seed all ranks alike and load the same files, or let replica_policy='broadcast' make them equal"
-    )
-
-
 def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
     """Overwrites a tensor, on any device, by that of the first rank of each of the unit's `comms`, one after the other.
 
@@ -202,12 +182,6 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
             comm.broadcast(data, unit)
         if data is not tensor:
             tensor.copy_(data)
-
-
-def told_by_all(value: object, unit: Unit) -> list[Any]:
-    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For set-up: it is slow."""
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(value, unit), unit)
-    return [told for row in rows for told in row]
 
 
 def changed(unit: Unit) -> None:

@@ -19,8 +19,10 @@ import hsdp.gradients
 import hsdp.init
 import hsdp.module
 import hsdp.param
+import hsdp.selection
 import hsdp.stepping
 import hsdp.units
+import hsdp.verification
 import hsdp.whole
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane
@@ -69,7 +71,7 @@ def unties() -> Any:
 
 @mutant(Check(rule_02.check_across), kill=NOT_REFUSED)
 def does_not_see_ties_across_units() -> Any:
-    return mock.patch.object(hsdp.api, "check_param", return_value=None)
+    return mock.patch.object(hsdp.selection, "check_param", return_value=None)
 
 
 @mutant(Check(rule_03.check_mixture), kill="was cast|dtype")
@@ -110,7 +112,7 @@ def leaves_one_piece_packed() -> Any:
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))
 @mutant(Check(rule_05.check_checked, ((2, 2),), world=4), kill=NOT_REFUSED, name="checks no replicas")
 def believes_all_replicas_to_be_equal() -> Any:
-    return mock.patch.object(hsdp.api, "differing", return_value={})
+    return mock.patch.object(hsdp.verification, "differing", return_value={})
 
 
 @mutant(Check(rule_05.check_meta, ("broadcast",)), kill="AssertionError")

@@ -32,7 +32,7 @@ _ORDERED: list[list[str]] = [
     ["registry", "training_state", "lane", "extension", "reduce_plan", "witness", "gradients", "replicas"]
     + ["unit", "pipeline"],
     ["order", "turns", "runtime", "stepping", "state"],
-    ["whole", "full_params", "compat", "module", "api", *_SIDE_DOORS],
+    ["whole", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],
 ]
 _TOP = {"__init__", "__main__"}
 

@@ -11,7 +11,6 @@ from typing import Any
 import torch
 from torch import nn
 
-from hsdp.api import check_param, choose_dim, collect_params
 from hsdp.compat import own_policy
 from hsdp.inner import block_of
 from hsdp.module import HSDPModule
@@ -19,6 +18,7 @@ from hsdp.offload import OffloadPolicy
 from hsdp.param import Place, PlacementFn
 from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.selection import check_param, choose_dim, collect_params
 from hsdp.state import state_of
 from hsdp.subclass import extends
 from hsdp.unit import Unit

@@ -1,8 +1,8 @@
 """Random models, and how they are sharded and trained: what `test_random_models.py` draws and `model_soak.py` soaks.
 
-    Subject   a model (parts in a row between an embedding and a head), its units, policies, mesh and a schedule of
-              micro-batches; plain data, so that hypothesis can shrink it and it travels to the workers
-    run       builds the subject sharded and as its twin in float64, and plays the schedule on both
+Subject   a model (parts in a row between an embedding and a head), its units, policies, mesh and a schedule of
+          micro-batches; plain data, so that hypothesis can shrink it and it travels to the workers
+run       builds the subject sharded and as its twin in float64, and plays the schedule on both
 """
 
 from __future__ import annotations

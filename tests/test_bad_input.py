@@ -51,6 +51,7 @@ class _Tied(nn.Module):
 
 # -- modules --------------------------------------------------------------------------------------------------------
 
+
 def _scripted() -> nn.Module:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # deprecated, but people have them

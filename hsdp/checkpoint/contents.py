@@ -52,9 +52,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     entries: dict[str, Entry] = {}
     for raw_name, value in model.state_dict().items():
         if isinstance(value, Tensor) and block_of(value).is_meta:
-            raise CheckpointError(
-                f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first"
-            )
+            raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
         entries[clean_name(raw_name)] = Entry(raw_name, plain(value))
     return entries
 

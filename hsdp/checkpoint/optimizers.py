@@ -207,9 +207,7 @@ def describe_state(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
 class OptimizerReading:
     """The optimizer's part of a load: finds its state among a checkpoint's keys, and asks for it."""
 
-    def __init__(
-        self, reader: Reader, saved: Any, prefix: str, model: nn.Module, optimizer: Optimizer, path: Path
-    ) -> None:
+    def __init__(self, reader: Reader, saved: Any, prefix: str, model: nn.Module, optimizer: Optimizer, path: Path) -> None:
         if not any(key.startswith("param_groups.") for key in saved):
             raise CheckpointError(f"checkpoint {path} has no optimizer state; load it with optimizer=None")
         self._reader = reader

@@ -43,9 +43,7 @@ class Int8Weight(Tensor):
     @staticmethod
     def __new__(cls, rows: Tensor) -> Int8Weight:
         """Wraps ``rows``, floating-point ``[out, in]``, and shares its memory."""
-        return Tensor._make_wrapper_subclass(
-            cls, rows.shape, strides=rows.stride(), dtype=rows.dtype, device=rows.device
-        )
+        return Tensor._make_wrapper_subclass(cls, rows.shape, strides=rows.stride(), dtype=rows.dtype, device=rows.device)
 
     def __init__(self, rows: Tensor) -> None:
         self.rows = rows

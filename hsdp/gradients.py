@@ -18,8 +18,8 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hsdp.dtensors import as_dtensor
 from hsdp.errors import StateError
-from hsdp.inner import new_dtensor
 from hsdp.lane import Lane
 from hsdp.memory import owned
 from hsdp.param import ManagedParam
@@ -211,7 +211,7 @@ class Gradients:
         grad: Any = param.sharded.grad
         if grad is None:
             local = Witness(param.local, None)
-            param.sharded.grad = new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+            param.sharded.grad = as_dtensor(local, param.tensor_spec)
         else:
             grad._local_tensor = Witness(param.local, _local_grad(param))
         self._witnesses[slot] = param.sharded.grad
@@ -285,7 +285,7 @@ class Gradients:
             if was_used:
                 sharded = param.sharded
                 if sharded.grad is None:
-                    sharded.grad = grad = new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False)
+                    sharded.grad = grad = as_dtensor(local, param.tensor_spec)
                 else:
                     held = _local_grad(param)
                     if isinstance(held, Witness):  # it stood for zeros; now it stands for the gradient
@@ -365,7 +365,7 @@ def _run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) ->
         return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
-            other: Any = hook(new_dtensor(DTensor, local, param.tensor_spec, requires_grad=False))
+            other: Any = hook(as_dtensor(local, param.tensor_spec))
             if other is None:
                 continue
             if not isinstance(other, DTensor) or other.placements != param.tensor_spec.placements:

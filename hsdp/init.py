@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hsdp.dtensors import as_dtensor
 from hsdp.errors import StateError
 from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
@@ -133,7 +134,7 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
         for lane in unit.lanes:
             for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
                 rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
-                _fill(param.sharded, DTensor(rows, param.tensor_spec, requires_grad=False), param.fqn)
+                _fill(param.sharded, as_dtensor(rows, param.tensor_spec), param.fqn)
     unit.rebuild()
     if not equal:
         write_first(unit, wholes)  # fn does not depend on torch's generators alone

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.utils.dlpack import from_dlpack
 
+from hsdp.dtensors import as_dtensor, with_dtype
 from hsdp.errors import StateError
-from hsdp.inner import block_of, new_dtensor
+from hsdp.inner import block_of
 from hsdp.registry import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -387,10 +387,7 @@ def _wrapped(member: _Member, value: Tensor) -> Tensor:
     param = member.param
     if not isinstance(param, DTensor):
         return value
-    spec = param._spec
-    if value.dtype != param.dtype:
-        spec = DTensorSpec(spec.mesh, spec.placements, tensor_meta=TensorMeta(spec.shape, spec.stride, value.dtype))
-    return new_dtensor(DTensor, value, spec, requires_grad=False)  # type: ignore[no-any-return]
+    return as_dtensor(value, with_dtype(param._spec, value.dtype))
 
 
 def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:

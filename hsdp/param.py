@@ -16,11 +16,12 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hsdp.dtensors import as_dtensor, spec_of, with_dtype
 from hsdp.errors import StateError
-from hsdp.inner import Inner, block_of, new_dtensor, same_sharding
+from hsdp.inner import Inner, block_of, same_sharding
 from hsdp.layout import ParamSpec, Piece
 from hsdp.mesh import MeshAxes
 from hsdp.subclass import data_of, extends, wrapper_of
@@ -114,8 +115,7 @@ class ManagedParam:
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
-        dtensor = new_dtensor(DTensor, local, self.tensor_spec, requires_grad=False)
-        self.sharded = nn.Parameter(dtensor, requires_grad=original.requires_grad)
+        self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
         # Marks that users and libraries put on parameters; not what the subclass itself needs.
         self.sharded.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(local)})
@@ -124,11 +124,9 @@ class ManagedParam:
     def _spec_over(self, axes: MeshAxes) -> DTensorSpec:
         if self.inner is not None:
             return self.inner.sharded_spec(axes, self.spec.dim, self.dtype)
-        stride = torch.empty(self.spec.shape, device="meta").stride()
-        meta = TensorMeta(torch.Size(self.spec.shape), stride, self.dtype)
-        if self.spec.merged > 1:
-            return DTensorSpec(*axes.merged(self.spec.shape[0]), tensor_meta=meta)
-        return DTensorSpec(axes.mesh, axes.placements(self.spec.dim), tensor_meta=meta)
+        shape = self.spec.shape
+        cut = axes.merged(shape[0]) if self.spec.merged > 1 else (axes.mesh, axes.placements(self.spec.dim))
+        return spec_of(*cut, shape, self.dtype)
 
     def make_whole(self, memory: Tensor) -> None:
         """Makes the whole parameter of `memory`, this parameter's part of a whole buffer."""
@@ -179,8 +177,7 @@ class ManagedParam:
         self.dtype = self._local_now().dtype
         if extends(self._local_now()):
             self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}")
-        meta = TensorMeta(self.tensor_spec.shape, self.tensor_spec.stride, self.dtype)
-        self.tensor_spec = DTensorSpec(self.tensor_spec.mesh, self.tensor_spec.placements, tensor_meta=meta)
+        self.tensor_spec = with_dtype(self.tensor_spec, self.dtype)
 
     def _local_now(self) -> Tensor:
         return self.sharded._local_tensor  # type: ignore[attr-defined,no-any-return]

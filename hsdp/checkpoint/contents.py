@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hsdp.dtensors import as_dtensor, spec_of
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
 from hsdp.subclass import data_of
@@ -66,7 +66,7 @@ def plain(value: Any) -> Any:
         return data_of(value) if isinstance(value, Tensor) else value
     local = value._local_tensor
     data = data_of(local)
-    return value if data is local else DTensor(data, value._spec, requires_grad=False)
+    return value if data is local else as_dtensor(data, value._spec)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -80,7 +80,7 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 def staging_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the same kind, shape and dtype, whose part of this rank is on the CPU."""
     local = torch.empty(block_of(tensor).shape, dtype=tensor.dtype)
-    return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
+    return as_dtensor(local, tensor._spec) if isinstance(tensor, DTensor) else local
 
 
 def state_staging(
@@ -107,11 +107,9 @@ def state_staging(
     else:
         # Shaped as the parameter where it is sharded: sharded likewise (factored states have 1 elsewhere); else whole.
         placements = tuple(_state_placement(p, tuple(param.shape), shape) for p in param.placements)
-    mesh = param.device_mesh
-    meta = torch.empty(shape, dtype=dtype, device="meta")
-    spec = DTensorSpec(mesh, placements, tensor_meta=TensorMeta(meta.shape, meta.stride(), dtype))
-    probe = DTensor(meta, spec, requires_grad=False)
-    return DTensor(torch.empty(local_box(probe)[1], dtype=dtype, device=device), spec, requires_grad=False)
+    spec = spec_of(param.device_mesh, placements, shape, dtype)
+    probe = as_dtensor(torch.empty(shape, dtype=dtype, device="meta"), spec)
+    return as_dtensor(torch.empty(local_box(probe)[1], dtype=dtype, device=device), spec)
 
 
 def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:

@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.reading import Reader
+from hsdp.dtensors import as_dtensor
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
 
@@ -303,5 +304,5 @@ def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:
     if isinstance(value, DTensor):
-        return DTensor(value.to_local().to(device), value._spec, requires_grad=False)
+        return as_dtensor(value.to_local().to(device), value._spec)
     return value.to(device)

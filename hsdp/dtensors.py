@@ -1,0 +1,38 @@
+"""DTensors around local tensors as they are: nothing is copied, checked or communicated."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor.placement_types import Placement
+
+# DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo.
+_new: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
+    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
+)
+
+
+def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
+    """The DTensor of which this rank holds `local` and which is distributed as `spec` says; it wants no gradient."""
+    return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+
+
+def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
+    """The spec of a tensor whose whole has this shape, contiguous."""
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), dtype))
+
+
+def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
+    """The same in another dtype."""
+    meta = spec.tensor_meta
+    assert meta is not None, "the spec of a DTensor tells its shape"
+    if meta.dtype == dtype:
+        return spec
+    return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))

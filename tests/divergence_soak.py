@@ -252,7 +252,9 @@ def draw(rng: random.Random) -> Case:
     if len(who) == 2 or shape == (2, 1):
         barred |= HARMLESS_IN_A_REPLICA
     ways = [way for way in (*BUILDING, *RUNNING) if way not in barred]
-    return Case(rng.choice(ways), shape, who, rng.randrange(5), rng.randrange(4))
+    way, step = rng.choice(ways), rng.randrange(5)
+    # A loss from the last block leaves nothing but parameters of the root unused, as a rank may.
+    return Case(way, shape, who, step, rng.randrange(3 if way == "loss from inside" else 4))
 
 
 def main() -> int:

@@ -103,9 +103,7 @@ def fully_shard(
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
     params = manage(found, name, axes, shard_placement_fn, replicated, reshard)
-    unit = Unit(name, params, axes, policy, comm, reshard, offload)
-    unit.replica_policy = replica_policy
-    unit.ignored = frozenset(ignored)
+    unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     verify(unit)
     unit.build()
 

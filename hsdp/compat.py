@@ -79,7 +79,8 @@ class FSDP2Methods(fsdp.FSDPModule):
         """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too."""
         flag = check_flag("set_requires_gradient_sync", requires_gradient_sync)
         for unit in self._units(recurse):
-            unit.requires_grad_sync = unit.requires_all_reduce = flag
+            settings = unit.settings
+            settings.requires_grad_sync = settings.requires_all_reduce = flag
 
     def reset_iter_state(self) -> None:
         """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
@@ -141,7 +142,7 @@ class FSDP2Methods(fsdp.FSDPModule):
         """With False the backward does not gather this module's unit: for one that needs no weights in it (embeddings)."""
         flag = check_flag("set_unshard_in_backward", unshard_in_backward)
         for unit in self._units(recurse=False):
-            unit.unshard_in_backward = flag
+            unit.settings.unshard_in_backward = flag
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""

@@ -72,7 +72,7 @@ def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
 
 
 def _after_forward(unit: Unit, is_root: bool) -> str:
-    after = unit.reshard_after_forward
+    after = unit.settings.reshard_after_forward
     if type(after) is int and after < unit.axes.shard_size:
         return f"sharded over {after} ranks after forward"
     return "whole until backward" if after is False or (after is None and is_root) else "freed after forward"

@@ -153,13 +153,13 @@ class HSDPModule(FSDP2Methods):
         """
         flag = check_flag("set_requires_grad_sync", requires_grad_sync)
         for unit in self._units(recurse):
-            unit.requires_grad_sync = flag
+            unit.settings.requires_grad_sync = flag
 
     def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
         """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
         flag = check_flag("set_requires_all_reduce", requires_all_reduce)
         for unit in self._units(recurse):
-            unit.requires_all_reduce = flag
+            unit.settings.requires_all_reduce = flag
 
     def set_is_last_backward(self, is_last_backward: bool) -> None:
         """Whether the end of backward waits for every reduction.
@@ -169,19 +169,19 @@ class HSDPModule(FSDP2Methods):
         """
         flag = check_flag("set_is_last_backward", is_last_backward)
         for unit in self._units():
-            unit.drains = flag
+            unit.settings.drains = flag
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
         """Backwards inside it do not communicate gradients; the first one after it sends the sums."""
-        units = self._units()
-        before = [unit.requires_grad_sync for unit in units]
+        settings = [unit.settings for unit in self._units()]
+        before = [each.requires_grad_sync for each in settings]
         self.set_requires_grad_sync(False)
         try:
             yield
         finally:
-            for unit, flag in zip(units, before, strict=True):
-                unit.requires_grad_sync = flag
+            for each, flag in zip(settings, before, strict=True):
+                each.requires_grad_sync = flag
 
     @contextmanager
     def accumulate(self, *, last: bool) -> Iterator[None]:
@@ -196,15 +196,16 @@ class HSDPModule(FSDP2Methods):
                     loss_of(model(batch)).backward()
         """
         units = self._units()
-        before = [(unit.requires_grad_sync, unit.requires_all_reduce) for unit in units]
+        settings = [unit.settings for unit in units]
+        before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
         for unit in units:
-            unit.requires_all_reduce = last
-            unit.requires_grad_sync = last or unit.comm_policy.accumulate == "reduce_scatter"
+            unit.settings.requires_all_reduce = last
+            unit.settings.requires_grad_sync = last or unit.comm_policy.accumulate == "reduce_scatter"
         try:
             yield
         finally:
-            for unit, (sync, all_reduce) in zip(units, before, strict=True):
-                unit.requires_grad_sync, unit.requires_all_reduce = sync, all_reduce
+            for each, (sync, all_reduce) in zip(settings, before, strict=True):
+                each.requires_grad_sync, each.requires_all_reduce = sync, all_reduce
 
     def flush(self) -> None:
         """Communicates all pending gradient sums now and waits for them; every rank calls it.
@@ -253,13 +254,13 @@ class HSDPModule(FSDP2Methods):
         """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
         op = check_reduce_op(reduce_op, "set_reduce_op_type")
         for unit in self._units(recurse):
-            unit.reduce_op = op
+            unit.settings.reduce_op = op
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
         _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
         for unit in self._units(recurse):
-            unit.gradient_scale = float(factor)
+            unit.settings.gradient_scale = float(factor)
 
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
@@ -269,7 +270,7 @@ class HSDPModule(FSDP2Methods):
         if factor is not None:
             _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
         for unit in self._units(recurse):
-            unit.divide_factor = None if factor is None else float(factor)
+            unit.settings.divide_factor = None if factor is None else float(factor)
 
     def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
         """What a parameter gets that no rank used in a backward: "none" (the default, as on one device) or "zero".
@@ -297,14 +298,14 @@ class HSDPModule(FSDP2Methods):
                     "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
                     "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
                 )
-            unit.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
+            unit.settings.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
         """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`."""
         if not callable(getattr(replica_reduce, "start", None)):
             raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
         for unit in self._units(recurse):
-            unit.replica_reduce = replica_reduce
+            unit.settings.replica_reduce = replica_reduce
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
@@ -312,23 +313,23 @@ class HSDPModule(FSDP2Methods):
         """Whether whole parameters are freed after forward and gathered again for backward; see `fully_shard`."""
         flag = check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
-            unit.reshard_after_forward = flag
+            unit.settings.reshard_after_forward = flag
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
         """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
         flag = check_flag("set_reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
-            unit.reshard_after_backward = flag
+            unit.settings.reshard_after_backward = flag
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
         """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
         for unit in self._units(recurse=False):
-            unit.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
+            unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
         """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
         for unit in self._units(recurse=False):
-            unit.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
+            unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
 
 def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:

@@ -233,7 +233,7 @@ class ReductionPipeline:
             finish = partial(_finish, reductions) if any(map(_has_more, reductions)) else None
             if unit.replicate_comm.size > 1:
                 tensors = [t for r in reductions for part in r.parts for t in part.operands]
-                bucket.flight = unit.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
+                bucket.flight = unit.settings.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
             else:
                 bucket.flight = unit.shard_comm.local("landing", bucket, finish)
         bucket.scatter = bucket.flight
@@ -258,7 +258,7 @@ def _fit(first: Reduction, other: Reduction) -> bool:
         a.scatter_comm.group is b.scatter_comm.group
         and a.scatter_comm.custom_reduce_scatter is b.scatter_comm.custom_reduce_scatter
         and a.replicate_comm.group is b.replicate_comm.group
-        and a.replica_reduce is b.replica_reduce
+        and a.settings.replica_reduce is b.settings.replica_reduce
         and first.all_reduce == other.all_reduce
     )
 
@@ -300,13 +300,13 @@ def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, flo
 
 def _has_more(reduction: Reduction) -> bool:
     """Whether something follows the all-reduce on its stream."""
-    return reduction.unit.all_reduce_hook is not None or any(part.plan.offload for part in reduction.parts)
+    return reduction.unit.settings.all_reduce_hook is not None or any(part.plan.offload for part in reduction.parts)
 
 
 def _finish(reductions: list[Reduction]) -> None:
     """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live."""
     for reduction in reductions:
-        hook = reduction.unit.all_reduce_hook
+        hook = reduction.unit.settings.all_reduce_hook
         if hook is not None:
             for part in reduction.parts:
                 for tensor in part.values():

@@ -149,7 +149,7 @@ class Runtime:
         unit.choose_trainable()
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
-        self._open(unit, ahead if unit.forward_prefetch is None else unit.forward_prefetch)
+        self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
 
     def leave_forward(self, unit: Unit, keep: bool, more: bool) -> None:
         """`unit`'s forward ended. `keep`: its parameters stay whole; `more`: other modules of it are still to run.
@@ -162,7 +162,7 @@ class Runtime:
         unit.state = TrainingState.IDLE
         if more:
             return
-        if unit.reshard_after_forward is None and torch.is_grad_enabled() and self._forward.is_last(unit):
+        if unit.settings.reshard_after_forward is None and torch.is_grad_enabled() and self._forward.is_last(unit):
             self._backward.skip(unit)
             keep = True
         if keep:
@@ -284,15 +284,15 @@ class Runtime:
                 self._opened[unit] = (visit, task)
             return
         self.pipeline.advance()
-        if visit is not None and not unit.unshard_in_backward:
+        if visit is not None and not unit.settings.unshard_in_backward:
             self._opened[unit] = (visit, task)
             return
         window = unit.comm_policy.prefetch
         # Only what is gathered counts: ranks may enter units that stayed whole in different orders, or not at all.
         whole = unit.residency is Residency.WHOLE
         ahead = self._backward.peek(window) if whole else self._backward.visit(unit, window)
-        ahead = ahead if unit.backward_prefetch is None else unit.backward_prefetch
-        self._open(unit, [other for other in ahead if other.unshard_in_backward])
+        ahead = ahead if unit.settings.backward_prefetch is None else unit.settings.backward_prefetch
+        self._open(unit, [other for other in ahead if other.settings.unshard_in_backward])
         self._opened[unit] = (visit, task)
 
     def _end_visits_behind(self, node: int) -> None:
@@ -313,7 +313,7 @@ class Runtime:
             self._make_ready(unit)
         if not self._keeps_graph:
             del self._opened[unit]
-            if unit.reshard_after_backward:
+            if unit.settings.reshard_after_backward:
                 unit.reshard()
 
     def completed(self, unit: Unit) -> None:
@@ -333,15 +333,15 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         unit.state = TrainingState.BACKWARD_POST
-        if unit.requires_grad_sync:
+        if unit.settings.requires_grad_sync:
             with torch.no_grad():
                 self.pipeline.make_room()
-                parts = unit.gradients.take(runs_on=not self.root.drains)
+                parts = unit.gradients.take(runs_on=not self.root.settings.drains)
             unit.owed = unit.ready = False
-            unit.owes_all_reduce = not unit.requires_all_reduce
+            unit.owes_all_reduce = not unit.settings.requires_all_reduce
             if parts:
                 with torch.no_grad():
-                    self.pipeline.submit(Reduction(unit, parts, unit.requires_all_reduce))
+                    self.pipeline.submit(Reduction(unit, parts, unit.settings.requires_all_reduce))
         else:
             unit.ready = False
             with torch.no_grad():
@@ -363,20 +363,20 @@ class Runtime:
         if self._reduces:
             left = self.turns.end()
             for unit in (*left, *(u for u in self.units if u not in left)):
-                deferred = unit.owes_all_reduce and unit.requires_all_reduce
-                due = unit.requires_grad_sync and (unit in left or unit.owed or deferred)
+                deferred = unit.owes_all_reduce and unit.settings.requires_all_reduce
+                due = unit.settings.requires_grad_sync and (unit in left or unit.owed or deferred)
                 if due or unit.gradients.waiting():
                     self._reduce(unit)
         self.turns.clear()
         self._backward.end()
-        if self.root.drains:
+        if self.root.settings.drains:
             self.drain()
         for unit in self.units:
             unit.remaining.clear()
             unit.ready = False
             unit.state = TrainingState.IDLE
             if (unit.residency is Residency.GATHERING and not unit.pinned) or (
-                unit.holds_whole and unit.reshard_after_backward and not self._keeps_graph
+                unit.holds_whole and unit.settings.reshard_after_backward and not self._keeps_graph
             ):
                 unit.reshard()
         for unit in self.units:

@@ -88,7 +88,8 @@ class ModuleState:
         unit = self.unit
         self._run.add(id(module))
         is_root = runtime.depth == 0
-        keep = unit.reshard_after_forward is False or (unit.reshard_after_forward is None and unit is runtime.root)
+        reshard = unit.settings.reshard_after_forward
+        keep = reshard is False or (reshard is None and unit is runtime.root)
         if torch.is_grad_enabled() and any(unit.trainable):
             unit.owed = True
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.

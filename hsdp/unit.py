@@ -11,7 +11,6 @@ from __future__ import annotations
 import enum
 import weakref
 import zlib
-from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,13 +22,13 @@ from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.extension import ExtensionLane
 from hsdp.flight import Flight, abandon
 from hsdp.gradients import Gradients
-from hsdp.lane import NOT_OFFLOADED, Lane, LaneKind, thresholds_for
+from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReduceOp, ReplicaPolicy
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
 from hsdp.registry import forget, register
-from hsdp.replicas import DEFAULT, ReplicaReduce
+from hsdp.settings import UnitSettings
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect, stale
@@ -55,12 +54,12 @@ class Unit:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
         residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them.
+        settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_epoch, forward_epoch: the epoch at the last gather and forward; a gather is valid for one epoch.
-        drains: whether the end of a backward of which it is the root waits for every reduction.
         gradients: this rank's gradients, on their way to `.grad`.
         trainable: which parameters want gradients, as of the last forward.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
@@ -81,66 +80,67 @@ class Unit:
         mp_policy: MixedPrecisionPolicy,
         comm_policy: CommPolicy,
         reshard_after_forward: bool | int | None,
-        offload: OffloadPolicy = NOT_OFFLOADED,
+        offload: OffloadPolicy,
+        replica_policy: ReplicaPolicy,
+        ignored: frozenset[int],
     ) -> None:
         self.name = name
         self.params = params
         self.axes = axes
         self.mp_policy = mp_policy
         self.comm_policy = comm_policy
-        self.reshard_after_forward = reshard_after_forward
         self.offload = offload
+        self.replica_policy = replica_policy
+        self.ignored = ignored
+        self.settings = UnitSettings(reshard_after_forward)
         self.state = TrainingState.IDLE
         self.lent = False
-        self.replica_policy: ReplicaPolicy = "broadcast"
-        self.ignored: frozenset[int] = frozenset()
-        self.reshard_after_backward = self.unshard_in_backward = True
-        self.reduce_op: ReduceOp = "avg"
-        self.gradient_scale = 1.0
-        self.divide_factor: float | None = None
-        self.replica_reduce: ReplicaReduce = DEFAULT
-        self.all_reduce_hook: Callable[[Tensor], None] | None = None
-        self.forward_prefetch: list[Unit] | None = None
-        self.backward_prefetch: list[Unit] | None = None
-        self.requires_grad_sync = True
-        self.requires_all_reduce = True
+
+        # Its place among others, known once a root is.
+        self._runtime: weakref.ref[Runtime] | None = None
+        self.parent: Unit | None = None
+        self.op = 0
+
+        # Whole parameters.
+        self.lanes: list[Lane] = []
         self.residency = Residency.SHARDED
         self.open = self.pinned = False
-        self.parent: Unit | None = None
         self.epoch = 0
         self.gathered_epoch = -1
         self.forward_epoch = -1
-        self.drains = True
-        self.gradients = Gradients(params)
-        self.owed = False
-        self.owes_all_reduce = False
-        self.remaining: dict[int, int] = {}
-        self.ready = False
-        self.in_turn = False
-        self.visits: dict[int, int] = {}
-        self._runtime: weakref.ref[Runtime] | None = None
-        self._flight: Flight | None = None
-        streams = Streams(axes.device)
-        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, streams)
-        self.scatter_comm = self.shard_comm
-        self.replicate_comm = Comm(axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, streams)
-        self.streams = streams
-        self.op = 0
         self._kept_epoch: int | None = None
-        self.part_comm: Comm | None = None
-        parts = 1
-        if type(reshard_after_forward) is int and 1 < reshard_after_forward < axes.shard_size:
-            parts = reshard_after_forward
-            assert axes.shard_group is not None, "an axis of several ranks has a group"
-            group = subgroup(axes.shard_group, axes.shard_rank, parts)
-            self.part_comm = Comm(group, axes.shard_rank % parts, parts, axes.device, streams)
-        self._parts = parts
-        self.lanes: list[Lane] = []
-        self.trainable: tuple[bool, ...] = ()
+        self._flight: Flight | None = None
+        self._shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
         self._registered: list[int] = []
         weakref.finalize(self, forget, self._registered)
-        self._shadows = Shadows(())
+
+        # Gradients.
+        self.gradients = Gradients(params)
+        self.trainable: tuple[bool, ...] = ()
+        self.remaining: dict[int, int] = {}
+        self.visits: dict[int, int] = {}
+        self.ready = self.in_turn = False
+        self.owed = self.owes_all_reduce = False
+
+        # Communication.
+        self.streams = Streams(axes.device)
+        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, self.streams)
+        self.scatter_comm = self.shard_comm
+        self.replicate_comm = Comm(
+            axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, self.streams
+        )
+        self.part_comm = self._comm_of_parts(reshard_after_forward)
+        self._parts = 1 if self.part_comm is None else self.part_comm.size
+
+    def _comm_of_parts(self, parts: bool | int | None) -> Comm | None:
+        """Over the `parts` neighbouring ranks among which whole parameters stay sharded after forward, if they do."""
+        axes = self.axes
+        if type(parts) is not int or not 1 < parts < axes.shard_size:
+            return None
+        assert axes.shard_group is not None, "an axis of several ranks has a group"
+        group = subgroup(axes.shard_group, axes.shard_rank, parts)
+        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.streams)
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -437,11 +437,5 @@ class Unit:
             runtime.completed(self)
 
     def factor(self) -> float:
-        """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter.
-
-        `set_gradient_divide_factor` replaces the division of "avg"; the scaling factor comes on top of either.
-        """
-        if self.divide_factor is not None:
-            return self.gradient_scale / self.divide_factor
-        ranks = self.axes.shard_size * self.axes.replicate_size
-        return self.gradient_scale / ranks if self.reduce_op == "avg" else self.gradient_scale
+        """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter."""
+        return self.settings.factor(self.axes.shard_size * self.axes.replicate_size)

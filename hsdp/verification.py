@@ -51,7 +51,8 @@ def _structure(unit: Unit) -> list[tuple[Any, ...]]:
         )
         for p in unit.params
     ]
-    policies = (repr(unit.mp_policy), repr(unit.comm_policy), repr(unit.reshard_after_forward), unit.replica_policy)
+    reshard = repr(unit.settings.reshard_after_forward)
+    policies = (repr(unit.mp_policy), repr(unit.comm_policy), reshard, unit.replica_policy)
     return [*params, policies]
 
 

@@ -37,6 +37,7 @@ from hsdp.pipeline import ReductionPipeline
 from hsdp.planning.layouts import LanePlan, UnitPlan
 from hsdp.reduce_plan import LaneReduction
 from hsdp.runtime import Runtime
+from hsdp.settings import UnitSettings
 from hsdp.turns import Turns
 from hsdp.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
@@ -156,12 +157,12 @@ def does_not_follow_requires_grad() -> Any:
 
 @mutant(Check(rule_15.check_factors, ((2,), "packed")))
 def skips_the_divide() -> Any:
-    return mock.patch.object(Unit, "factor", lambda unit: unit.gradient_scale)
+    return mock.patch.object(Unit, "factor", lambda unit: unit.settings.gradient_scale)
 
 
 @mutant(Check(rule_15.check_factors, ((2, 1), "packed")))
 def forgets_the_scale() -> Any:
-    return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.gradient_scale)
+    return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.settings.gradient_scale)
 
 
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
@@ -498,9 +499,7 @@ def throws_asynchronous_unshards_away() -> Any:
 
 @mutant(Check(test_compat._no_gather_in_backward), kill="AssertionError")
 def gathers_ahead_what_backward_does_not_need() -> Any:
-    return mock.patch.object(
-        Unit, "unshard_in_backward", property(lambda unit: True, lambda unit, value: None), create=True
-    )
+    return mock.patch.object(UnitSettings, "unshard_in_backward", property(lambda unit: True, lambda unit, value: None))
 
 
 @mutant(Check(test_pipelining._train, (Schedule1F1B, True), world=4), kill="reduced once|differ|names|not summed over all")

@@ -141,7 +141,7 @@ REACH: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], bool]] = {
     # what is called, what it changes in a unit, whether it reaches modules below
     "set_requires_gradient_sync": (
         lambda m: m.set_requires_gradient_sync(False),
-        lambda unit: (unit.requires_grad_sync, unit.requires_all_reduce),
+        lambda unit: (unit.settings.requires_grad_sync, unit.settings.requires_all_reduce),
         True,
     ),
     "set_reduce_scatter_unused_params": (
@@ -156,12 +156,12 @@ REACH: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], bool]] = {
     ),
     "set_reshard_after_forward": (
         lambda m: m.set_reshard_after_forward(False, True),
-        lambda unit: unit.reshard_after_forward,
+        lambda unit: unit.settings.reshard_after_forward,
         True,
     ),
     "set_unshard_in_backward": (
         lambda m: m.set_unshard_in_backward(False),
-        lambda unit: unit.unshard_in_backward,
+        lambda unit: unit.settings.unshard_in_backward,
         False,
     ),
     "set_reduce_scatter_divide_factor": (
@@ -199,7 +199,7 @@ def test_no_gradient_sync_and_sync_again_switch_both_stages() -> None:
         model: Any = shard(Deep(), env.mesh((2, 2)))
         model.set_requires_all_reduce(False)
         model.set_requires_gradient_sync(True)
-        assert all(unit.requires_all_reduce and unit.requires_grad_sync for unit in model._units())
+        assert all(unit.settings.requires_all_reduce and unit.settings.requires_grad_sync for unit in model._units())
 
 
 def test_forward_methods_of_plain_modules_are_left_alone() -> None:

@@ -31,7 +31,7 @@ _SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "t
 _ORDERED: list[list[str]] = [
     ["agreement", "subclass", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
     ["registry", "training_state", "lane", "extension", "reduce_plan", "witness", "gradients", "replicas"]
-    + ["unit", "pipeline"],
+    + ["settings", "unit", "pipeline"],
     ["order", "turns", "runtime", "stepping", "state"],
     ["whole", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],
 ]

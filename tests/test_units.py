@@ -161,7 +161,7 @@ def _shards(env: RankEnv) -> None:
     for module in (*model.blocks, model):
         state = state_of(module)
         assert state is not None
-        assert state.unit.reshard_after_forward is False
+        assert state.unit.settings.reshard_after_forward is False
     assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {"blocks.2.bias"}
     with pytest.raises(ValueError, match=r"module 'blocks\.0' \(HSDPLinear\) is to be a unit, but is sharded already"):
         shard_units(model, "blocks.0", root=False)

@@ -157,7 +157,7 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
                     unit.mp_policy,
                     unit.comm_policy,
                     unit.offload,
-                    unit.reshard_after_forward,
+                    unit.settings.reshard_after_forward,
                 )
             parent = unit
         for child_name, child in module.named_children():

@@ -10,7 +10,8 @@ becomes the user's DTensor again for the forward, and how a gradient of that DTe
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import math
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -68,7 +69,7 @@ class Inner:
     def sharded_spec(self, axes: MeshAxes, dim: int | None, dtype: torch.dtype) -> DTensorSpec:
         """The spec of the parameter once its block is sharded on `dim` over the mesh of `axes` (None: kept whole)."""
         outer: list[Placement] = list(axes.placements(dim))
-        splits = self._splits(dim)
+        splits = math.prod(self._cuts(dim))
         if dim is not None and splits > 1:
             # The inner mesh splits first, though it comes last in the mesh: what a data-parallel rank holds is strided.
             outer = [_StridedShard(dim, split_factor=splits) if isinstance(p, Shard) else p for p in outer]
@@ -83,13 +84,10 @@ class Inner:
         names = tuple((self.mesh.mesh_dim_names or ())[axis] for axis in self._rest)
         return self.mesh[names] if names else None
 
-    def _splits(self, dim: int | None) -> int:
-        """Into how many parts the inner mesh cuts tensor dim `dim`."""
-        count = 1
-        for axis, placement in enumerate(self.placements):
-            if isinstance(placement, (Shard, _StridedShard)) and placement.dim == dim:
-                count *= self.mesh.size(axis)
-        return count
+    def _cuts(self, dim: int | None) -> list[int]:
+        """Sizes of the axes over which the inner mesh cuts tensor dim `dim`."""
+        cut = [isinstance(p, (Shard, _StridedShard)) and p.dim == dim for p in self.placements]
+        return [self.mesh.size(axis) for axis, cuts in enumerate(cut) if cuts]
 
     def check(self, axes: MeshAxes, dim: int | None, where: str) -> None:
         """Raises ValueError if the parameter cannot be sharded over the mesh of `axes` on `dim` as well."""
@@ -114,11 +112,45 @@ class Inner:
                 "'shard', 'tp')), mesh['replicate', 'shard'] for fully_shard and mesh['tp'] for parallelize_module, or "
                 "pass the parameter in ignored_params"
             ) from None
-        if dim is not None and (splits := self._splits(dim)) > 1 and self.shape[dim] % (splits * axes.shard_size):
+        if dim is not None and not placements_tell(self.shape[dim], self._cuts(dim), axes.shard_size):
             raise ValueError(
-                f"{where}: its inner mesh cuts dim {dim} into {splits} parts, and {self.shape[dim]} is not divisible by "
-                f"{splits} x {axes.shard_size} shard ranks; choose another dim with shard_placement_fn"
+                f"{where}: its inner mesh cuts dim {dim} of size {self.shape[dim]} into {math.prod(self._cuts(dim))} parts "
+                f"and {axes.shard_size} shard ranks cut each of those so unevenly that DTensor's placements cannot tell "
+                "who holds what, and checkpoints would be wrong; choose another dim with shard_placement_fn, or pad it"
             )
+
+
+def placements_tell(rows: int, inner: Sequence[int], shards: int) -> bool:
+    """Whether DTensor reads off `(_StridedShard, Shard)` what each rank holds: its rows' number and offset.
+
+    hsdp's shard ranks cut each of the inner mesh's blocks by torch.chunk's rule. DTensor reads placements from the left: a
+    shard rank has its rows of all blocks, and the inner mesh cuts those by that rule. Mostly it is the same; not so if a
+    rank has rows of a smaller last block, but none of a full one. 7 rows, 2 blocks, 3 shard ranks:
+
+        held         0 1 | 2 3 |  -      4 | 5 | 6        rank 2 has nothing of block 0, and row 6 of block 1
+        DTensor's    0 1 | 2 3 |  6      4 | 5 | -        rank 2 has one row in all, so it is of block 0
+
+    `full_tensor()` is right all the same, but not the offsets in a checkpoint: saved by torch and loaded again, row 6 of
+    FSDP2's parameter is zero (seen with torch 2.11 and 2.13).
+
+    Args:
+        rows: size of the tensor dim.
+        inner: sizes of the inner mesh's axes that cut it.
+        shards: number of shard ranks, which cut every block.
+    """
+    blocks = math.prod(inner)
+    if rows % blocks == 0 or shards == 1:
+        return True
+    if len(inner) > 1:
+        return False  # _StridedShard cuts into all blocks at once, which differs from one axis after the other
+    cuts = [_chunks(block, shards) for block in _chunks(rows, blocks)]
+    return all(list(held) == _chunks(sum(held), blocks) for held in zip(*cuts, strict=True))
+
+
+def _chunks(rows: int, parts: int) -> list[int]:
+    """Sizes of the parts that torch.chunk makes, and zeros where it makes fewer."""
+    size = -(-rows // parts)
+    return [max(0, min(size, rows - part * size)) for part in range(parts)]
 
 
 def inner_of(param: Tensor, axes: MeshAxes) -> Inner | None:

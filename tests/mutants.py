@@ -463,7 +463,7 @@ def leaves_sums_over_the_inner_mesh_partial() -> Any:
 
 @mutant(Check(tensor_parallel.check_as_fsdp2, ((1, 2, 2),), world=4), kill="AssertionError")
 def forgets_that_shards_are_strided() -> Any:
-    return mock.patch.object(Inner, "_splits", return_value=1)
+    return mock.patch.object(Inner, "_cuts", return_value=[])
 
 
 @mutant(EXPERTS)

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import math
 from functools import cache
+from itertools import product
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.parallel import (
     ColwiseParallel,
     PrepareModuleInput,
@@ -19,13 +23,15 @@ from torch.distributed.tensor.parallel import (
     SequenceParallel,
     parallelize_module,
 )
+from torch.distributed.tensor.placement_types import _StridedShard
 
 import hsdp
 import hsdp.checkpoint
+from hsdp.inner import placements_tell
 from tests.models import Case, mse
 from tests.rig import Pool, RankEnv
 from tests.sharded import check_rest, mesh_id
-from tests.twin import Twin, adamw, assert_close_to_twin, assert_same, full_grads, full_params, sgd, train, twin_of
+from tests.twin import Twin, adamw, assert_close_to_twin, assert_same, full, full_grads, full_params, sgd, train, twin_of
 
 DIM, HIDDEN, LENGTH = 8, 16, 4
 NAMES = ("replicate", "shard", "tp")
@@ -258,22 +264,176 @@ def check_errors(env: RankEnv) -> None:
     parallelize(model, mesh["tp"], "tensor")
     with pytest.raises(ValueError, match=r"'up\.weight' is a DTensor on .* cannot be joined .* slices of one mesh"):
         hsdp.fully_shard(model.blocks[0], mesh=mesh["tp"])  # type: ignore[index]
-    odd = nn.Linear(4, 6, dtype=torch.float64)
-    parallelize_module(odd, mesh["tp"], ColwiseParallel())
-    with pytest.raises(ValueError, match=r"'weight': its inner mesh cuts dim 0 into 2 parts, and 6 .* shard_placement_fn"):
-        hsdp.fully_shard(odd, mesh=mesh["shard"])
-    columns = lambda p: Shard(1 if p.ndim == 2 else 0)  # noqa: E731
-    hsdp.fully_shard(odd, mesh=mesh["shard"], shard_placement_fn=columns, replicate_params=[odd.bias])
-    x = torch.ones(2, 4, dtype=torch.float64)
-    odd(x).square().sum().backward()
-    assert odd.weight.grad.placements == (Shard(1), Shard(0))  # type: ignore[union-attr]
 
 
 def test_errors_name_parameter_and_remedy(pool4: Pool) -> None:
     pool4.run(check_errors)
 
 
+# -- rows that neither the tensor-parallel nor the shard ranks divide ------------------------------------------------
+
+
+class Uneven(nn.Module):
+    """Layers with few and odd rows: 7 are cut into (2, 2) and (2, 1) by 2 x 2 ranks, 3 into (1, 1) and (1, -)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up = nn.ModuleList(nn.Linear(DIM, rows) for rows in UNEVEN)
+        self.down = nn.ModuleList(nn.Linear(rows, DIM, bias=False) for rows in UNEVEN)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for up, down in zip(self.up, self.down, strict=True):
+            x = x + down(torch.tanh(up(x)))
+        return x
+
+
+UNEVEN = (2, 3, 5, 6, 7, 9)
+UNEVEN_CASE = Case("uneven", Uneven, draw, mse, torch.float64)
+
+
+def build_uneven(mesh: DeviceMesh, dim: int, library: Any = hsdp) -> nn.Module:
+    """Sharded on dim 0, which ColwiseParallel has cut already, or on -1, which RowwiseParallel has."""
+    model = UNEVEN_CASE.model()
+    # Between the two stay DTensors, as a plain tensor would not tell how uneven the others' are.
+    parallelize_module(model, mesh["tp"], {"up.*": ColwiseParallel(use_local_output=False), "down.*": RowwiseParallel()})
+    data = mesh["shard"] if mesh.size(0) == 1 else mesh["replicate", "shard"]
+    place = lambda param: Shard(dim % param.ndim)  # noqa: E731
+    for i in (1, 3):
+        library.fully_shard([model.up[i], model.down[i]], mesh=data, shard_placement_fn=place)  # type: ignore[index]
+    return library.fully_shard(model, mesh=data, shard_placement_fn=place)  # type: ignore[no-any-return]
+
+
+@cache
+def uneven_twin(world: int) -> Twin:
+    return twin_of(UNEVEN_CASE, world, 3, sgd)
+
+
+def check_uneven(env: RankEnv, shape: tuple[int, int, int], dim: int, twin: Twin) -> None:
+    """Training, gradients and clipping are the twin's, and `full_params` shows and writes back what is there."""
+    mesh, data_rank = env.mesh(shape, NAMES), env.rank // shape[2]
+    model = build_uneven(mesh, dim)
+    losses = train(model, UNEVEN_CASE, data_rank, 3, sgd(model.parameters()))
+    torch.testing.assert_close(losses, twin.losses[:, data_rank], rtol=1e-11, atol=1e-11)
+    assert_close_to_twin(model, twin, grads=True)
+    check_rest(model)
+    total = torch.stack([g.norm() for g in twin.grads.values() if g is not None]).norm()
+    torch.testing.assert_close(hsdp.clip_grad_norm_(model, 0.01), total, rtol=1e-11, atol=1e-11)
+    scale = 0.01 / (total + 1e-6)
+    assert_same(full_grads(model), {name: None if g is None else g * scale for name, g in twin.grads.items()})
+    before = full_params(model)
+    with hsdp.full_params(model, writeback="local"), torch.no_grad():
+        for param in model.parameters():
+            param.mul_(2)
+    assert_same(full_params(model), {name: 2 * value for name, value in before.items()}, 0, 0)
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_uneven_rows_train_as_the_twin(pool4: Pool, dim: int) -> None:
+    pool4.run(check_uneven, (1, 2, 2), dim, uneven_twin(2))
+
+
+def check_uneven_as_fsdp2(env: RankEnv) -> None:
+    mesh = env.mesh((1, 2, 2), NAMES)
+    ours, theirs = build_uneven(mesh, 0), build_uneven(mesh, 0, fsdp)
+    for (name, a), b in zip(ours.named_parameters(), theirs.parameters(), strict=True):
+        assert isinstance(a, DTensor) and isinstance(b, DTensor)
+        assert a.placements == b.placements and a.__create_chunk_list__() == b.__create_chunk_list__(), name
+        torch.testing.assert_close(a.to_local(), b.to_local(), rtol=0, atol=0)
+
+
+def test_uneven_rows_are_placed_as_fsdp2_places_them(pool4: Pool) -> None:
+    pool4.run(check_uneven_as_fsdp2)
+
+
+def check_uneven_checkpoints(env: RankEnv, dim: int, directory: str) -> None:
+    """From 2 x 2 ranks onto 4 shard ranks and back, by hsdp and by torch; all values and optimizer states arrive."""
+    meshes = [env.mesh(shape, NAMES) for shape in ((1, 2, 2), (1, 4, 1), (1, 2, 2), (1, 1, 4))]
+    model = build_uneven(meshes[0], dim)
+    optimizer = adamw(model.parameters())
+    train(model, UNEVEN_CASE, env.rank // 2, 2, optimizer)
+    want, moments = full_params(model), full_moments(model, optimizer)
+    for number, mesh in enumerate(meshes[1:]):
+        path = f"{directory}/{number}"
+        hsdp.checkpoint.save(path, model, optimizer, step=number)
+        dcp.save({"model": model.state_dict()}, checkpoint_id=f"{path}-torch")
+        model = build_uneven(mesh, dim)
+        optimizer = adamw(model.parameters())
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        state = model.state_dict()
+        dcp.load({"model": state}, checkpoint_id=f"{path}-torch")
+        assert_same(full_params(model), want, 0, 0)
+        with torch.no_grad():
+            for param in model.parameters():
+                param.zero_()
+        hsdp.checkpoint.load(path, model, optimizer)
+        assert_same(full_params(model), want, 0, 0)
+        assert_same(full_moments(model, optimizer), moments, 0, 0)
+    told = hsdp.checkpoint.full_state_dict(model)
+    if env.rank == 0:
+        assert_same(told, want, 0, 0)
+    again = build_uneven(meshes[0], dim)
+    hsdp.checkpoint.load_full_state_dict(again, told if env.rank == 0 else {})
+    assert_same(full_params(again), want, 0, 0)
+
+
+def full_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
+    return {name: full(optimizer.state[param]["exp_avg"]) for name, param in model.named_parameters()}
+
+
+@pytest.mark.parametrize("dim", [0, -1])
+def test_uneven_rows_are_saved_and_loaded(pool4: Pool, tmp_path: Path, dim: int) -> None:
+    pool4.run(check_uneven_checkpoints, dim, str(tmp_path))
+
+
+def parts_of(rows: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
+    """What the ranks of a mesh of these sizes get when its axes cut one after the other; empty ones too."""
+    if sizes:
+        chunks = list(rows.chunk(sizes[0]))
+        chunks += [rows[:0]] * (sizes[0] - len(chunks))
+        return [part for chunk in chunks for part in parts_of(chunk, sizes[1:])]
+    return [rows]
+
+
+def told_rightly(rows: int, inner: tuple[int, ...], shards: int) -> bool:
+    """DTensor reads off the placements how many rows each rank holds, and from which on."""
+    placements = (_StridedShard(0, split_factor=math.prod(inner)), *(Shard(0) for _ in inner))
+    for at, block in zip(product(*map(range, inner)), parts_of(torch.arange(rows), inner), strict=True):
+        for rank, held in enumerate(parts_of(block, (shards,))):
+            mesh, coordinate = (shards, *inner), [rank, *at]
+            (size,), (offset,) = _compute_local_shape_and_global_offset((rows,), mesh, coordinate, placements)
+            if size != len(held) or (size and offset != held[0]):
+                return False
+    return True
+
+
+def test_uneven_rows_are_taken_exactly_where_dtensor_tells_them() -> None:
+    refused = 0
+    for rows, inner, shards in product(range(1, 30), (1, 2, 3, 4, 5), range(1, 6)):
+        right = told_rightly(rows, (inner,), shards)
+        assert placements_tell(rows, (inner,), shards) is right, (rows, inner, shards)
+        refused += not right
+    assert refused > 0 and not told_rightly(7, (2,), 3)
+    for rows, inner, shards in product(range(1, 30), ((2, 2), (2, 3)), range(1, 5)):  # of two axes only what is simple
+        assert placements_tell(rows, inner, shards) <= told_rightly(rows, inner, shards), (rows, inner, shards)
+    assert placements_tell(12, (2, 2), 2) and not told_rightly(10, (2, 2), 2)
+
+
+def check_untold(env: RankEnv) -> None:
+    mesh = env.mesh((1, 4, 2), NAMES)
+    odd = nn.Linear(4, 9, bias=False, dtype=torch.float64)
+    parallelize_module(odd, mesh["tp"], ColwiseParallel())
+    with pytest.raises(ValueError, match=r"'weight': its inner mesh cuts dim 0 of size 9 .* shard_placement_fn"):
+        hsdp.fully_shard(odd, mesh=mesh["shard"])
+    hsdp.fully_shard(odd, mesh=mesh["shard"], shard_placement_fn=lambda p: Shard(1))
+    odd(torch.ones(2, 4, dtype=torch.float64)).square().sum().backward()
+    assert odd.weight.grad.placements == (Shard(1), Shard(0))  # type: ignore[union-attr]
+
+
 def test_replicas_shards_and_tensor_parallel_ranks_train_together() -> None:
     """2 replicas x 2 shards x 2 tensor-parallel ranks."""
     with Pool(8, group_timeout=60.0) as pool:
         pool.run(check_training, (2, 2, 2), "sequence", twin(4, 2), {}, timeout=120.0)
+        pool.run(check_uneven, (2, 2, 2), 0, uneven_twin(4), timeout=120.0)
+        pool.run(check_untold, timeout=120.0)

@@ -11,23 +11,19 @@ becomes the user's DTensor again for the forward, and how a gradient of that DTe
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
+from hsdp.dtensors import as_dtensor, with_dtype
 from hsdp.mesh import MeshAxes
 from hsdp.subclass import data_of
-
-new_dtensor: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
-    lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
-)
-"""DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo."""
 
 
 class Inner:
@@ -41,25 +37,21 @@ class Inner:
     """
 
     def __init__(self, spec: DTensorSpec, axes: MeshAxes) -> None:
-        self.mesh = spec.mesh
-        self.placements = spec.placements
-        self.shape, self.stride = spec.shape, spec.stride
+        self.spec = spec
+        self.mesh, self.placements, self.shape = spec.mesh, spec.placements, spec.shape
         names = self.mesh.mesh_dim_names or ()
         self._ours = [self.mesh == axes.around and name in axes.names for name in names] or [False] * self.mesh.ndim
         self._rest = [axis for axis, ours in enumerate(self._ours) if not ours]
 
-    def wrap(self, block: Tensor) -> Any:
+    def wrap(self, block: Tensor) -> DTensor:
         """The user's DTensor around a block, in the block's dtype; no copy."""
-        meta = TensorMeta(self.shape, self.stride, block.dtype)
-        spec = DTensorSpec(self.mesh, self.placements, tensor_meta=meta)
-        return new_dtensor(DTensor, block, spec, requires_grad=False)
+        return as_dtensor(block, with_dtype(self.spec, block.dtype))
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
         # Over hsdp's axes the sum is the reduction's business, whether DTensor knows of it (Partial) or not.
         wanted = tuple(
-            have if ours else want
-            for have, want, ours in zip(grad.placements, self.placements, self._ours, strict=True)
+            have if ours else want for have, want, ours in zip(grad.placements, self.placements, self._ours, strict=True)
         )
         if grad.placements != wanted:
             grad = grad.redistribute(placements=wanted)
@@ -73,9 +65,9 @@ class Inner:
         if dim is not None and splits > 1:
             # The inner mesh splits first, though it comes last in the mesh: what a data-parallel rank holds is strided.
             outer = [_StridedShard(dim, split_factor=splits) if isinstance(p, Shard) else p for p in outer]
-        meta = TensorMeta(self.shape, self.stride, dtype)
         mesh = axes.joined(rest) if (rest := self._rest_mesh()) is not None else axes.mesh
-        return DTensorSpec(mesh, (*outer, *(self.placements[axis] for axis in self._rest)), tensor_meta=meta)
+        placements = (*outer, *(self.placements[axis] for axis in self._rest))
+        return DTensorSpec(mesh, placements, tensor_meta=with_dtype(self.spec, dtype).tensor_meta)
 
     def _rest_mesh(self) -> DeviceMesh | None:
         """The inner mesh without hsdp's axes."""

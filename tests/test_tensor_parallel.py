@@ -27,6 +27,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 
 import hsdp
 import hsdp.checkpoint
+from hsdp.checkpoint.contents import state_staging
 from hsdp.inner import placements_tell
 from tests.models import Case, mse
 from tests.rig import Pool, RankEnv
@@ -222,6 +223,19 @@ def check_checkpoints(env: RankEnv, directory: str) -> None:
 
 def test_checkpoints_restore_parameters_of_two_meshes(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(check_checkpoints, str(tmp_path))
+
+
+def check_factored_state(env: RankEnv) -> None:
+    model = build(env.mesh((1, 2, 2), NAMES), "tensor")
+    weight = model.blocks[0].up.weight  # type: ignore[index,union-attr]
+    assert isinstance(weight.placements[-2], _StridedShard) and weight.placements[-1] == Shard(0), weight.placements
+    column = state_staging(weight, (1, DIM), torch.float64, None, False, torch.device("cpu"))
+    assert isinstance(column, DTensor) and all(p.is_replicate() for p in column.placements), "its one row is no shard"
+    assert column.to_local().shape == (1, DIM)
+
+
+def test_factored_states_of_dims_that_both_meshes_cut_are_whole(pool4: Pool) -> None:
+    pool4.run(check_factored_state)
 
 
 def check_whole(env: RankEnv) -> None:

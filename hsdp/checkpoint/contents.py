@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
+from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.dtensors import as_dtensor, spec_of
 from hsdp.errors import CheckpointError
@@ -113,7 +113,7 @@ def state_staging(
 
 
 def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: tuple[int, ...]) -> Placement:
-    if isinstance(placement, Shard):
+    if isinstance(placement, (Shard, _StridedShard)):
         dim = placement.dim
         if len(shape) != len(param_shape) or shape[dim] != param_shape[dim]:
             return Replicate()

@@ -1,10 +1,12 @@
 """`trace`: what a sharded model did while it ran, as numbers, as a file for Perfetto, and as one picture.
 
-with hsdp.trace(model) as t:
-    train_step()
-print(t.summary())
-t.to_chrome("trace.json")
-t.to_svg("trace.svg")
+A step, for example:
+
+    with hsdp.trace(model) as t:
+        train_step()
+    print(t.summary())
+    t.to_chrome("trace.json")
+    t.to_svg("trace.svg")
 """
 
 from __future__ import annotations

@@ -221,8 +221,7 @@ class Agreement:
         self._broken = (
             f"the ranks disagree about collective number {number} of their group: {listed}. They took different "
             "branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in different "
-            "sizes; make every rank run the same modules "
-            "and steps in the same order"
+            "sizes; make every rank run the same modules and steps in the same order"
         )
         return DivergenceError(self._broken)
 

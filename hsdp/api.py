@@ -212,10 +212,8 @@ def _watch_loads(unit: Unit) -> None:
         if (owner := this()) is not None:
             owner.epoch += 1
 
-    holders = {place.module() for param in unit.params for place in param.places}
-    for module in holders:
-        if module is not None:
-            module.register_load_state_dict_post_hook(loaded)
+    for holder in {module for param in unit.params for module, _ in param.holders()}:
+        holder.register_load_state_dict_post_hook(loaded)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -241,7 +241,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         assert owner is not None, "a module whose method runs is alive"
         call = functools.partial(function, owner) if bound else function
         state = own_state(owner)
-        return call(*args, **kwargs) if state.unit.open else state.run(owner, call, args, kwargs)
+        return call(*args, **kwargs) if state.unit.calls else state.run(owner, call, args, kwargs)
 
     setattr(module, method_name, entry)
 

@@ -115,6 +115,19 @@ class Lane:
         """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
+    def fingerprint(self) -> int:
+        """A sum over the bits of the shard buffer, if the whole parameters are a copy of it; else 0."""
+        if self.shards == 1 and not self._moves:
+            return 0
+        data = self.shard.detach().view(U8)
+        words = data.numel() // 8 * 8
+        return int(data[:words].view(torch.int64).sum()) ^ int(data[words:].sum())
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether a write to an unsharded parameter is one to the model: it is the shard itself, and no rank has another."""
+        return self.axes.shard_size == 1 and self.axes.replicate_size == 1 and not self._moves
+
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.
 

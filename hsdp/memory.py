@@ -5,6 +5,8 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from hsdp.debug import DEBUG
+
 
 def owned(tensor: Tensor) -> Tensor:
     """`tensor`, or a copy if others share its memory: the result may be changed in place.
@@ -58,10 +60,19 @@ class Arena:
         """Makes the memory present; its content is undefined. Allocates on the current stream."""
         if self._storage.nbytes() != self._bytes:
             self._storage.resize_(self._bytes)
+            if DEBUG:
+                self._poison()
 
     def free(self) -> None:
         """Gives the memory back."""
+        if DEBUG and self._storage.nbytes():
+            self._poison()
         self._storage.resize_(0)
+
+    def _poison(self) -> None:
+        # Bits that are NaN in every floating-point dtype, written past autograd, whose version counters must not see it.
+        with torch.no_grad():
+            self.tensor.data.view(torch.uint8).fill_(0xFF)
 
     def alias(self, start: int, stop: int) -> Tensor:
         """A view of elements `start:stop` with a version counter of its own.

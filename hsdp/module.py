@@ -119,6 +119,7 @@ class HSDPModule(FSDP2Methods):
         units = self._units(recurse=False)
         for unit in units:
             expect(unit, "unshard", *(state for state in TrainingState if state is not TrainingState.FULL_PARAMS))
+            own_state(self).user_opens()
         handle = UnshardHandle(units)
         if not async_op:
             handle.wait()
@@ -375,7 +376,7 @@ def sharded_class(cls: type) -> type:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
             state = own_state(self)
-            if torch.compiler.is_compiling() or state.unit.open:
+            if torch.compiler.is_compiling() or state.unit.calls:
                 return original(self, *args, **kwargs)
             return state.run(self, functools.partial(original, self), args, kwargs)
 

@@ -1,4 +1,10 @@
-"""The order in which a root's units run: recorded in one pass, expected in the next, left at the first deviation."""
+"""The orders in which a root's units are gathered.
+
+    forward     as recorded in the last pass, until this one deviates: prefetches guess, and ranks agree on the guess
+    backward    the reverse of the forwards behind it: known before it begins, whatever a rank's own loss uses
+
+A rank whose loss does not reach a unit passes over it in backward: it gathers the unit for those that do, and lets it go.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +26,8 @@ class Order:
         self._follows = False
         self.plan = 0
 
-    def begin(self, guess: Iterable[Unit] = ()) -> None:
-        """Starts a pass; `guess` serves where none was recorded."""
-        if not self._expected:
-            self._expected = list(guess)
+    def begin(self) -> None:
+        """Starts a pass."""
         self._seen = []
         self._follows = bool(self._expected)
 
@@ -35,19 +39,9 @@ class Order:
             self._follows = False
         return self._expected[at + 1 : at + 1 + window] if self._follows else []
 
-    def peek(self, window: int) -> list[Unit]:
-        """The units that would be next, for a unit that is whole already: it is no part of an order of gathers."""
-        at = len(self._seen)
-        return self._expected[at : at + window] if self._follows else []
-
     def is_last(self, unit: Unit) -> bool:
         """Whether `unit` is where a pass that kept to the order ends."""
         return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
-
-    def skip(self, unit: Unit) -> None:
-        """`unit` will not be gathered in the passes to come, should they have expected it."""
-        if unit in self._expected:
-            self._expected = [other for other in self._expected if other is not unit]
 
     def cancel(self) -> None:
         """Ends a pass that failed: what is expected stays."""
@@ -60,3 +54,71 @@ class Order:
             self._expected = self._seen
             self.plan = hash(tuple(unit.op for unit in self._seen))
         self.cancel()
+
+
+class BackwardOrder:
+    """The order in which units are gathered in one backward, and where this rank is in it.
+
+    Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
+    what the last backward showed, and at first they are expected.
+
+    Attributes:
+        plan: identifies the order of the last backward; 0 before the first one.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[Unit] = []
+        self._certain: dict[Unit, bool] = {}
+        self._entered: set[Unit] = set()
+        self._absent: set[Unit] = set()
+        self._at = 0
+        self.plan = 0
+
+    def begin(self, units: Iterable[tuple[Unit, bool]]) -> None:
+        """Starts a backward over `units` that have to be gathered, with whether gradients can enter each."""
+        self._certain = dict(units)
+        self._expected = [unit for unit, certain in self._certain.items() if certain or unit not in self._absent]
+        self._entered = set()
+        self._at = 0
+
+    def visit(self, unit: Unit) -> list[Unit]:
+        """Goes on to `unit`, which this rank enters; returns the units that it passes over, and others may not.
+
+        Those that come later though, or came before, are gathered out of the order, which all ranks then do alike.
+        """
+        self._entered.add(unit)
+        try:
+            at = self._expected.index(unit, self._at)
+        except ValueError:
+            return []
+        passed = self._passed(at)
+        self._at = at + 1
+        return passed
+
+    def after(self, unit: Unit, window: int) -> list[Unit]:
+        """The `window` units that are gathered after `unit`, or after the last one that was visited."""
+        at = self._expected.index(unit) + 1 if unit in self._certain and unit in self._expected else self._at
+        return self._expected[at : at + window]
+
+    def rest(self) -> list[Unit]:
+        """Passes over all units that are left, and returns those that others may enter."""
+        passed = self._passed(len(self._expected))
+        self._at = len(self._expected)
+        return passed
+
+    def _passed(self, stop: int) -> list[Unit]:
+        between = self._expected[self._at : stop]
+        return [unit for unit in between if self._certain[unit] and unit not in self._entered]
+
+    def end(self) -> None:
+        """Ends the backward."""
+        self._absent -= self._entered
+        self._absent.update(u for u, certain in self._certain.items() if not certain and u not in self._entered)
+        if self._expected:
+            self.plan = hash(tuple(unit.op for unit in self._expected))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Gives the backward up: nothing is learnt from it."""
+        self._expected, self._certain, self._entered = [], {}, set()
+        self._at = 0

@@ -54,8 +54,10 @@ class ManagedParam:
         sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
         local: that view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`).
-        whole: the whole parameter; its storage is filled while the unit is open. None until the lane is built.
-        node: autograd's accumulation node of `whole`, held so that it stays the same one.
+        whole: the whole parameter that forwards see at present; its storage is filled while the unit is open. None until
+            the lane is built. See `choose`.
+        trained: the whole parameter of forwards that want its gradient; None as long as none did.
+        node: autograd's accumulation node of `trained`, held so that it stays the same one.
     """
 
     __slots__ = (
@@ -70,6 +72,7 @@ class ManagedParam:
         "sharded",
         "spec",
         "tensor_spec",
+        "trained",
         "whole",
         "wrapper",
     )
@@ -92,6 +95,7 @@ class ManagedParam:
         self.replicated = replicated
         self.sharded: nn.Parameter = original
         self.whole: nn.Parameter | None = None
+        self.trained: nn.Parameter | None = None
         self.node: Any = None
         self.piece: Piece
         self.local: Tensor
@@ -115,7 +119,8 @@ class ManagedParam:
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
-        self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
+        with torch.inference_mode(False):
+            self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
         # Marks that users and libraries put on parameters; not what the subclass itself needs.
         self.sharded.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(local)})
@@ -133,6 +138,21 @@ class ManagedParam:
         view = memory.view(self.spec.shape)
         view = view if self.inner is None else self.inner.wrap(view)
         self.whole = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    def choose(self, wanted: bool) -> None:
+        """Makes `whole` the tensor of a forward that does, or does not, want its gradient.
+
+        They are two leaves over one memory. With one that changes its mind, autograd would drop the gradients of graphs that
+        were made before.
+        """
+        whole = self.whole
+        assert whole is not None, "an arranged parameter has a whole one"
+        if whole.requires_grad != wanted:
+            with torch.inference_mode(False):
+                other = self.trained if wanted else None
+                self.whole = other if other is not None else nn.Parameter(whole.detach(), requires_grad=wanted)
+        if wanted:
+            self.trained = self.whole
 
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""

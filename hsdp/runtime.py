@@ -9,34 +9,54 @@ from __future__ import annotations
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import ClassVar, NamedTuple
+from typing import ClassVar
 
 import torch
 from torch import nn
 
 from hsdp.agreement import STEP, Agreement
-from hsdp.autograd import NO_TASK, graph_task, queue_callback, will_execute
+from hsdp.autograd import NO_TASK, graph_task, queue_callback
 from hsdp.collectives import Comm
 from hsdp.errors import HSDPError
-from hsdp.order import Order
+from hsdp.order import BackwardOrder, Order
 from hsdp.pipeline import Reduction, ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect, stale
 from hsdp.turns import Turns
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Residency, Unit, Version
 from hsdp.wording import dotted
 
 
-class Visit(NamedTuple):
-    """One forward of a unit, as its backward needs to know it.
+class Pass:
+    """One forward of the root.
 
     Attributes:
-        epoch: the unit's epoch in that forward.
-        first_node: number of the first autograd node made inside it.
+        number: how many there were before.
+        left: the units in the order in which their forwards ended, with whether gradients can enter them.
     """
 
-    epoch: int
-    first_node: int
+    __slots__ = ("left", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.left: dict[Unit, bool] = {}
+
+
+class Visit:
+    """One forward of a unit, as its backward needs to know it. The forward's autograd graph holds it, and lives as long.
+
+    Attributes:
+        version: the unit's version in that forward.
+        first_node: number of the first autograd node made inside it.
+        of: the root's forward that it was a part of; None for a recomputation.
+    """
+
+    __slots__ = ("__weakref__", "first_node", "of", "version")
+
+    def __init__(self, version: Version, first_node: int, of: Pass | None) -> None:
+        self.version = version
+        self.first_node = first_node
+        self.of = of
 
 
 class _Token:
@@ -63,9 +83,12 @@ class Runtime:
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
         self._forward = Order()
-        self._backward = Order()
+        self._backward = BackwardOrder()
         self.turns = Turns()
-        self._left: dict[Unit, None] = {}
+        self.forward_pass = Pass(0)
+        self._behind: Pass | None = None  # the forward whose backward runs at present
+        self._entered: set[Unit] = set()
+        self._graphs: list[weakref.ref[Visit]] = []
         self._unfinished = False
         self._keeps_graph = False
         self._tasks: dict[int, weakref.ref[_Token]] = {}
@@ -130,13 +153,14 @@ class Runtime:
             self.abort("a backward pass did not end")
         self.adopt()
         self.turns.begin_forward()
-        if not self.turns.awaited:
-            self._left = {}
+        self.forward_pass = Pass(self.forward_pass.number + 1)
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:
                 expect(unit, "forward", TrainingState.IDLE)
-            if unit.holds_whole and not (unit.pinned and unit.gathered_epoch == unit.epoch):
+            stays = unit.pinned or (unit.retained and self._graphs)
+            if unit.holds_whole and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
                 unit.reshard()
         self._forward.begin()
         plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
@@ -146,27 +170,36 @@ class Runtime:
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
         self.turns.enter(unit)
-        unit.choose_trainable()
+        unit.begin_forward(afresh=not self.turns.awaited)
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
 
-    def leave_forward(self, unit: Unit, keep: bool, more: bool) -> None:
-        """`unit`'s forward ended. `keep`: its parameters stay whole; `more`: other modules of it are still to run.
+    def leave_forward(self, unit: Unit, keep: bool, more: bool, watched: bool) -> None:
+        """`unit`'s forward ended.
+
+        Args:
+            unit: the unit.
+            keep: its parameters stay whole.
+            more: other modules of it are still to run.
+            watched: gradients can enter it through something that the forward left.
+
+        Raises:
+            StateError: the forward wrote to a whole parameter.
 
         Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
-        self._left.pop(unit, None)
-        self._left[unit] = None
-        unit.state = TrainingState.IDLE
+        left = self.forward_pass.left
+        left[unit] = left.pop(unit, False) or watched
         if more:
             return
+        unit.state = TrainingState.IDLE
+        unit.check_unwritten()
         if unit.settings.reshard_after_forward is None and torch.is_grad_enabled() and self._forward.is_last(unit):
-            self._backward.skip(unit)
             keep = True
-        if keep:
-            unit.hide()
+        if keep or unit.retained:
+            unit.keep()
             return
         if torch.is_grad_enabled():
             unit.keep_part()
@@ -181,17 +214,16 @@ class Runtime:
         for unit in self.units:
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
             if unused and not unit.pinned:
-                unit.reshard()
+                self._release(unit)
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
         self._forward.cancel()
         self.turns.forget_forwards()
-        self._left = {}
         self._reshard_all()
 
     def _open(self, unit: Unit, ahead: list[Unit]) -> None:
-        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_epoch != unit.epoch:
+        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != unit.version:
             unit.reshard()
         if unit.residency is Residency.SHARDED:
             unit.launch()
@@ -199,6 +231,11 @@ class Runtime:
             if other.residency is Residency.SHARDED:
                 other.launch()
         unit.show()
+
+    def _release(self, unit: Unit) -> None:
+        """Frees the whole parameters of a unit, unless its forward is under way or a graph of gradients will read them."""
+        if not unit.calls and not unit.retained:
+            unit.reshard()
 
     def _reshard_all(self) -> None:
         for unit in self.units:
@@ -235,9 +272,10 @@ class Runtime:
     def _begin_backward(self) -> None:
         self._unfinished = True
         self._keeps_graph = False
-        self._backward.begin(unit for unit in reversed(self._left) if unit.residency is Residency.SHARDED)
-        self.turns.begin()
+        self._behind = None
+        self.turns.begin(answers=not self.depth)
         self._opened = {}
+        self._entered = set()
         self._reduces = self._accumulates()
         for agreement in self._backward_agreements:
             agreement.begin(0)
@@ -245,11 +283,7 @@ class Runtime:
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into a whole parameter; that of `autograd.grad` does not."""
         try:
-            return any(
-                wanted and will_execute(param.node)
-                for unit in self.units
-                for param, wanted in zip(unit.params, unit.trainable, strict=True)
-            )
+            return any(unit.will_get_gradients() for unit in self.units)
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
 
@@ -269,15 +303,26 @@ class Runtime:
         if unit.lent:
             expect(unit, "backward", TrainingState.IDLE)
         task = self.enter_task()
-        if (visit is not None and visit.epoch != unit.epoch) or (not unit.open and unit.disturbed()):
+        if not unit.open and unit.disturbed():
             raise stale(unit)
-        # With create_graph=True the whole parameters are part of the new graph: they stay.
-        self._keeps_graph = self._keeps_graph or creates_graph
+        if visit is not None:
+            if visit.version != unit.version or not unit.as_kept():
+                raise stale(unit)
+            if creates_graph:
+                # The whole parameters are part of the new graph, which keeps that of the forward alive: they stay.
+                self._keeps_graph = unit.retained = True
+                self._graphs.append(weakref.ref(visit))
+        self._entered.add(unit)
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
-        if visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit):
+        passed = [] if unit.open else self._pass_to(unit, visit)
+        begins = visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit)
+        if begins:
             self._end_visits_behind(node)
+        for other in passed:
+            self._pass_over(other)
+        if begins:
             self.turns.visit(unit)
         if unit.open:
             if visit is not None or unit not in self._opened:
@@ -287,13 +332,53 @@ class Runtime:
         if visit is not None and not unit.settings.unshard_in_backward:
             self._opened[unit] = (visit, task)
             return
-        window = unit.comm_policy.prefetch
-        # Only what is gathered counts: ranks may enter units that stayed whole in different orders, or not at all.
-        whole = unit.residency is Residency.WHOLE
-        ahead = self._backward.peek(window) if whole else self._backward.visit(unit, window)
-        ahead = ahead if unit.settings.backward_prefetch is None else unit.settings.backward_prefetch
-        self._open(unit, [other for other in ahead if other.settings.unshard_in_backward])
+        self._open(unit, self._ahead(unit))
         self._opened[unit] = (visit, task)
+
+    def _pass_to(self, unit: Unit, visit: Visit | None) -> list[Unit]:
+        """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
+        behind = visit.of if visit is not None else None
+        behind = behind or self._behind or self.forward_pass
+        passed: list[Unit] = []
+        if self._behind is None or behind.number < self._behind.number:
+            # The engine runs what was made later first: with several forwards behind one backward, the last one's. Units that
+            # stayed whole have their place in the order too: it is that of the reductions.
+            passed = self._backward.rest()
+            self._backward.end()
+            self._backward.begin(
+                (other, watched)
+                for other, watched in reversed(behind.left.items())
+                if other.settings.unshard_in_backward
+            )
+            self._behind = behind
+        return passed + self._backward.visit(unit)
+
+    def _ahead(self, unit: Unit) -> list[Unit]:
+        """The units that are gathered when the backward of `unit` begins."""
+        chosen = unit.settings.backward_prefetch
+        ahead = self._backward.after(unit, unit.comm_policy.prefetch) if chosen is None else chosen
+        return [other for other in ahead if other.settings.unshard_in_backward]
+
+    def _pass_over(self, unit: Unit) -> None:
+        """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
+
+        They gather it, gather ahead from there, and reduce its gradients before they enter the next unit.
+        """
+        for other in (unit, *self._ahead(unit)):
+            if other.residency is Residency.SHARDED:
+                other.launch()
+        # A unit around others may still hand gradients on behind them. A unit with gradients to come runs later than the
+        # order of the forwards says.
+        if unit in self._parents or (self._reduces and unit.will_get_gradients()):
+            return
+        if self._reduces and unit.in_turn:
+            self.turns.visit(unit)
+            self._make_ready(unit)
+        self._release(unit)
+
+    def has_entered(self, unit: Unit) -> bool:
+        """Whether the backward under way has entered `unit`."""
+        return unit in self._entered
 
     def _end_visits_behind(self, node: int) -> None:
         """Ends the visits that are over when an autograd node is about to run.
@@ -313,8 +398,9 @@ class Runtime:
             self._make_ready(unit)
         if not self._keeps_graph:
             del self._opened[unit]
+            unit.check_unwritten()
             if unit.settings.reshard_after_backward:
-                unit.reshard()
+                self._release(unit)
 
     def completed(self, unit: Unit) -> None:
         """All gradients of `unit` that this graph task will make on this rank are there."""
@@ -360,6 +446,8 @@ class Runtime:
                 self._end_visit(unit)
 
     def _end_backward(self) -> None:
+        for unit in self._backward.rest():
+            self._pass_over(unit)
         if self._reduces:
             left = self.turns.end()
             for unit in (*left, *(u for u in self.units if u not in left)):
@@ -374,14 +462,17 @@ class Runtime:
         for unit in self.units:
             unit.remaining.clear()
             unit.ready = False
-            unit.state = TrainingState.IDLE
+            unit.state = TrainingState.FORWARD if unit.calls else TrainingState.IDLE
+            if unit.retained:
+                unit.note_shards()
             if (unit.residency is Residency.GATHERING and not unit.pinned) or (
                 unit.holds_whole and unit.settings.reshard_after_backward and not self._keeps_graph
             ):
-                unit.reshard()
+                self._release(unit)
         for unit in self.units:
             unit.gradients.commit()
         self._opened = {}
+        self._entered = set()
         self._unfinished = False
 
     def drain(self) -> None:
@@ -407,6 +498,9 @@ class Runtime:
         # In a backward it is a hook's optimizer, which runs when a reduction lands: that depends on this rank's timing.
         if not self._unfinished:
             self.turns.awaited = 0  # what was forward before would be stale
+            for unit in self.units:
+                if unit.retained and not unit.calls:
+                    unit.reshard()
             for agreement in (*self._shard_agreements, *self._backward_agreements):
                 agreement.note(STEP)
 
@@ -426,15 +520,15 @@ class Runtime:
             unit.gradients.clear()
             unit.gradients.roll_back()
             for param in unit.params:
-                if param.whole is not None:
-                    param.whole.grad = None  # a hook that was interrupted did not take it
+                if param.trained is not None:
+                    param.trained.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
             unit.owed = unit.ready = unit.owes_all_reduce = False
         self._tasks.clear()
         self.turns.clear()
         self.turns.forget_forwards()
         self._opened = {}
-        self._left = {}
+        self._entered = set()
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False

@@ -28,13 +28,20 @@ class Shadows:
             if param.whole is not None:
                 storage, start = _place_of(block_of(param.whole))
                 self._names.setdefault(storage, []).append((start, param.fqn))
+        self._entries: list[tuple[dict[str, Any], str, ManagedParam]] = []
         modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
         for param in params:
             for module, name in param.holders():
                 entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
                 entry[1][name] = param.whole
+                self._entries.append((entry[1], name, param))
                 self._registered.append((module._parameters, name, param.sharded, param.local))
         self._modules = list(modules.values())
+
+    def choose(self) -> None:
+        """Takes the whole parameters that forwards are to see from now on (`ManagedParam.choose`)."""
+        for shadows, name, param in self._entries:
+            shadows[name] = param.whole
 
     def show(self) -> None:
         """Puts the whole parameters in front."""

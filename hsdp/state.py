@@ -7,9 +7,8 @@ the outputs of a forward and from autograd's accumulation into whole parameters.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Iterator
-from dataclasses import fields, is_dataclass, replace
-from operator import is_
+from collections.abc import Callable
+from itertools import chain
 from types import GeneratorType
 from typing import Any
 
@@ -18,8 +17,10 @@ from torch import Tensor, nn
 
 from hsdp.autograd import next_node
 from hsdp.errors import StateError
+from hsdp.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
 from hsdp.runtime import Runtime, Visit
-from hsdp.unit import Unit
+from hsdp.training_state import TrainingState, training_state, unentered
+from hsdp.unit import Residency, Unit
 
 
 class ModuleState:
@@ -34,45 +35,56 @@ class ModuleState:
         self.unit = unit
         self.modules = [weakref.ref(module) for module in modules]
         self._own_runtime: Runtime | None = None
-        self._calls = 0
+        self._side_outputs: tuple[int, SideOutputs] | None = None
         self._run: set[int] = set()
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
-        runtime = self.unit.runtime
+        unit, runtime = self.unit, self.unit.runtime
+        calls = unit.calls
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
-            runtime.enter_backward(self.unit, None, creates_graph=False)
-            args, kwargs = self._cast_inputs(args, kwargs)
+            runtime.enter_backward(unit, None, creates_graph=False)
+            unit.choose_trainable(afresh=False)
+            args, kwargs = self._take_inputs(runtime, args, kwargs)
             first_node = next_node()
-            return self.after_forward(runtime, call(*args, **kwargs), first_node)[0]
+            try:
+                unit.calls = calls + 1
+                output = call(*args, **kwargs)
+            finally:
+                unit.calls = calls
+            return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
             runtime.begin_forward()
-        depth, calls = runtime.depth, self._calls
+        depth = runtime.depth
         try:
-            runtime.depth, self._calls = depth + 1, calls + 1
-            runtime.enter_forward(self.unit)
-            args, kwargs = self._cast_inputs(args, kwargs)
+            runtime.depth, unit.calls = depth + 1, calls + 1
+            runtime.enter_forward(unit)
+            args, kwargs = self._take_inputs(runtime, args, kwargs)
             first_node = next_node()
-            output, watched = self.after_forward(runtime, call(*args, **kwargs), first_node)
-            runtime.depth, self._calls = depth, calls
+            output = call(*args, **kwargs)
+            output, watched = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
+            runtime.depth, unit.calls = depth, calls
             self._leave(module, runtime, watched)
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.
-            runtime.depth, self._calls = depth, calls
+            runtime.depth, unit.calls = depth, calls
             if depth == 0:
                 self._run.clear()
                 runtime.forget_forward()
             raise
         return output
 
-    def after_forward(self, runtime: Runtime, output: Any, first_node: int) -> tuple[Any, bool]:
+    def after_forward(
+        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int
+    ) -> tuple[Any, bool]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
         Args:
             runtime: that of the root.
             output: what the forward returned.
+            arguments: what it was called with.
             first_node: the number that autograd gave, or would have given, to the first node of this forward.
 
         Returns:
@@ -82,7 +94,7 @@ class ModuleState:
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         output = self._own_output(output)
-        return output, torch.is_grad_enabled() and self._watch(output, runtime, first_node)
+        return output, torch.is_grad_enabled() and self._watch(output, arguments, runtime, first_node)
 
     def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
         unit = self.unit
@@ -94,13 +106,21 @@ class ModuleState:
             unit.owed = True
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
             keep = keep or not watched
-        more = len(self._run) < len(self.modules) or self._calls > 0
+        more = len(self._run) < len(self.modules) or unit.calls > 0
         if not more:
             self._run.clear()
-        runtime.leave_forward(unit, keep, more)
+        runtime.leave_forward(unit, keep, more, watched)
         if is_root:
             self._run.clear()
             runtime.end_forward()
+
+    def user_opens(self) -> None:
+        """The user is about to compute with the unit's whole parameters without calling its module(s)."""
+        unit = self.unit
+        if unit.runtime is None:
+            self.own_runtime().adopt()
+        if unit.runtime is not None and training_state(unit) is TrainingState.IDLE:
+            unit.begin_forward(afresh=not unit.runtime.turns.awaited)
 
     def own_runtime(self) -> Runtime:
         """The runtime that its module(s) have as a root."""
@@ -131,15 +151,46 @@ class ModuleState:
             )
         return output
 
-    def _watch(self, output: Any, runtime: Runtime, first_node: int) -> bool:
-        """Hooks every output tensor through which gradients will enter the unit; returns whether there is one."""
-        visit, watched = Visit(self.unit.epoch, first_node), False
-        for tensor in tensors_in(output):
-            # Leaves do not lead into the unit, and hooks on them would outlive this iteration.
-            if (node := tensor.grad_fn) is not None:
-                tensor.register_hook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
+    def _watch(self, output: Any, arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> bool:
+        """Hooks every node through which gradients will enter the unit; returns whether there is one."""
+        # A recomputation is a part of the backward under way.
+        behind = None if runtime.in_backward() else runtime.forward_pass
+        visit, watched = Visit(self.unit.version, first_node, behind), False
+        left = self._left_behind(runtime).tensors(arguments, first_node)
+        for tensor in chain(tensors_in(output), left):
+            for node in entry_nodes(tensor, first_node):
+                node.register_prehook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
                 watched = True
         return watched
+
+    def _left_behind(self, runtime: Runtime) -> SideOutputs:
+        if self._side_outputs is None or self._side_outputs[0] != runtime.generation:
+            modules = [module for ref in self.modules if (module := ref()) is not None]
+            self._side_outputs = runtime.generation, SideOutputs(modules)
+        return self._side_outputs[1]
+
+    def _take_inputs(self, runtime: Runtime, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        args, kwargs = self._cast_inputs(args, kwargs)
+        if self.unit.frozen and torch.is_grad_enabled():
+            args = [self._gate(runtime, value) for value in args]
+            kwargs = {name: self._gate(runtime, value) for name, value in kwargs.items()}
+        return args, kwargs
+
+    def _gate(self, runtime: Runtime, value: Any) -> Any:
+        """An input behind a node of its own, which tells of a gradient that passed through frozen parameters unseen.
+
+        A trained parameter tells by its own gradient that a backward ran through the unit.
+        """
+        if not isinstance(value, Tensor) or not value.requires_grad:
+            return value
+        value, unit = value.view_as(value), self.unit
+
+        def left(grads: Any) -> None:
+            if unit.residency is not Residency.WHOLE and not runtime.has_entered(unit):
+                raise unentered(unit, "inputs")
+
+        value.grad_fn.register_prehook(left)
+        return value
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.unit.mp_policy
@@ -164,53 +215,9 @@ def own_state(module: Any) -> ModuleState:
     return state
 
 
-def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: int) -> Callable[[Tensor], None]:
-    def entered(grad: Tensor) -> None:
+def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: int) -> Callable[[Any], None]:
+    def entered(grads: Any) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.
         runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)
 
     return entered
-
-
-def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down."""
-    if isinstance(value, Tensor):
-        yield value
-    elif depth == 0 or isinstance(value, (str, bytes, int, float, bool, type(None), type, nn.Module)):
-        return
-    elif isinstance(value, (tuple, list, set, frozenset)):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
-    elif hasattr(value, "__dict__"):
-        for item in vars(value).values():
-            yield from tensors_in(item, depth - 1)
-
-
-def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept.
-
-    A container in which nothing changes is the same object again: a forward may write to it, as it does to a cache.
-    """
-    if isinstance(value, Tensor):
-        return fn(value)
-    if isinstance(value, (tuple, list)):
-        items = [map_tensors(item, fn) for item in value]
-        if all(map(is_, items, value)):
-            return value
-        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
-    if isinstance(value, dict):
-        items = [map_tensors(item, fn) for item in value.values()]
-        if all(map(is_, items, value.values())):
-            return value
-        try:
-            return type(value)(zip(value, items, strict=True))
-        except TypeError:
-            return dict(zip(value, items, strict=True))
-    if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        changes = {name: new for name, item in held.items() if (new := map_tensors(item, fn)) is not item}
-        return replace(value, **changes) if changes else value
-    return value

@@ -63,8 +63,11 @@ class Turns:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def begin(self) -> None:
-        """The root's backward begins. Called inside its graph task."""
+    def begin(self, answers: bool) -> None:
+        """The root's backward begins. Called inside its graph task.
+
+        `answers`: it is the backward of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
+        """
         self._queue = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         self._again, self._visits, self._expected = [], {}, {}
         for unit in self._queue:
@@ -73,7 +76,7 @@ class Turns:
             self._expected[unit] = unit.visits.get(calls, calls)
         # With its graph kept, the same forward may have another backward.
         self._retained = retains_graph()
-        if not self._retained:
+        if answers and not self._retained:
             self.awaited = max(0, self.awaited - 1)
 
     def visit(self, unit: Unit) -> None:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import enum
 import weakref
 import zlib
+from operator import or_
 from typing import TYPE_CHECKING
 
 import torch
@@ -18,6 +19,7 @@ from torch import Tensor, nn
 
 from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
+from hsdp.debug import DEBUG
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.extension import ExtensionLane
 from hsdp.flight import Flight, abandon
@@ -31,12 +33,17 @@ from hsdp.registry import forget, register
 from hsdp.settings import UnitSettings
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
-from hsdp.training_state import TrainingState, expect, stale
+from hsdp.training_state import TrainingState, expect, stale, unentered, written
+from hsdp.whole_guard import WholeGuard
 
 if TYPE_CHECKING:
     from hsdp.runtime import Runtime
 
 _gradient_edge = torch.autograd.graph.get_gradient_edge
+
+Version = tuple[int, int]
+"""See `Unit.version`."""
+_NO_VERSION: Version = (-1, -1)
 
 
 class Residency(enum.Enum):
@@ -53,15 +60,18 @@ class Unit:
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
-        residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them.
+        residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them;
+            `retained`: a graph of gradients (`create_graph=True`) reads them.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
         epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
-        gathered_epoch, forward_epoch: the epoch at the last gather and forward; a gather is valid for one epoch.
+        gathered_version, forward_version: `version` at the last gather and forward; a gather is valid for one version.
         gradients: this rank's gradients, on their way to `.grad`.
-        trainable: which parameters want gradients, as of the last forward.
+        trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
+            earlier one whose backward or whose sums are still to come.
+        calls: forward calls of its modules under way.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         in_turn: in the backward under way it has a turn to come.
@@ -104,11 +114,14 @@ class Unit:
         # Whole parameters.
         self.lanes: list[Lane] = []
         self.residency = Residency.SHARDED
-        self.open = self.pinned = False
+        self.open = self.pinned = self.retained = False
         self.epoch = 0
-        self.gathered_epoch = -1
-        self.forward_epoch = -1
-        self._kept_epoch: int | None = None
+        self.gathered_version = self.forward_version = _NO_VERSION
+        self._kept_version: Version | None = None
+        self._versioned: list[Tensor] = []
+        self.calls = 0
+        self._kept_shards: list[int] | None = None
+        self._guard = WholeGuard(())
         self._flight: Flight | None = None
         self._shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
@@ -118,6 +131,7 @@ class Unit:
         # Gradients.
         self.gradients = Gradients(params)
         self.trainable: tuple[bool, ...] = ()
+        self._wanted: tuple[bool, ...] = ()
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
         self.ready = self.in_turn = False
@@ -201,18 +215,20 @@ class Unit:
         for lane in self.lanes:
             lane.arrange()
             self._variant ^= lane.variant
-        for slot, param in enumerate(self.params):
-            param.node = None
-            if param.whole is not None and param.whole.requires_grad:
-                self._watch(slot)
+        self._versioned = [
+            tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
+        ]
+        for param in self.params:
+            param.node = param.trained = None
         self._shadows = Shadows(self.params)
-        self.trainable = ()
-        self.choose_trainable()
+        self.trainable = self._wanted = ()
+        self.choose_trainable(afresh=True)
+        self.forward_version = self.version
 
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into a whole parameter."""
         param = self.params[slot]
-        whole, this = param.whole, weakref.ref(self)
+        whole, this = param.trained, weakref.ref(self)
         assert whole is not None, "only an arranged parameter is watched"
         with torch.inference_mode(False), torch.enable_grad():
             param.node = _gradient_edge(whole).node
@@ -252,7 +268,7 @@ class Unit:
         if self.disturbed():
             self.rebuild()
         self._check_materialised()
-        if self._kept_epoch == self.epoch:
+        if self._kept_version == self.version:
             self._launch_parts()
             return
         try:
@@ -263,7 +279,7 @@ class Unit:
             self._release()
             raise
         self.residency = Residency.GATHERING
-        self.gathered_epoch = self.epoch
+        self.gathered_version = self.version
 
     def _start_gather(self) -> Flight:
         with self.streams.on("gather"):
@@ -283,7 +299,7 @@ class Unit:
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
             self._flight = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
         self.residency = Residency.GATHERING
-        self.gathered_epoch = self.epoch
+        self.gathered_version = self.version
 
     def keep_part(self) -> None:
         """Closes the unit after forward; its whole parameters stay, sharded over the smaller group, for the backward."""
@@ -294,13 +310,13 @@ class Unit:
             self.hide()
         for lane in self.lanes:
             lane.keep_part(self.axes.shard_rank % self._parts)
-        self._kept_epoch = self.gathered_epoch
+        self._kept_version = self.gathered_version
         self.residency = Residency.SHARDED
 
     @property
     def holds_whole(self) -> bool:
         """Whether whole parameters, or parts of them, are there or on their way."""
-        return self.residency is not Residency.SHARDED or self._kept_epoch is not None
+        return self.residency is not Residency.SHARDED or self._kept_version is not None
 
     def _unpack(self) -> None:
         with torch.no_grad():
@@ -323,6 +339,7 @@ class Unit:
         for lane in self.lanes:
             lane.release_transients()
         self.residency = Residency.WHOLE
+        self._guard.opened()
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
@@ -352,36 +369,90 @@ class Unit:
         self._shadows.show()
         self.open = True
 
-    def choose_trainable(self) -> None:
-        """Notes which parameters want gradients; users may change that between any two forwards."""
-        self.forward_epoch = self.epoch
-        mask = tuple([param.requires_grad for param in self._sharded])
-        if mask == self.trainable:
-            return
-        self.gradients.choose(mask, self.name)
-        self.trainable = mask
-        for slot, (param, wanted) in enumerate(zip(self.params, mask, strict=True)):
-            whole = param.whole
-            if whole is not None and whole.requires_grad != wanted:
-                whole.requires_grad_(wanted)
-                if wanted and param.node is None:
+    def begin_forward(self, afresh: bool) -> None:
+        """A forward of one of its modules begins; `afresh` as in `choose_trainable`."""
+        self.forward_version = self.version
+        self.choose_trainable(afresh)
+
+    def choose_trainable(self, afresh: bool) -> None:
+        """Notes which parameters want gradients; users may change that at any moment.
+
+        A forward, or a recomputation, sees what holds when it begins. A reduction covers all forwards behind it, so that a
+        parameter that was frozen since takes part in it. `afresh`: no backward of an earlier forward is to come.
+        """
+        wanted = tuple([param.requires_grad for param in self._sharded])
+        if wanted != self._wanted:
+            self._show_wanted(wanted)
+        mask = wanted
+        if mask != self.trainable and self.trainable and not (afresh and not self.owed and not self.owes_all_reduce):
+            mask = tuple(map(or_, wanted, self.trainable))
+        if mask != self.trainable:
+            self.gradients.choose(mask, self.name)
+            self.trainable = mask
+
+    def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
+        for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
+            if param.whole is not None:
+                param.choose(wants)
+                if wants and param.node is None:
                     self._watch(slot)
+        self._wanted = wanted
+        self._shadows.choose()
+        self._guard = WholeGuard(self.lanes)
+        if self.open:
+            self._shadows.show()
+
+    @property
+    def version(self) -> Version:
+        """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
+        autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both."""
+        return self.epoch, sum([tensor._version for tensor in self._versioned])
+
+    @property
+    def frozen(self) -> bool:
+        """Whether forwards see a parameter that wants no gradient."""
+        return not all(self._wanted)
+
+    def check_unwritten(self) -> None:
+        """Raises StateError if somebody wrote to the whole parameters since they were gathered."""
+        if self.residency is Residency.WHOLE and (name := self._guard.written()) is not None:
+            raise written(self, name)
 
     def reshard(self) -> None:
         """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
-        self.pinned = False
+        self.pinned = self.retained = False
         if self.open:
             self.hide()
         if self.residency is Residency.GATHERING:
             self.finish()
+        self._kept_shards = None
         if self.residency is Residency.WHOLE:
             for lane in self.lanes:
                 lane.release_whole()
             self.residency = Residency.SHARDED
-        if self._kept_epoch is not None:
-            self._kept_epoch = None
+        if self._kept_version is not None:
+            self._kept_version = None
             for lane in self.lanes:
                 lane.drop_part()
+
+    def keep(self) -> None:
+        """Closes the unit after forward; its whole parameters stay where they are for the backward."""
+        self.hide()
+        self.note_shards()
+
+    def note_shards(self) -> None:
+        """Notes the values of the shards behind whole parameters that stay, for `as_kept`."""
+        if self.axes.device.type == "cpu" or DEBUG:
+            self._kept_shards = [lane.fingerprint() for lane in self.lanes]
+
+    def as_kept(self) -> bool:
+        """Whether the shards behind whole parameters that were kept have their values of then.
+
+        Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
+        in debug mode only.
+        """
+        kept = self._kept_shards
+        return kept is None or self.open or kept == [lane.fingerprint() for lane in self.lanes]
 
     def hide(self) -> None:
         """Closes the unit; whole parameters stay where they are."""
@@ -405,6 +476,12 @@ class Unit:
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
+    def will_get_gradients(self) -> bool:
+        """Whether the present graph task will make a gradient of one of the unit's parameters."""
+        return any(
+            wanted and will_execute(param.node) for param, wanted in zip(self.params, self.trainable, strict=True)
+        )
+
     def begin_task(self, task: int) -> None:
         """Asks the engine which of the unit's gradients graph task `task` will make."""
         count = 0
@@ -416,21 +493,25 @@ class Unit:
     def _take(self, slot: int, whole: Tensor) -> None:
         """A gradient is there: moves it from the whole parameter to its slot."""
         grad, whole.grad = whole.grad, None
-        runtime = self.runtime
-        if grad is None or runtime is None:
+        runtime, param = self.runtime, self.params[slot]
+        if grad is None:
             return
+        # Whole since its forward, or entered: else the backward read memory that no gather had filled.
+        if runtime is None or (self.residency is not Residency.WHOLE and not runtime.has_entered(self)):
+            raise unentered(self, f"parameter {param.fqn!r}")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # that of an embedding with sparse=True
-        inner = self.params[slot].inner
+        inner = param.inner
         if inner is not None:
             grad = inner.block_of_grad(grad)
-        if self.epoch != self.forward_epoch:
+        if self.version != self.forward_version:
             raise stale(self)
         task = runtime.enter_task()
         remaining = self.remaining
         if task not in remaining:
             self.begin_task(task)
-        self.gradients.put(slot, grad)
+        if param.sharded.requires_grad:  # else it was frozen since its forward: it gets none, as a plain parameter would
+            self.gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

@@ -1,0 +1,14 @@
+"""The debug mode: `HSDP_DEBUG=1` in the environment makes silent reads and writes of unsharded parameters visible.
+
+Memory of unsharded parameters is filled with NaN whenever it is allocated and not yet gathered, and again before it is
+freed, so that a read at the wrong moment shows in the numbers. Unsharded parameters are compared with what was gathered
+before they are freed, so that writes which autograd's version counters do not see (`weight.data.clamp_()`) are refused.
+It costs a copy of each unsharded parameter, and on a device a host synchronisation per unit.
+"""
+
+from __future__ import annotations
+
+import os
+
+DEBUG = os.environ.get("HSDP_DEBUG", "0") not in ("", "0")
+"""Whether the debug mode is on, as of the import of hsdp."""

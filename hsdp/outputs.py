@@ -1,0 +1,155 @@
+"""The tensors that lead into and out of a forward: where autograd enters a unit's backward, and where it leaves it.
+
+    visible outputs        what the forward returns: in nested containers, dataclasses and objects, with slots too
+    side outputs           what the forward leaves on its modules (`self.aux_loss = ...`) or puts into a list or dict
+                           that it was called with
+    entry nodes            the autograd nodes behind them, as of the end of the forward
+
+Hooks go on nodes and not on tensors: an in-place operation on an output that is a view (that of `nn.Linear` for 3-D
+inputs) gives the tensor a new node that leads around the old one, straight to the node of the view's base.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import fields, is_dataclass, replace
+from itertools import islice
+from operator import is_
+from typing import Any
+
+from torch import Tensor, nn
+
+_NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
+_CONTAINERS = (list, tuple, dict)
+_MOST_ITEMS = 64
+"""How many of the last items of a module's list are looked through after each forward."""
+
+
+def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down."""
+    if isinstance(value, Tensor):
+        yield value
+    elif depth == 0 or isinstance(value, _NO_TENSORS):
+        return
+    elif isinstance(value, (tuple, list, set, frozenset)):
+        for item in value:
+            yield from tensors_in(item, depth - 1)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors_in(item, depth - 1)
+    else:
+        for item in getattr(value, "__dict__", {}).values():
+            yield from tensors_in(item, depth - 1)
+        for name in _slots_of(type(value)):
+            yield from tensors_in(getattr(value, name, None), depth - 1)
+
+
+def _slots_of(cls: type) -> Iterator[str]:
+    for base in cls.__mro__:
+        slots = base.__dict__.get("__slots__", ())
+        yield from (slots,) if isinstance(slots, str) else slots
+
+
+def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
+    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept.
+
+    A container in which nothing changes is the same object again: a forward may write to it, as it does to a cache.
+    """
+    if isinstance(value, Tensor):
+        return fn(value)
+    if isinstance(value, (tuple, list)):
+        items = [map_tensors(item, fn) for item in value]
+        if all(map(is_, items, value)):
+            return value
+        return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if isinstance(value, dict):
+        items = [map_tensors(item, fn) for item in value.values()]
+        if all(map(is_, items, value.values())):
+            return value
+        try:
+            return type(value)(zip(value, items, strict=True))
+        except TypeError:
+            return dict(zip(value, items, strict=True))
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
+        changes = {name: new for name, item in held.items() if (new := map_tensors(item, fn)) is not item}
+        return replace(value, **changes) if changes else value
+    return value
+
+
+def entry_nodes(tensor: Tensor, first_node: int) -> Iterator[Any]:
+    """The autograd nodes through which a gradient of `tensor` enters the forward that made it.
+
+    Leaves have none: they do not lead into the forward, and hooks on them would outlive the iteration.
+
+    Args:
+        tensor: an output.
+        first_node: the number of the first node that the forward made.
+    """
+    if (node := tensor.grad_fn) is None:
+        return
+    yield node
+    # An in-place operation on a view leads its gradient to the node of its base, around the view's own node.
+    base = tensor._base
+    if base is not None and (node := base.grad_fn) is not None and node._sequence_nr() >= first_node:
+        yield node
+
+
+class SideOutputs:
+    """The places outside of its return value where the forward of a module leaves tensors.
+
+    Args:
+        modules: the module(s) of one unit. Those below them that belong to another unit are left to it.
+    """
+
+    def __init__(self, modules: Sequence[nn.Module]) -> None:
+        self._modules: list[list[Any]] = []
+        seen: set[int] = set()
+        for module in modules:
+            self._collect(module, module.__dict__.get("_hsdp_state"), seen)
+
+    def _collect(self, module: nn.Module, state: Any, seen: set[int]) -> None:
+        if id(module) in seen or module.__dict__.get("_hsdp_state", state) is not state:
+            return
+        seen.add(id(module))
+        self._modules.append([weakref.ref(module), 0, ()])
+        for child in module.children():
+            self._collect(child, state, seen)
+
+    def tensors(self, arguments: Sequence[Any], first_node: int) -> Iterator[Tensor]:
+        """Tensors that a forward left behind, with autograd nodes made since the one with number `first_node`."""
+        for argument in arguments:
+            if isinstance(argument, (list, dict)):
+                yield from _made_since(argument, first_node)
+        for entry in self._modules:
+            ref, size, names = entry
+            module = ref()
+            if module is None:
+                continue
+            held = module.__dict__
+            # Attributes appear with the first forward; from then on the size of the dict tells of new ones.
+            if len(held) != size:
+                names = tuple(name for name, value in held.items() if _may_hold(name, value, module))
+                entry[1:] = len(held), names
+            for name in names:
+                value = held.get(name)
+                if value is not None and not isinstance(value, nn.Parameter):
+                    yield from _made_since(value, first_node)
+
+
+_OF_MODULES = frozenset(nn.Module().__dict__)
+
+
+def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
+    if name in _OF_MODULES or name in module._parameters:
+        return False
+    return value is None or isinstance(value, (Tensor, *_CONTAINERS))
+
+
+def _made_since(value: Any, first_node: int) -> Iterator[Tensor]:
+    if isinstance(value, list) and len(value) > _MOST_ITEMS:
+        value = list(islice(reversed(value), _MOST_ITEMS))
+    for tensor in tensors_in(value, 3):
+        if (node := tensor.grad_fn) is not None and node._sequence_nr() >= first_node:
+            yield tensor

@@ -1,0 +1,66 @@
+"""A guard over unsharded parameters: what the engine gathered is what the backward finds, and nobody's write is lost.
+
+An unsharded parameter is a copy that is freed at the end of its use. A forward that writes to it (`weight.copy_()`,
+`weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
+than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
+version counter, its storage, offset and shape, and in debug mode its content.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hsdp.debug import DEBUG
+from hsdp.inner import block_of
+from hsdp.lane import Lane
+
+
+class WholeGuard:
+    """What the unsharded parameters of a unit look like while nobody but the engine wrote to them.
+
+    Args:
+        lanes: the unit's lanes; those whose unsharded parameters are the shards themselves, on one rank alone, are not
+            looked at, as writes to them are kept.
+    """
+
+    def __init__(self, lanes: Sequence[Lane]) -> None:
+        self._watched: list[tuple[str, Tensor, Tensor]] = []
+        self._versions: list[int] = []
+        self._content: list[Tensor] = []
+        for lane in lanes:
+            if lane.shard.is_meta or lane.kind.extension or lane.keeps_writes:
+                continue
+            for param in lane.params:
+                assert param.whole is not None, "a lane that is not on the meta device has unsharded parameters"
+                block = block_of(param.whole)
+                self._watched.append((param.fqn, block, block.detach()))
+        self._versions = [block._version for _, block, _ in self._watched]
+
+    def opened(self) -> None:
+        """The unsharded parameters were just filled."""
+        if DEBUG:
+            self._content = [block.detach().clone() for _, block, _ in self._watched]
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written to since it was gathered; the guard then forgets about that write."""
+        found = None
+        for slot, (name, block, there) in enumerate(self._watched):
+            if not block.is_set_to(there):
+                block.data = there
+                found = name
+            elif block._version != self._versions[slot]:
+                self._versions[slot] = block._version
+                found = name
+        if self._content:
+            content, self._content = self._content, []
+            for (name, block, _), then in zip(self._watched, content, strict=True):
+                if not torch.equal(_bits(block), _bits(then)):
+                    found = name
+        return found
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

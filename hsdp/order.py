@@ -81,34 +81,30 @@ class BackwardOrder:
         self._entered = set()
         self._at = 0
 
-    def visit(self, unit: Unit) -> list[Unit]:
-        """Goes on to `unit`, which this rank enters; returns the units that it passes over, and others may not.
+    def before(self, unit: Unit) -> list[Unit]:
+        """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
 
-        Those that come later though, or came before, are gathered out of the order, which all ranks then do alike.
+        There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
         """
         self._entered.add(unit)
-        try:
-            at = self._expected.index(unit, self._at)
-        except ValueError:
-            return []
-        passed = self._passed(at)
-        self._at = at + 1
-        return passed
-
-    def after(self, unit: Unit, window: int) -> list[Unit]:
-        """The `window` units that are gathered after `unit`, or after the last one that was visited."""
-        at = self._expected.index(unit) + 1 if unit in self._certain and unit in self._expected else self._at
-        return self._expected[at : at + window]
+        return self._between(self._expected.index(unit, self._at)) if unit in self._expected[self._at :] else []
 
     def rest(self) -> list[Unit]:
-        """Passes over all units that are left, and returns those that others may enter."""
-        passed = self._passed(len(self._expected))
-        self._at = len(self._expected)
-        return passed
+        """The units that are left, and that other ranks may have entered."""
+        return self._between(len(self._expected))
 
-    def _passed(self, stop: int) -> list[Unit]:
+    def _between(self, stop: int) -> list[Unit]:
         between = self._expected[self._at : stop]
         return [unit for unit in between if self._certain[unit] and unit not in self._entered]
+
+    def move_to(self, unit: Unit) -> None:
+        """`unit` is entered or passed over now."""
+        if unit in self._expected[self._at :]:
+            self._at = self._expected.index(unit, self._at) + 1
+
+    def next_units(self, window: int) -> list[Unit]:
+        """The `window` units that are gathered next."""
+        return self._expected[self._at : self._at + window]
 
     def end(self) -> None:
         """Ends the backward."""

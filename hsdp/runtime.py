@@ -322,6 +322,7 @@ class Runtime:
             self._end_visits_behind(node)
         for other in passed:
             self._pass_over(other)
+        self._backward.move_to(unit)
         if begins:
             self.turns.visit(unit)
         if unit.open:
@@ -339,11 +340,11 @@ class Runtime:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
         behind = visit.of if visit is not None else None
         behind = behind or self._behind or self.forward_pass
-        passed: list[Unit] = []
         if self._behind is None or behind.number < self._behind.number:
             # The engine runs what was made later first: with several forwards behind one backward, the last one's. Units that
             # stayed whole have their place in the order too: it is that of the reductions.
-            passed = self._backward.rest()
+            for other in self._backward.rest():
+                self._pass_over(other)
             self._backward.end()
             self._backward.begin(
                 (other, watched)
@@ -351,12 +352,12 @@ class Runtime:
                 if other.settings.unshard_in_backward
             )
             self._behind = behind
-        return passed + self._backward.visit(unit)
+        return self._backward.before(unit)
 
     def _ahead(self, unit: Unit) -> list[Unit]:
         """The units that are gathered when the backward of `unit` begins."""
         chosen = unit.settings.backward_prefetch
-        ahead = self._backward.after(unit, unit.comm_policy.prefetch) if chosen is None else chosen
+        ahead = self._backward.next_units(unit.comm_policy.prefetch) if chosen is None else chosen
         return [other for other in ahead if other.settings.unshard_in_backward]
 
     def _pass_over(self, unit: Unit) -> None:
@@ -364,6 +365,7 @@ class Runtime:
 
         They gather it, gather ahead from there, and reduce its gradients before they enter the next unit.
         """
+        self._backward.move_to(unit)
         for other in (unit, *self._ahead(unit)):
             if other.residency is Residency.SHARDED:
                 other.launch()

@@ -211,3 +211,54 @@ def check_input_gradients(env: RankEnv) -> None:
 
 def test_rule_12_autograd_grad_of_inputs_reshards_and_reduces_nothing(pool2: Pool) -> None:
     pool2.run(check_input_gradients)
+
+
+def _penalty_before_another_forward(model: nn.Module, rank: int) -> None:
+    """A gradient penalty whose graph is used after another forward, and after another backward."""
+    x = floats(rank)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    other = loss_of(model, rank, 1)
+    other.backward()
+    with torch.no_grad():
+        model(floats(rank, 2))
+    (grad.norm() - 1.0).square().backward()
+
+
+def _penalty_in_one_backward(model: nn.Module, rank: int) -> None:
+    x = floats(rank)
+    (grad,) = torch.autograd.grad(model(x).square().sum(), x, create_graph=True)
+    (loss_of(model, rank, 1) + grad.square().sum()).backward()
+
+
+class Forces(Deep):
+    """A root whose forward differentiates what its units computed: forces are minus the gradient of an energy."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        energy = super().forward(x)
+        (force,) = torch.autograd.grad(energy.square().sum(), x, create_graph=self.training)
+        return self.last(force)
+
+
+def check_derivatives(env: RankEnv, name: str, reshard: bool | None) -> None:
+    build, run = {
+        "another forward between": (Deep, _penalty_before_another_forward),
+        "in one backward": (Deep, _penalty_in_one_backward),
+        "in the forward": (Forces, step),
+        "in the forward, twice": (Forces, _ffb),
+    }[name]
+    plain, model = seeded(build), seeded(build)
+    shard(model, env.mesh(2), reshard_after_forward=reshard)
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        torch.optim.SGD(model.parameters(), lr=0.0).step()
+        check_rest(model)
+    model.eval()
+    model(floats(env.rank))
+
+
+@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize(
+    "name", ["another forward between", "in one backward", "in the forward", "in the forward, twice"]
+)
+def test_rule_12_graphs_of_gradients(pool2: Pool, name: str, reshard: bool | None) -> None:
+    pool2.run(check_derivatives, name, reshard)

@@ -197,3 +197,55 @@ def check_functional_call(env: RankEnv) -> None:
 
 def test_rule_19_functional_call_works_or_is_refused(pool2: Pool) -> None:
     pool2.run(check_functional_call)
+
+
+class Entered(Deep):
+    """A model with a second entry point."""
+
+    def embed(self, x: Tensor) -> Tensor:
+        return self.forward(x) * 2.0
+
+
+def check_opened_by_hand(env: RankEnv, how: str, known: bool) -> None:
+    """`unshard()` and then a call: it is an entry of its own, and no part of one under way."""
+
+    def run(model: Any, rank: int) -> None:
+        if isinstance(model, hsdp.HSDPModule):
+            model.unshard()
+        call = {"the module": model, "forward": model.forward, "a registered method": model.embed}[how]
+        call(floats(rank)).square().sum().backward()
+
+    plain, model = seeded(Entered), shard(seeded(Entered), env.mesh(2))
+    hsdp.register_forward_method(model, "embed")
+    if known:
+        step(model, env.rank)
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("known", [False, True])
+@pytest.mark.parametrize("how", ["the module", "forward", "a registered method"])
+def test_rule_19_a_call_after_unshard(pool2: Pool, how: str, known: bool) -> None:
+    pool2.run(check_opened_by_hand, how, known)
+
+
+def check_functions_on_parameters(env: RankEnv) -> None:
+    """What is computed with parameters that the user opened, beside every module's call, trains them all the same."""
+
+    def run(model: Any, rank: int) -> None:
+        if isinstance(model, hsdp.HSDPModule):
+            model.unshard()
+        nn.functional.linear(floats(rank), model.weight, model.bias).square().sum().backward()
+
+    plain, model = (seeded(lambda: nn.Linear(DIM, DIM)) for _ in range(2))
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        torch.optim.SGD(model.parameters(), lr=0.1).step()
+        for param in plain.parameters():
+            param.data.add_(param.grad / env.world_size, alpha=-0.1)  # type: ignore[arg-type]
+
+
+def test_rule_19_functions_on_opened_parameters(pool2: Pool) -> None:
+    pool2.run(check_functions_on_parameters)

@@ -1,0 +1,189 @@
+"""Rule 28: gradients that enter a unit beside its visible outputs are right, or refused by the unit's name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hsdp
+from tests.rig import Pool, RankEnv
+from tests.rules.support import DIM, floats, seeded
+from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+
+_unseen: list[Tensor] = []
+"""Where "a global" leaves its tensors: no place that hsdp could know."""
+
+
+class Slotted:
+    """An output object without a `__dict__`."""
+
+    __slots__ = ("aux", "y")
+
+    def __init__(self, y: Tensor, aux: Tensor) -> None:
+        self.y, self.aux = y, aux
+
+
+class Router(nn.Module):
+    """A module without parameters, which keeps the loss of the expert block around it."""
+
+    loss: Any = None
+
+
+class Block(nn.Module):
+    """A unit that makes a second tensor, the side loss, and lets it out in one of several ways."""
+
+    def __init__(self, how: str, first: bool) -> None:
+        super().__init__()
+        self.inner, self.gate = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+        self.how, self.first = how, first
+        self.router = Router()
+        self.aux: Any = None
+        self.kept: dict[str, Any] = {"losses": []}
+
+    def forward(self, x: Tensor, losses: list[Tensor]) -> Any:
+        if self.first:
+            aux = self.gate(x).tanh()
+        y = torch.tanh(self.inner(x))
+        if not self.first:
+            aux = self.gate(y).tanh()
+        if self.how == "attribute":
+            self.aux = aux
+        elif self.how == "attribute of a module inside":
+            self.router.loss = aux
+        elif self.how == "dict of lists":
+            self.kept["losses"] = [aux]
+        elif self.how == "argument":
+            losses.append(aux)
+        elif self.how == "object with slots":
+            return Slotted(y, aux)
+        elif self.how == "a global":
+            _unseen.append(aux)
+        return y
+
+    def side(self, out: Any, losses: list[Tensor]) -> Tensor:
+        """The side loss of the last forward."""
+        found = {
+            "attribute": lambda: self.aux,
+            "attribute of a module inside": lambda: self.router.loss,
+            "dict of lists": lambda: self.kept["losses"][0],
+            "argument": lambda: losses[-1],
+            "object with slots": lambda: out.aux,
+            "a global": _unseen.pop,
+        }
+        aux: Tensor = found[self.how]()
+        return aux.square().sum()
+
+
+class Sides(nn.Module):
+    """Blocks in a row; `only`: the loss of the row itself is left out, so that nothing but the side losses counts."""
+
+    def __init__(self, how: str, first: bool, frozen: bool, only: bool) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Block(how, first) for _ in range(3))
+        self.start = nn.Linear(DIM, DIM)
+        self.only = only
+        if frozen:
+            self.blocks.requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Any:
+        x = self.start(x)
+        losses: list[Tensor] = []
+        total = x.sum() * 0.0
+        for block in self.blocks:
+            out = block(x, losses)
+            total = total + block.side(out, losses)
+            x = out.y if isinstance(out, Slotted) else out
+        return total if self.only else (total, x)
+
+
+def run(model: nn.Module, rank: int) -> None:
+    out = model(floats(rank))
+    loss = out[0] + out[1].square().sum() if isinstance(out, tuple) else out
+    loss.backward()
+
+
+def check(env: RankEnv, shape: tuple[int, ...], how: str, first: bool, frozen: bool, only: bool) -> None:
+    plain, model = (seeded(partial(Sides, how, first, frozen, only)) for _ in range(2))
+    shard(model, env.mesh(shape), reshard_after_forward=True)
+    for _ in range(3):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        check_rest(model)
+
+
+WAYS = ["attribute", "attribute of a module inside", "dict of lists", "argument", "object with slots"]
+
+
+@pytest.mark.parametrize("how", WAYS)
+@pytest.mark.parametrize(("first", "frozen", "only"), [(True, False, False), (False, True, False), (True, True, True)])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_28_side_losses_are_right(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, first: bool, frozen: bool, only: bool
+) -> None:
+    pool_for(request, shape).run(check, shape, how, first, frozen, only)
+
+
+def check_refused(env: RankEnv, frozen: bool) -> None:
+    """A side loss in a global: nothing tells hsdp when its backward begins."""
+    model = shard(seeded(lambda: Sides("a global", True, frozen, True)), env.mesh(2), reshard_after_forward=True)
+    with pytest.raises((hsdp.errors.StateError, RuntimeError)) as caught:
+        run(model, env.rank)
+    message = str(caught.value)
+    assert "blocks." in message or "storage of size 0" in message, message
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rule_28_a_side_loss_that_cannot_be_seen_is_refused(pool2: Pool, frozen: bool) -> None:
+    pool2.run(check_refused, frozen)
+
+
+Heads = Callable[[int], tuple[int, ...]]
+
+
+class PartialHeads(nn.Module):
+    """A trunk and heads, each a unit: ranks use different heads in their losses, though all run all of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.trunk = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(4))
+        self.last = nn.Linear(DIM, DIM)
+
+    def units(self) -> list[nn.Module]:
+        return [*self.trunk, *self.heads]
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        for unit in self.trunk:
+            x = torch.tanh(unit(x))
+        x = self.last(x)
+        return [head(x) for head in self.heads]
+
+
+def check_heads(env: RankEnv, shape: tuple[int, ...], reshard: bool | None, prefetch: int) -> None:
+    def used(rank: int, k: int) -> list[int]:
+        return [(rank + k) % 4, (2 * rank + k + 1) % 4] if (rank + k) % 3 else [(rank + k) % 4]
+
+    plain, model = seeded(PartialHeads), seeded(PartialHeads)
+    policy = hsdp.CommPolicy(prefetch=prefetch)
+    shard(model, env.mesh(shape), reshard_after_forward=reshard, comm_policy=policy)
+    for k in range(4):
+
+        def run(model: nn.Module, rank: int, k: int = k) -> None:
+            outputs = model(floats(rank, k))
+            sum(outputs[head].square().sum() for head in used(rank, k)).backward()  # type: ignore[union-attr]
+
+        check_grads(model, plain, run, env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 3])
+@pytest.mark.parametrize("reshard", [True, None, False])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_21_ranks_may_use_different_heads(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], reshard: bool | None, prefetch: int
+) -> None:
+    pool_for(request, shape).run(check_heads, shape, reshard, prefetch)

@@ -1,0 +1,107 @@
+"""Rule 29: a gradient comes if the parameter wanted it in the forward, and still does when it arrives: as on one device."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+
+from tests.rig import RankEnv
+from tests.rules.support import Deep, floats, loss_of, seeded
+from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+
+
+def freeze(model: nn.Module, wanted: bool, *blocks: int) -> None:
+    for block in blocks:
+        model.blocks[block].requires_grad_(wanted)  # type: ignore[index]
+
+
+def off_and_on(model: nn.Module, rank: int) -> None:
+    """Two losses in one backward; the second forward froze the model for itself (a generator's loss, say)."""
+    first = loss_of(model, rank)
+    freeze(model, False, 0, 1, 2, 3)
+    second = loss_of(model, rank, 1)
+    freeze(model, True, 0, 1, 2, 3)
+    (first + second).backward()
+
+
+def off_and_on_apart(model: nn.Module, rank: int) -> None:
+    """The same with a backward for each, the frozen one first."""
+    first = loss_of(model, rank)
+    freeze(model, False, 1, 2)
+    second = loss_of(model, rank, 1)
+    second.backward()
+    freeze(model, True, 1, 2)
+    first.backward()
+
+
+def frozen_before_backward(model: nn.Module, rank: int) -> None:
+    loss = loss_of(model, rank)
+    freeze(model, False, 1)
+    loss.backward()
+    freeze(model, True, 1)
+
+
+def helper_that_restores(model: nn.Module, rank: int) -> None:
+    """An evaluation helper that freezes everything and restores it, between a forward and its backward."""
+    loss = loss_of(model, rank)
+    model.requires_grad_(False)
+    with torch.no_grad():
+        model(floats(rank, 2))
+    model(floats(rank, 3))
+    model.requires_grad_(True)
+    loss.backward()
+
+
+def one_parameter(model: nn.Module, rank: int) -> None:
+    bias = model.get_parameter("blocks.2.bias")
+    first = loss_of(model, rank)
+    bias.requires_grad_(False)
+    second = loss_of(model, rank, 1)
+    bias.requires_grad_(True)
+    (first + second).backward()
+
+
+def frozen_first(model: nn.Module, rank: int) -> None:
+    freeze(model, False, 0, 1)
+    first = loss_of(model, rank)
+    freeze(model, True, 0, 1)
+    second = loss_of(model, rank, 1)
+    (first + second).backward()
+
+
+def frozen_for_good(model: nn.Module, rank: int) -> None:
+    loss_of(model, rank)  # its loss is dropped
+    freeze(model, False, 3)
+    loss_of(model, rank, 1).backward()
+    freeze(model, True, 3)
+
+
+PROGRAMS: dict[str, Callable[[nn.Module, int], None]] = {
+    program.__name__: program
+    for program in (
+        off_and_on,
+        off_and_on_apart,
+        frozen_before_backward,
+        helper_that_restores,
+        one_parameter,
+        frozen_first,
+        frozen_for_good,
+    )
+}
+
+
+def check(env: RankEnv, shape: tuple[int, ...], name: str, recompute: bool | None) -> None:
+    plain, model = (seeded(lambda: Deep(recompute=recompute)) for _ in range(2))
+    shard(model, env.mesh(shape))
+    for _ in range(2):
+        check_grads(model, plain, PROGRAMS[name], env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_29_toggles(request: pytest.FixtureRequest, shape: tuple[int, ...], name: str) -> None:
+    pool_for(request, shape).run(check, shape, name, None)

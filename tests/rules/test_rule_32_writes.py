@@ -1,0 +1,147 @@
+"""Rule 32: weights changed by hand between forward and backward are noticed; writes to whole weights are never lost."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hsdp
+from hsdp.errors import StaleParametersError, StateError
+from tests.rig import Pool, RankEnv
+from tests.rules.support import DIM, Deep, floats, loss_of, seeded, step
+from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+
+
+def in_place(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            param.mul_(0.5)
+
+
+def detached(model: nn.Module) -> None:
+    for param in model.parameters():
+        param.detach().mul_(0.5)
+
+
+def local(model: nn.Module) -> None:
+    with torch.no_grad():
+        for param in model.parameters():
+            (param.to_local() if isinstance(model, hsdp.HSDPModule) else param).mul_(0.5)  # type: ignore[operator]
+
+
+NOTICED: dict[str, Callable[[nn.Module], None]] = {f.__name__: f for f in (in_place, detached, local)}
+
+
+def check_noticed(env: RankEnv, shape: tuple[int, ...], name: str, reshard: bool | None) -> None:
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape), reshard_after_forward=reshard)
+    loss = loss_of(model, env.rank)
+    NOTICED[name](model)
+    with pytest.raises(StaleParametersError, match="unit '(blocks|.*Deep)"):
+        loss.backward()
+    del loss
+    NOTICED[name](plain)
+    check_grads(model, plain, step, env.rank, env.world_size)  # the next iteration is fresh
+    check_rest(model)
+
+
+@pytest.mark.parametrize("name", NOTICED)
+@pytest.mark.parametrize("reshard", [True, None])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_32_a_change_between_forward_and_backward(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], name: str, reshard: bool | None
+) -> None:
+    pool_for(request, shape).run(check_noticed, shape, name, reshard)
+
+
+def check_data(env: RankEnv, shape: tuple[int, ...], reshard: bool | None) -> None:
+    """`p.data` writes pass by autograd, on one device too: the twin's numbers, or an error."""
+
+    def run(model: nn.Module, rank: int) -> None:
+        loss = loss_of(model, rank)
+        for param in model.parameters():
+            param.data.mul_(0.5)
+        loss.backward()
+        for param in model.parameters():
+            param.data.mul_(2.0)
+
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape), reshard_after_forward=reshard)
+    if reshard:
+        check_grads(model, plain, run, env.rank, env.world_size)
+    else:
+        with pytest.raises(StaleParametersError, match="unit "):
+            run(model, env.rank)
+
+
+@pytest.mark.parametrize("reshard", [True, None, False])
+def test_rule_32_writes_to_data(pool2: Pool, reshard: bool | None) -> None:
+    pool2.run(check_data, (2,), reshard)
+
+
+class Writes(nn.Linear):
+    """A unit that writes to its own weights when it is told to."""
+
+    how = ""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.how == "copy_":
+            with torch.no_grad():
+                self.weight.copy_(self.weight * 0.9)
+        elif self.how == "data =":
+            self.weight.data = self.weight.data / self.weight.data.norm()
+        elif self.how == "data.clamp_":
+            self.weight.data.clamp_(-0.1, 0.1)
+        elif self.how == "of the bias":
+            with torch.no_grad():
+                self.bias[0] = 1.0
+        return super().forward(x)
+
+
+class Model(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Writes(DIM, DIM) for _ in range(3))
+        self.last = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return self.last(x)
+
+
+def check_written(env: RankEnv, shape: tuple[int, ...], how: str, reshard: bool | None, grad: bool) -> None:
+    plain, model = seeded(Model), shard(seeded(Model), env.mesh(shape), reshard_after_forward=reshard)
+    blocks: Any = model.blocks
+    blocks[1].how = how
+    with torch.set_grad_enabled(grad), pytest.raises(StateError, match="unit 'blocks.1'.*(weight|bias)"):
+        model(floats(env.rank))
+    blocks[1].how = ""
+    if shape[-1] > 1:  # with one shard rank the write went to the shard itself
+        for _ in range(2):
+            check_grads(model, plain, step, env.rank, env.world_size)
+    else:
+        step(model, env.rank)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("how", ["copy_", "data =", "data.clamp_", "of the bias"])
+@pytest.mark.parametrize(("reshard", "grad"), [(True, True), (None, True), (False, True), (None, False)])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rule_32_a_forward_that_writes_to_its_weights_is_refused(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, reshard: bool | None, grad: bool
+) -> None:
+    pool_for(request, shape).run(check_written, shape, how, reshard, grad)
+
+
+def check_max_norm(env: RankEnv, shape: tuple[int, ...]) -> None:
+    model = shard(seeded(lambda: nn.Sequential(nn.Embedding(9, DIM, max_norm=0.1), nn.Linear(DIM, DIM))), env.mesh(shape))
+    with pytest.raises(StateError, match="max_norm"):
+        model(torch.tensor([env.rank, 3]))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rule_32_max_norm_is_refused(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(check_max_norm, shape)

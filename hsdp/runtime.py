@@ -465,8 +465,8 @@ class Runtime:
             unit.remaining.clear()
             unit.ready = False
             unit.state = TrainingState.FORWARD if unit.calls else TrainingState.IDLE
-            if unit.retained:
-                unit.note_shards()
+            if unit.retained and not unit.calls:
+                unit.keep()
             if (unit.residency is Residency.GATHERING and not unit.pinned) or (
                 unit.holds_whole and unit.settings.reshard_after_backward and not self._keeps_graph
             ):

@@ -47,7 +47,7 @@ def _sequence(env: RankEnv) -> None:
         look()
     assert told == [
         ["FORWARD", "IDLE", "IDLE"],  # between the two blocks
-        ["BACKWARD_PRE", "BACKWARD_PRE", "BACKWARD_POST"],
+        ["BACKWARD_PRE", "IDLE", "BACKWARD_POST"],  # a hook on the first block's output runs before that is entered
         ["IDLE", "IDLE", "IDLE"],
         ["IDLE", "FULL_PARAMS", "IDLE"],
     ], told

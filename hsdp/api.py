@@ -210,7 +210,7 @@ def _watch_loads(unit: Unit) -> None:
 
     def loaded(module: nn.Module, keys: object) -> None:
         if (owner := this()) is not None:
-            owner.epoch += 1
+            owner.weights_changed()
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
         holder.register_load_state_dict_post_hook(loaded)

@@ -22,10 +22,10 @@ from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
 from hsdp.inner import block_of
 from hsdp.param import rows_of
-from hsdp.registry import unit_of
+from hsdp.registry import unit_of, units_below
 from hsdp.unit import Unit
 from hsdp.verification import differing, told_by_all, unequal
-from hsdp.whole import Loan, broadcast, check_idle, gather, spread, units_below, write_first
+from hsdp.whole import Loan, broadcast, check_idle, gather, spread, write_first
 from hsdp.wording import dotted
 
 InitFn = Callable[[nn.Module], object]

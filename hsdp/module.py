@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.compat import FSDP2Methods, UnshardHandle, check_flag, on_stream
 from hsdp.full_params import gathered_apply
 from hsdp.policies import check_reduce_op
+from hsdp.registry import units_below
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
-from hsdp.state import own_state, state_of
+from hsdp.state import own_state
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit
 from hsdp.whole import check_idle
@@ -86,12 +87,7 @@ class HSDPModule(FSDP2Methods):
         return result
 
     def _units(self, recurse: bool = True) -> list[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        units: dict[Unit, None] = {}
-        for module in modules:
-            if (state := state_of(module)) is not None:
-                units.setdefault(state.unit)
-        return list(units)
+        return units_below(cast(nn.Module, self), recurse)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
         """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.

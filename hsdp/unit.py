@@ -159,7 +159,7 @@ class Unit:
         if self.lent:
             expect(self, "use of the sharded parameters", TrainingState.IDLE)
         self.reshard()
-        self.epoch += 1
+        self.weights_changed()
         for param in self.params:
             if param.moved():
                 param.adopt(self.name)
@@ -395,6 +395,10 @@ class Unit:
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
         return self._shadows.disturbed()
+
+    def weights_changed(self) -> None:
+        """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
+        self.epoch += 1
 
     def _check_materialised(self) -> None:
         if self.lanes and self.lanes[0].shard.is_meta:

@@ -22,36 +22,9 @@ from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place, refresh_flat_weights, rows_of
-from hsdp.registry import unit_of
-from hsdp.state import state_of
 from hsdp.subclass import data_of
 from hsdp.training_state import TrainingState, expect, wrong_state
 from hsdp.unit import Unit
-
-
-def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
-    """The units of a module and, with `recurse`, of those below it, parents before children.
-
-    Raises:
-        TypeError: `model` is not a module.
-        ValueError: none of its parameters is sharded.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: expected an nn.Module, not {type(model).__name__}")
-    units: dict[Unit, None] = {}
-    for module in model.modules() if recurse else [model]:
-        if (state := state_of(module)) is not None:
-            units.setdefault(state.unit)
-        for param in module._parameters.values():
-            # Of a module inside a unit, too: the unit is gathered as a whole.
-            if (unit := unit_of(param)) is not None and (recurse or state is None):
-                units.setdefault(unit)
-    if not units:
-        raise ValueError(
-            f"{what}({type(model).__name__}): no parameter of it is sharded; call fully_shard on it first"
-            + ("" if recurse else ", or pass recurse=True if modules below it are sharded")
-        )
-    return list(units)
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
@@ -186,7 +159,7 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
 
 def changed(unit: Unit) -> None:
     """The shards have new values: whatever was gathered before is void."""
-    unit.epoch += 1
+    unit.weights_changed()
     if unit.holds_whole:
         unit.reshard()
 

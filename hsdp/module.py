@@ -183,20 +183,22 @@ class HSDPModule(FSDP2Methods):
     def accumulate(self, *, last: bool) -> Iterator[None]:
         """Wraps the forward and backward of one micro-batch.
 
-        In all but the last one (`last=False`) it communicates as little as the root's `CommPolicy.accumulate` allows:
-        gradients are reduce-scattered and their all-reduce deferred, or summed on this rank. In the last one everything
-        is communicated.
+        In all but the last one (`last=False`) it communicates as little as `CommPolicy.accumulate` of this module allows,
+        which decides for all units below it, too: gradients are reduce-scattered and their all-reduce deferred, or summed
+        on this rank. In the last one everything is communicated.
 
             for i, batch in enumerate(micro_batches):
                 with model.accumulate(last=i == len(micro_batches) - 1):
                     loss_of(model(batch)).backward()
         """
-        units = self._units()
-        settings = [unit.settings for unit in units]
+        settings = [unit.settings for unit in self._units()]
         before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
-        for unit in units:
-            unit.settings.requires_all_reduce = last
-            unit.settings.requires_grad_sync = last or unit.comm_policy.accumulate == "reduce_scatter"
+        # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory
+        # of whole sums and the traffic of reduce-scatters.
+        scatters = own_state(self).unit.comm_policy.accumulate == "reduce_scatter"
+        for each in settings:
+            each.requires_all_reduce = last
+            each.requires_grad_sync = last or scatters
         try:
             yield
         finally:

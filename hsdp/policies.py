@@ -59,8 +59,9 @@ class CommPolicy:
         reduce_scatter_bucket_bytes: reductions of neighbouring units share one reduce-scatter until their whole gradients
             reach this many bytes (0: each goes on its own). Fewer, larger transfers for small units, more memory.
         all_reduce_bucket_bytes: the same for all-reduces, counted in bytes of shards. Buckets are coalesced calls: no copy.
-        accumulate: what `accumulate()` does in all micro-batches but the last: "reduce_scatter" sums shards and defers
-            the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of fp32.
+        accumulate: what `accumulate()` of the module does in all micro-batches but the last: "reduce_scatter" sums shards
+            and defers the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of
+            fp32. That of the module on which it is called (the model) decides for all units below.
     """
 
     fusion: Fusion = "auto"

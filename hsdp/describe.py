@@ -81,14 +81,14 @@ def _after_forward(unit: Unit, is_root: bool) -> str:
 def _path(lane: Lane, index: int, unit: Unit) -> str:
     piece, kind = lane.layout.pieces[index], lane.kind
     dtypes = f"{dtype_of(kind.storage)} / {dtype_of(kind.compute)} / {dtype_of(kind.reduce)}"
+    where = unit.axes.placement_text(piece.spec.dim, piece.spec.merged)
     if kind.replicated:
-        where, how = "Replicate()", "kept whole, all-reduced"
+        how = "kept whole, all-reduced"
     elif piece.spec.dim is None:
-        where, how = "Replicate()", "kept whole, reduced packed"
+        how = "kept whole, reduced packed"
     elif lane.shards == 1:
-        where, how = f"Shard({piece.spec.dim})", "nothing to gather, all-reduced where autograd made it"
+        how = "nothing to gather, all-reduced where autograd made it"
     else:
-        where = f"Shard({piece.spec.dim})" if piece.spec.merged == 1 else "Shard(0, 1)"
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
         how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
     frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"

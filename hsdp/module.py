@@ -74,7 +74,7 @@ class HSDPModule(FSDP2Methods):
         own = super().extra_repr()  # type: ignore[misc]
         unit = own_state(self).unit
         kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
-        dims = sorted({"Replicate()" if p.spec.dim is None else f"Shard({p.spec.dim})" for p in unit.params})
+        dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
         count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
         told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
         return f"{own}, {told}" if own else told

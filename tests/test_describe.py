@@ -5,8 +5,17 @@ from __future__ import annotations
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
-from hsdp import CommPolicy, MixedPrecisionPolicy, describe, fully_shard, shard_units
+from hsdp import (
+    CommPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    least_padding,
+    shard_units,
+)
 from tests.models import Transformer
 from tests.rig import fake_world
 
@@ -39,6 +48,24 @@ def test_describe_shows_dtypes_and_what_is_frozen() -> None:
         assert lines["bias"].endswith("frozen")
         assert "in_features=8" in repr(model)
         assert "hsdp unit of 2 parameters, 4 shards on cpu, float32 as bfloat16, Shard(0)" in repr(model)
+
+
+def test_repr_and_describe_tell_the_same_placements() -> None:
+    with fake_world(8) as env:
+        model = nn.Module()
+        model.experts = nn.Parameter(torch.zeros(2, 64, 4))
+        model.bias = nn.Parameter(torch.zeros(5))
+        model.scale = nn.Parameter(torch.zeros(()))
+        model.forward = lambda: None
+        fully_shard(model, mesh=env.mesh((2, 4)), shard_placement_fn=least_padding, replicate_params=[model.bias])
+        told = describe(model)
+        assert "Replicate()/Shard(0, 1)" in repr(model), repr(model)
+        assert "Shard(0, 1)" in told and "Shard(0) " not in told, told
+        replicas = nn.Linear(4, 4)
+        fully_shard(replicas, mesh=env.mesh((8,), ("pod",)), dp_mesh_dims=DataParallelMeshDims(replicate="pod"))
+        assert replicas.weight.placements == (Replicate(),)
+        assert "Replicate()" in repr(replicas) and "Shard" not in repr(replicas), repr(replicas)
+        assert "Shard" not in describe(replicas), describe(replicas)
 
 
 def test_describe_refuses_a_model_that_is_not_sharded() -> None:

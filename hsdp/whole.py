@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.autograd import NO_TASK, graph_task
 from hsdp.collectives import Comm
 from hsdp.errors import StateError
+from hsdp.fingerprints import plain_row
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
@@ -155,6 +156,20 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
             comm.broadcast(data, unit)
         if data is not tensor:
             tensor.copy_(data)
+
+
+@torch.no_grad()
+def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
+    """Overwrites plain tensors of any dtype by those of the first rank of the unit's mesh: one transfer per axis."""
+    if not tensors:
+        return
+    # As bytes: backends do not send every dtype, and one buffer serves for all.
+    rows = [plain_row(tensor).view(torch.uint8).to(unit.axes.device) for tensor in tensors]
+    flat = torch.cat(rows)
+    broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
+    for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):
+        # A copy of its own begins where its dtype may begin.
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))
 
 
 def changed(unit: Unit) -> None:

@@ -82,7 +82,8 @@ class HSDPModule(FSDP2Methods):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
         unit = own_state(self).unit
-        if unit.disturbed():
+        # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
+        if unit.disturbed() and len(unit.devices()) == 1:
             unit.rebuild()
         return result
 

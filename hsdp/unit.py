@@ -163,7 +163,7 @@ class Unit:
         for param in self.params:
             if param.moved():
                 param.adopt(self.name)
-        devices = {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
+        devices = self.devices()
         if len(devices) != 1:
             raise StateError(
                 f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
@@ -175,6 +175,10 @@ class Unit:
                 param.piece = lane.layout.pieces[index]
                 param.rehome(lane.local(index))
         self._arrange()
+
+    def devices(self) -> set[torch.device]:
+        """Where the sharded parameters are at present: on one device, but while somebody moves them."""
+        return {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
 
     def _make_lanes(self, device: torch.device) -> None:
         groups: dict[LaneKind, list[int]] = {}

@@ -60,8 +60,8 @@ def fully_shard(
             away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
             ranks, so that the gather for backward stays inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
-            Scalars are kept whole on every rank. It may take the number of shard ranks as a second argument:
-            `hsdp.least_padding` does, and chooses what pads least, for experts above all.
+            Scalars are kept whole on every rank. A second argument without a default, or one named `shards`, gets the
+            number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
         offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,

@@ -51,8 +51,8 @@ def fully_shard(
     under their own names, so make the optimizer afterwards.
 
     Args:
-        module: the module, or a list of modules that form one unit together. Its class becomes `HSDP<Class>`, a
-            subclass of both the original class and `HSDPModule`.
+        module: the module, or a list of modules that form one unit together. Its class becomes `FSDP<Class>`, as
+            FSDP2 names it: a subclass of both the original class and `HSDPModule`.
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
             the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
         reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,

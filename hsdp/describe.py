@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hsdp.lane import Lane
+from hsdp.registry import class_name
 from hsdp.state import state_of
 from hsdp.unit import Unit
 from hsdp.wording import dotted, dtype_of, pattern_of, together
@@ -50,7 +51,7 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
         unit = parent if state is None else state.unit
         if unit is not None and unit not in seen:
             seen.add(unit)
-            root = f"{type(module).__name__.removeprefix('HSDP')} (root)"
+            root = f"{class_name(module)} (root)"
             found.append((name or root, depth, unit))
         for child_name, child in module.named_children():
             visit(child, dotted(name, child_name), depth + (unit is not parent), unit)

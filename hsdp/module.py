@@ -15,7 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.compat import FSDP2Methods, UnshardHandle, check_flag, on_stream
 from hsdp.full_params import gathered_apply
 from hsdp.policies import check_reduce_op
-from hsdp.registry import units_below
+from hsdp.registry import PREFIX, units_below
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
 from hsdp.state import own_state
@@ -366,7 +366,10 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def sharded_class(cls: type) -> type:
-    """The class that modules of class `cls` get: `HSDP<Cls>`, below both `HSDPModule` and `cls`."""
+    """The class that modules of class `cls` get: `FSDP<Cls>`, below both `HSDPModule` and `cls`.
+
+    The name is the one that FSDP2 gives: libraries know the prefix, and take it off where they write a class's name down.
+    """
     if cls not in _classes:
         original = cast(Any, cls).forward
 
@@ -379,5 +382,5 @@ def sharded_class(cls: type) -> type:
             return state.run(self, functools.partial(original, self), args, kwargs)
 
         members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), members)
+        _classes[cls] = type(f"{PREFIX}{cls.__name__}", (HSDPModule, cls), members)
     return _classes[cls]

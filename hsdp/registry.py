@@ -14,6 +14,9 @@ from torch import nn
 if TYPE_CHECKING:
     from hsdp.unit import Unit
 
+PREFIX = "FSDP"
+"""What the class of a sharded module has in front of the original class's name."""
+
 _managed: dict[int, weakref.ref[Unit]] = {}
 
 
@@ -69,6 +72,12 @@ def units_below(model: nn.Module, recurse: bool = True, what: str = "") -> list[
             + ("" if recurse else ", or pass recurse=True if modules below it are sharded")
         )
     return list(units)
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, or of the class that it had before `fully_shard`."""
+    name = type(module).__name__
+    return name.removeprefix(PREFIX) if "_hsdp_state" in module.__dict__ else name
 
 
 def forget(ids: list[int]) -> None:

@@ -68,7 +68,7 @@ def test_a_sharded_module_is_an_fsdp_module_and_a_plain_one_is_not() -> None:
         assert type(type(model)()) is Deep, "a sharded class makes plain modules"
         with pytest.raises(AssertionError, match="only be applied to a module once"):
             fsdp.fully_shard(model)
-        with pytest.raises(NotImplementedError, match=r"HSDPDeep has no FSDP2's internal state.*hsdp.describe"):
+        with pytest.raises(NotImplementedError, match=r"FSDPDeep has no FSDP2's internal state.*hsdp.describe"):
             model._get_fsdp_state()
 
 

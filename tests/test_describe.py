@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
@@ -66,6 +68,20 @@ def test_repr_and_describe_tell_the_same_placements() -> None:
         assert replicas.weight.placements == (Replicate(),)
         assert "Replicate()" in repr(replicas) and "Shard" not in repr(replicas), repr(replicas)
         assert "Shard" not in describe(replicas), describe(replicas)
+
+
+def test_names_are_those_of_the_original_class_or_fsdp2_s() -> None:
+    class FSDPNet(nn.Linear):
+        """A class of the user's own that begins as FSDP2's names do."""
+
+    with fake_world(4) as env:
+        assert describe(fully_shard(FSDPNet(4, 4), mesh=env.mesh((4,)))).startswith("FSDPNet (root): ")
+        model = fully_shard(nn.Linear(4, 4), mesh=env.mesh((4,)))
+        assert repr(model).startswith("FSDPLinear(") and describe(model).startswith("Linear (root): ")
+        # What transformers' save_pretrained writes as "architectures".
+        assert type(model).__name__.removeprefix("FSDP") == "Linear"
+        with pytest.raises(TypeError, match=r"^FSDPLinear is sharded and cannot be pickled"):
+            pickle.dumps(model)
 
 
 def test_describe_refuses_a_model_that_is_not_sharded() -> None:

@@ -16,7 +16,7 @@ from hsdp.planning.facts import facts_of
 from hsdp.planning.plans import Assumptions, Comparison, Plan, plan_facts
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.registry import units_below
+from hsdp.registry import class_name, units_below
 from hsdp.units import Pattern
 
 Mesh = DeviceMesh | Sequence[int] | int
@@ -92,7 +92,7 @@ def plan(
         backend=backend or sizes.backend,
         streams=sizes.streams and backend != "gloo",
     )
-    return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, sizes.replicas, sizes.shards, told)
+    return plan_facts(class_name(model), facts, sizes.replicas, sizes.shards, told)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.buffers import modules_with_units
-from hsdp.compat import own_policy, put_pipeline_face
+from hsdp.compat import fsdp_state, own_policy, put_pipeline_face
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, has_forward, sharded_class
 from hsdp.offload import OffloadPolicy
@@ -121,6 +121,10 @@ def fully_shard(
     Runtime.generation += 1
     watch_optimizers()
     return module
+
+
+# Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.
+fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:

@@ -8,11 +8,12 @@ from collections.abc import Iterable
 from typing import Any, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.compat import own_policy, put_pipeline_face
+from hsdp.buffers import modules_with_units
+from hsdp.compat import fsdp_state, own_policy, put_pipeline_face
 from hsdp.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.module import HSDPModule, has_forward, sharded_class
 from hsdp.offload import OffloadPolicy
@@ -50,8 +51,8 @@ def fully_shard(
     under their own names, so make the optimizer afterwards.
 
     Args:
-        module: the module, or a list of modules that form one unit together. Its class becomes `HSDP<Class>`, a
-            subclass of both the original class and `HSDPModule`.
+        module: the module, or a list of modules that form one unit together. Its class becomes `FSDP<Class>`, as
+            FSDP2 names it: a subclass of both the original class and `HSDPModule`.
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
             the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
         reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,
@@ -59,8 +60,8 @@ def fully_shard(
             away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
             ranks, so that the gather for backward stays inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
-            Scalars are kept whole on every rank. It may take the number of shard ranks as a second argument:
-            `hsdp.least_padding` does, and chooses what pads least, for experts above all.
+            Scalars are kept whole on every rank. A second argument without a default, or one named `shards`, gets the
+            number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
         offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,
@@ -70,9 +71,12 @@ def fully_shard(
             the same pipeline. For small ones that are not worth gathering.
         dp_mesh_dims: names the axes of a bigger `mesh` over which to shard and to replicate; several may act as one.
             Without a shard axis nothing is sharded and gradients are all-reduced, as in DDP.
-        replica_policy: what becomes of values that differ between ranks, here or in `init_sharded`. "broadcast":
-            every rank takes those of the mesh's first rank; only what differs is sent. "check": they are an error. "trust":
-            they are not looked for, which saves a pass over the parameters: the caller guarantees equal replicas.
+        replica_policy: what becomes of parameters and buffers whose values differ between ranks, here or in
+            `init_sharded`. "broadcast": every rank takes those of the mesh's first rank; only what differs is sent.
+            "check": they are an error. "trust": they are not looked for, which saves a pass over the parameters: the caller
+            guarantees equal replicas. Buffers are those of the unit's modules, persistent or not, but for those of
+            modules whose parameters are all in `ignored_params`. A buffer that is meant to differ between ranks is
+            written after the call.
 
     Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
     the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.
@@ -84,7 +88,7 @@ def fully_shard(
         TypeError: an argument is of the wrong type.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
             no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
-        DivergenceError: the ranks of the mesh call it on different parameters, or on different values where
+        DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
             `replica_policy` is "check". The module is as it was.
     """
     modules = _check_modules(module)
@@ -104,12 +108,12 @@ def fully_shard(
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
     params = manage(found, name, axes, shard_placement_fn, replicated, reshard)
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
-    verify(unit)
+    verify(unit, modules)
     unit.build()
 
     state = ModuleState(unit, modules)
+    _move_buffers(modules, unit)
     for m in modules:
-        _move_buffers(m, axes.device, policy.buffer_dtype)
         m.__dict__["_hsdp_state"] = state
         m.__class__ = sharded_class(type(m))
         put_pipeline_face(m)
@@ -117,6 +121,10 @@ def fully_shard(
     Runtime.generation += 1
     watch_optimizers()
     return module
+
+
+# Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.
+fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
@@ -196,12 +204,18 @@ def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
     return {id(param) for param in listed}
 
 
-def _move_buffers(module: nn.Module, device: torch.device, dtype: torch.dtype | None) -> None:
-    for child in module.modules():
-        for name, buffer in child._buffers.items():
+def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:
+    """Brings the buffers of the unit's modules to its device and `buffer_dtype`; shared ones stay shared."""
+    moved: dict[int, Tensor] = {}
+    for _, module, owner in modules_with_units(modules, unit):
+        for name, buffer in module._buffers.items() if owner is unit else ():
             if buffer is not None:
-                where = buffer.device if buffer.is_meta else device  # init_sharded materialises it, in this dtype
-                child._buffers[name] = buffer.to(where, dtype if buffer.is_floating_point() else None)
+                if id(buffer) not in moved:
+                    # init_sharded materialises what is on the meta device, in this dtype.
+                    where = buffer.device if buffer.is_meta else unit.axes.device
+                    dtype = unit.mp_policy.buffer_dtype if buffer.is_floating_point() else None
+                    moved[id(buffer)] = buffer.to(where, dtype)
+                module._buffers[name] = moved[id(buffer)]
 
 
 def _watch_loads(unit: Unit) -> None:
@@ -210,7 +224,7 @@ def _watch_loads(unit: Unit) -> None:
 
     def loaded(module: nn.Module, keys: object) -> None:
         if (owner := this()) is not None:
-            owner.epoch += 1
+            owner.weights_changed()
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
         holder.register_load_state_dict_post_hook(loaded)

@@ -214,6 +214,12 @@ def put_pipeline_face(module: nn.Module) -> None:
     module.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard] = PipelineFace(module)
 
 
+def fsdp_state(module: nn.Module) -> PipelineFace | None:
+    """FSDP2's `fully_shard.state(module)`: what libraries find there of a sharded module; None of any other."""
+    found: PipelineFace | None = module.__dict__.get(STATE_KEY, {}).get(_torch_fully_shard)
+    return found
+
+
 def share_comm_ctx(modules: list[Any]) -> None:
     """Makes several roots (a pipeline's stages on this rank) use the same side streams.
 

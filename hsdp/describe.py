@@ -5,6 +5,7 @@ from __future__ import annotations
 from torch import nn
 
 from hsdp.lane import Lane
+from hsdp.registry import class_name
 from hsdp.state import state_of
 from hsdp.unit import Unit
 from hsdp.wording import dotted, dtype_of, pattern_of, together
@@ -50,7 +51,7 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
         unit = parent if state is None else state.unit
         if unit is not None and unit not in seen:
             seen.add(unit)
-            root = f"{type(module).__name__.removeprefix('HSDP')} (root)"
+            root = f"{class_name(module)} (root)"
             found.append((name or root, depth, unit))
         for child_name, child in module.named_children():
             visit(child, dotted(name, child_name), depth + (unit is not parent), unit)
@@ -81,14 +82,14 @@ def _after_forward(unit: Unit, is_root: bool) -> str:
 def _path(lane: Lane, index: int, unit: Unit) -> str:
     piece, kind = lane.layout.pieces[index], lane.kind
     dtypes = f"{dtype_of(kind.storage)} / {dtype_of(kind.compute)} / {dtype_of(kind.reduce)}"
+    where = unit.axes.placement_text(piece.spec.dim, piece.spec.merged)
     if kind.replicated:
-        where, how = "Replicate()", "kept whole, all-reduced"
+        how = "kept whole, all-reduced"
     elif piece.spec.dim is None:
-        where, how = "Replicate()", "kept whole, reduced packed"
+        how = "kept whole, reduced packed"
     elif lane.shards == 1:
-        where, how = f"Shard({piece.spec.dim})", "nothing to gather, all-reduced where autograd made it"
+        how = "nothing to gather, all-reduced where autograd made it"
     else:
-        where = f"Shard({piece.spec.dim})" if piece.spec.merged == 1 else "Shard(0, 1)"
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
         how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
     frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"

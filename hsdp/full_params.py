@@ -10,9 +10,10 @@ from typing import Literal
 import torch
 from torch import nn
 
+from hsdp.registry import units_below
 from hsdp.state import state_of
 from hsdp.unit import Unit
-from hsdp.whole import Loan, check_idle, gather, is_first, units_below, write, write_first
+from hsdp.whole import Loan, check_idle, gather, is_first, write, write_first
 
 WriteBack = Literal["rank0", "local"]
 

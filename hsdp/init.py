@@ -10,22 +10,23 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+from hsdp.buffers import buffers_by_unit, modules_with_units
 from hsdp.dtensors import as_dtensor
 from hsdp.errors import StateError
 from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
 from hsdp.inner import block_of
 from hsdp.param import rows_of
-from hsdp.registry import unit_of
+from hsdp.registry import unit_of, units_below
 from hsdp.unit import Unit
-from hsdp.verification import differing, told_by_all, unequal
-from hsdp.whole import Loan, broadcast, check_idle, gather, spread, units_below, write_first
+from hsdp.verification import check_structures, differing, told_by_all, unequal
+from hsdp.whole import Loan, broadcast, broadcast_all, check_idle, gather, spread, write_first
 from hsdp.wording import dotted
 
 InitFn = Callable[[nn.Module], object]
@@ -197,33 +198,50 @@ def _reset_of(module: nn.Module) -> Any:
 # -- tensors that belong to no unit ------------------------------------------------------------------------------------
 
 
+class _Loose(NamedTuple):
+    """A buffer, or a parameter that no unit owns, on the meta device: one name of it.
+
+    Attributes:
+        fqn: the name.
+        store, name: where it is registered.
+        tensor: the tensor on the meta device.
+        unit: on the ranks of whose mesh its values are made equal, and by whose `replica_policy`.
+    """
+
+    fqn: str
+    store: dict[str, Any]
+    name: str
+    tensor: Tensor
+    unit: Unit
+
+
 @contextmanager
-def _loose_tensors(model: nn.Module, unit: Unit, device: torch.device) -> Iterator[None]:
+def _loose_tensors(model: nn.Module, default: Unit, device: torch.device) -> Iterator[None]:
     """Buffers, and parameters that no unit owns: those on the meta device are real inside, and stay so unless it raises.
 
-    They get equal values on the ranks of `unit`'s mesh.
+    They are those of the unit whose module holds them, or of `default`.
     """
     reals: dict[int, Tensor] = {}
-    loose: list[tuple[str, dict[str, Any], str, Tensor]] = []
-    for prefix, module in model.named_modules():
+    loose: list[_Loose] = []
+    for prefix, module, unit in modules_with_units([model], default):
         stores: tuple[dict[str, Any], ...] = (module._parameters, module._buffers)
         for store in stores:
             for name, tensor in store.items():
                 if tensor is not None and tensor.is_meta and unit_of(tensor) is None:
-                    fqn = dotted(prefix, name)
-                    loose.append((fqn, store, name, tensor))
+                    one = _Loose(dotted(prefix, name), store, name, tensor, unit or default)
+                    loose.append(one)
                     if id(tensor) not in reals:
-                        reals[id(tensor)] = _real_of(tensor, fqn, device)
+                        reals[id(tensor)] = _real_of(tensor, one.fqn, device)
     versions = {key: real._version for key, real in reals.items()}
-    for _, store, name, tensor in loose:
-        store[name] = reals[id(tensor)]
+    for one in loose:
+        one.store[one.name] = reals[id(one.tensor)]
     try:
         yield
         _check_written(loose, reals, versions)
-        _settle(loose, unit)
+        _settle(loose)
     except BaseException:
-        for _, store, name, tensor in loose:
-            store[name] = tensor
+        for one in loose:
+            one.store[one.name] = one.tensor
         raise
 
 
@@ -237,16 +255,14 @@ def _real_of(tensor: Tensor, fqn: str, device: torch.device) -> Tensor:
     return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
-def _check_written(
-    loose: list[tuple[str, dict[str, Any], str, Tensor]], reals: dict[int, Tensor], versions: dict[int, int]
-) -> None:
+def _check_written(loose: list[_Loose], reals: dict[int, Tensor], versions: dict[int, int]) -> None:
     blank = []
-    for fqn, store, name, tensor in loose:
-        now, real = store.get(name), reals[id(tensor)]
+    for one in loose:
+        now, real = one.store.get(one.name), reals[id(one.tensor)]
         if now is None or now.is_meta or _is_blank(now):
-            blank.append(fqn)
-        elif now is real and not _shows_blanks(now.dtype) and now._version == versions[id(tensor)]:
-            blank.append(fqn)  # no value of an integer says that nobody wrote it, but nobody did
+            blank.append(one.fqn)
+        elif now is real and not _shows_blanks(now.dtype) and now._version == versions[id(one.tensor)]:
+            blank.append(one.fqn)  # no value of an integer says that nobody wrote it, but nobody did
     if blank:
         raise StateError(
             f"init_sharded: {blank} were not initialised, or not wholly; make fn (or reset_parameters) write every element "
@@ -255,39 +271,45 @@ def _check_written(
 
 
 @torch.no_grad()
-def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) -> None:
-    device = unit.axes.device
+def _settle(loose: list[_Loose]) -> None:
     settled: dict[int, Tensor] = {}
-    names: dict[int, str] = {}
-    for fqn, store, name, tensor in loose:
-        now = store[name]
+    alike: dict[tuple[Any, ...], list[_Loose]] = {}
+    for one in loose:
+        now, device = one.store[one.name], one.unit.axes.device
         if id(now) not in settled:
             data = now.detach() if isinstance(now, nn.Parameter) else now
             # A buffer that fn put in place of another keeps the dtype that was chosen (`buffer_dtype`).
-            keep = now.is_floating_point() and tensor.is_floating_point()
-            settled[id(now)], names[id(now)] = data.to(device, tensor.dtype if keep else None), fqn
-    if not _compare(unit, list(names.values()), list(settled.values())):
-        _broadcast_all(list(settled.values()), unit)
-    for fqn, store, name, tensor in loose:
-        value = settled[id(store[name])]
+            keep = now.is_floating_point() and one.tensor.is_floating_point()
+            settled[id(now)] = data.to(device, one.tensor.dtype if keep else None)
+            # Units with the same ranks and policy ask one question.
+            comms = (one.unit.replicate_comm.group, one.unit.shard_comm.group, one.unit.replica_policy)
+            alike.setdefault(comms, []).append(one)
+    for ones in alike.values():
+        unit, values = ones[0].unit, [settled[id(one.store[one.name])] for one in ones]
+        if not _compare(unit, [one.fqn for one in ones], values):
+            broadcast_all(values, unit)
+    for one in loose:
+        value, tensor = settled[id(one.store[one.name])], one.tensor
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
-                _fill(tensor, value, fqn)
-            store[name] = tensor
+                _fill(tensor, value, one.fqn)
+            one.store[one.name] = tensor
         else:
-            store[name] = value
+            one.store[one.name] = value
 
 
-def _compare(unit: Unit, names: list[str], tensors: Sequence[Tensor]) -> bool:
+def _compare(unit: Unit, names: Sequence[str], tensors: Sequence[Tensor]) -> bool:
     """Whether the tensors have equal values on all ranks of the unit's mesh, or are trusted to.
 
     Raises:
-        DivergenceError: they have not, and must by the unit's `replica_policy`.
+        DivergenceError: they have not, and must by the unit's `replica_policy`; or they have other shapes or dtypes.
     """
     if unit.replica_policy == "trust":
         return True
-    prints = [fingerprint(torch.view_as_real(t) if t.is_complex() else t) for t in tensors]
-    odd = differing(told_by_all(prints, unit))
+    kinds = [(name, tuple(t.shape), str(t.dtype)) for name, t in zip(names, tensors, strict=True)]
+    told = told_by_all((kinds, [fingerprint(t) for t in tensors]), unit)
+    check_structures("init_sharded", "tensor", [kinds for kinds, _ in told])
+    odd = differing([prints for _, prints in told])
     if odd and unit.replica_policy == "check":
         raise unequal(f"init_sharded, unit {unit.name!r}", names, odd)
     return not odd
@@ -352,7 +374,8 @@ def sync_module_states(model: nn.Module) -> nn.Module:
     For models that were changed on one rank only, or loaded from files of its own by each. `fully_shard` does it already
     for the values that it finds. Sharded parameters are sent along the replicate axis alone, so each rank of the first
     replica keeps its shards. Buffers, parameters that every rank holds whole, and those that no unit manages
-    (`ignored_params`) are those of the mesh's first rank; DTensors that no unit manages are left alone.
+    (`ignored_params`) are those of the mesh's first rank. Left alone are parameters that are DTensors of no unit, buffers
+    that are DTensors distributed over these ranks, and sparse buffers.
 
     Args:
         model: a model with sharded parameters; every rank must call it.
@@ -364,6 +387,7 @@ def sync_module_states(model: nn.Module) -> nn.Module:
         TypeError: `model` is not a module.
         ValueError: nothing is sharded.
         StateError: in the middle of a forward or backward, or something is on the meta device.
+        DivergenceError: ranks hold buffers of different names, shapes or dtypes.
     """
     units = units_below(model, True, "sync_module_states")
     check_idle(units, "sync_module_states")
@@ -372,19 +396,21 @@ def sync_module_states(model: nn.Module) -> nn.Module:
         raise StateError(f"sync_module_states: {meta} are on the meta device; call hsdp.init_sharded(model) first")
     for unit in units:
         spread(unit)
-    loose = {id(t): t for t in (*model.parameters(), *model.buffers()) if not isinstance(t, DTensor)}
-    with torch.no_grad():
-        _broadcast_all(list(loose.values()), units[0])
+    for unit, tensors in _whole_everywhere(model, units[0]):
+        names = [(name, tuple(part.shape), str(part.dtype)) for name, part in tensors]
+        check_structures("sync_module_states", "tensor", told_by_all(names, unit))
+        broadcast_all([part for _, part in tensors], unit)
     return model
 
 
-def _broadcast_all(tensors: list[Tensor], unit: Unit) -> None:
-    """Overwrites plain tensors by those of the mesh's first rank; one transfer per dtype and axis."""
-    kinds: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
-    for tensor in tensors:
-        kinds.setdefault((tensor.dtype, tensor.device), []).append(tensor)
-    for same in kinds.values():
-        flat = torch.cat([tensor.detach().reshape(-1) for tensor in same])
-        broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
-        for tensor, part in zip(same, flat.split([tensor.numel() for tensor in same]), strict=True):
-            tensor.copy_(part.view(tensor.shape))
+def _whole_everywhere(model: nn.Module, default: Unit) -> Iterator[tuple[Unit, list[tuple[str, Tensor]]]]:
+    """Buffers and parameters that no unit manages, with their names, and a unit on whose mesh they must be equal."""
+    found: dict[Unit, list[tuple[str, Tensor]]] = {default: []}
+    for unit, buffers in buffers_by_unit(model, default).items():
+        found[unit] = [(buffer.fqn, part) for buffer in buffers for part in buffer.parts]
+    found[default] += [(name, p.detach()) for name, p in model.named_parameters() if not isinstance(p, DTensor)]
+    alike: dict[tuple[Any, ...], tuple[Unit, list[tuple[str, Tensor]]]] = {}
+    for unit, tensors in found.items():
+        comms = (unit.replicate_comm.group, unit.shard_comm.group)
+        alike.setdefault(comms, (unit, []))[1].extend(tensors)
+    yield from alike.values()

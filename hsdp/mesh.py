@@ -123,6 +123,17 @@ class MeshAxes:
             placements[self.shard_axis] = Shard(dim)
         return tuple(placements)
 
+    def placement_text(self, dim: int | None, merged: int) -> str:
+        """The placement of a parameter for people: "Replicate()", "Shard(1)", or "Shard(0, 1)" of two dims cut as one.
+
+        Args:
+            dim: the tensor dim that is sharded; None: the parameter is whole on every rank.
+            merged: how many leading dims are cut as one.
+        """
+        if self.shard_axis is None or dim is None:
+            return "Replicate()"
+        return f"Shard({dim})" if merged == 1 else f"Shard({', '.join(map(str, range(merged)))})"
+
     def merged(self, rows: int) -> tuple[DeviceMesh, tuple[Placement, ...]]:
         """Mesh and placements of a parameter with `rows` rows in dim 0 whose first two dims are cut as one.
 

@@ -15,9 +15,10 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.compat import FSDP2Methods, UnshardHandle, check_flag, on_stream
 from hsdp.full_params import gathered_apply
 from hsdp.policies import check_reduce_op
+from hsdp.registry import PREFIX, units_below
 from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
-from hsdp.state import own_state, state_of
+from hsdp.state import own_state
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit
 from hsdp.whole import check_idle
@@ -73,7 +74,7 @@ class HSDPModule(FSDP2Methods):
         own = super().extra_repr()  # type: ignore[misc]
         unit = own_state(self).unit
         kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
-        dims = sorted({"Replicate()" if p.spec.dim is None else f"Shard({p.spec.dim})" for p in unit.params})
+        dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
         count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
         told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
         return f"{own}, {told}" if own else told
@@ -81,17 +82,13 @@ class HSDPModule(FSDP2Methods):
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
         unit = own_state(self).unit
-        if unit.disturbed():
+        # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
+        if unit.disturbed() and len(unit.devices()) == 1:
             unit.rebuild()
         return result
 
     def _units(self, recurse: bool = True) -> list[Unit]:
-        modules = cast(nn.Module, self).modules() if recurse else [cast(nn.Module, self)]
-        units: dict[Unit, None] = {}
-        for module in modules:
-            if (state := state_of(module)) is not None:
-                units.setdefault(state.unit)
-        return list(units)
+        return units_below(cast(nn.Module, self), recurse)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
         """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.
@@ -188,20 +185,22 @@ class HSDPModule(FSDP2Methods):
     def accumulate(self, *, last: bool) -> Iterator[None]:
         """Wraps the forward and backward of one micro-batch.
 
-        In all but the last one (`last=False`) it communicates as little as the root's `CommPolicy.accumulate` allows:
-        gradients are reduce-scattered and their all-reduce deferred, or summed on this rank. In the last one everything
-        is communicated.
+        In all but the last one (`last=False`) it communicates as little as `CommPolicy.accumulate` of this module allows,
+        which decides for all units below it, too: gradients are reduce-scattered and their all-reduce deferred, or summed
+        on this rank. In the last one everything is communicated.
 
             for i, batch in enumerate(micro_batches):
                 with model.accumulate(last=i == len(micro_batches) - 1):
                     loss_of(model(batch)).backward()
         """
-        units = self._units()
-        settings = [unit.settings for unit in units]
+        settings = [unit.settings for unit in self._units()]
         before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
-        for unit in units:
-            unit.settings.requires_all_reduce = last
-            unit.settings.requires_grad_sync = last or unit.comm_policy.accumulate == "reduce_scatter"
+        # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory
+        # of whole sums and the traffic of reduce-scatters.
+        scatters = own_state(self).unit.comm_policy.accumulate == "reduce_scatter"
+        for each in settings:
+            each.requires_all_reduce = last
+            each.requires_grad_sync = last or scatters
         try:
             yield
         finally:
@@ -370,7 +369,10 @@ def has_forward(module: nn.Module) -> bool:
 
 
 def sharded_class(cls: type) -> type:
-    """The class that modules of class `cls` get: `HSDP<Cls>`, below both `HSDPModule` and `cls`."""
+    """The class that modules of class `cls` get: `FSDP<Cls>`, below both `HSDPModule` and `cls`.
+
+    The name is the one that FSDP2 gives: libraries know the prefix, and take it off where they write a class's name down.
+    """
     if cls not in _classes:
         original = cast(Any, cls).forward
 
@@ -383,5 +385,5 @@ def sharded_class(cls: type) -> type:
             return state.run(self, functools.partial(original, self), args, kwargs)
 
         members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
-        _classes[cls] = type(f"HSDP{cls.__name__}", (HSDPModule, cls), members)
+        _classes[cls] = type(f"{PREFIX}{cls.__name__}", (HSDPModule, cls), members)
     return _classes[cls]

@@ -23,7 +23,7 @@ class MixedPrecisionPolicy:
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`. Lists, dicts and
             dataclasses with a tensor to cast are passed as copies, all others as they are.
-        buffer_dtype: floating-point buffers are cast to it once, by `fully_shard`.
+        buffer_dtype: floating-point buffers of the unit's modules are cast to it once, by `fully_shard`.
     """
 
     param_dtype: torch.dtype | None = None
@@ -59,8 +59,9 @@ class CommPolicy:
         reduce_scatter_bucket_bytes: reductions of neighbouring units share one reduce-scatter until their whole gradients
             reach this many bytes (0: each goes on its own). Fewer, larger transfers for small units, more memory.
         all_reduce_bucket_bytes: the same for all-reduces, counted in bytes of shards. Buckets are coalesced calls: no copy.
-        accumulate: what `accumulate()` does in all micro-batches but the last: "reduce_scatter" sums shards and defers
-            the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of fp32.
+        accumulate: what `accumulate()` of the module does in all micro-batches but the last: "reduce_scatter" sums shards
+            and defers the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of
+            fp32. That of the module on which it is called (the model) decides for all units below.
     """
 
     fusion: Fusion = "auto"

@@ -20,6 +20,7 @@ from hsdp.collectives import Comm
 from hsdp.errors import HSDPError
 from hsdp.order import BackwardOrder, Order
 from hsdp.pipeline import Reduction, ReductionPipeline
+from hsdp.registry import class_name
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState, expect, stale
 from hsdp.turns import Turns
@@ -136,7 +137,7 @@ class Runtime:
             unit: Unit = state.unit
             if unit not in self.units:
                 self.units.append(unit)
-                self._members.append((unit, parent, name or f"{type(module).__name__} (root)"))
+                self._members.append((unit, parent, name or f"{class_name(module)} (root)"))
             parent = unit
         for child_name, child in module.named_children():
             self._collect(child, parent, dotted(name, child_name))

@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 from torch import nn
 from torch.distributed.tensor import DTensor
@@ -130,7 +131,7 @@ def _check_one_device(found: list[Found], unit: str) -> None:
 
 def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int | None, int]:
     """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
-    placement = None if choose is None else choose(param, shards) if _wants_shards(choose) else choose(param)
+    placement = None if choose is None else _call(choose, param, shards)
     if param.ndim == 0:
         return None, 1
     if placement is None:
@@ -150,10 +151,19 @@ def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | N
     return placement.dim % param.ndim, 1
 
 
-def _wants_shards(choose: PlacementFn) -> bool:
-    """Whether the function takes the number of shard ranks too, as `least_padding` does."""
+def _call(choose: PlacementFn, param: nn.Parameter, shards: int) -> Any:
+    """Calls the function with the parameter, and with the number of shard ranks if it asks for that.
+
+    It asks by a parameter named `shards`, or by a second one that cannot do without a value. What has a default is the
+    function's own: `lambda param, _experts=experts: ...` binds a loop's variable.
+    """
     try:
-        inspect.signature(choose).bind(None, 1)
+        named = inspect.signature(choose).parameters
     except (TypeError, ValueError):
-        return False
-    return True
+        return choose(param)
+    positional = [one for one in named.values() if one.kind in (one.POSITIONAL_ONLY, one.POSITIONAL_OR_KEYWORD)]
+    if len(positional) > 1 and positional[1].default is inspect.Parameter.empty:
+        return choose(param, shards)
+    asked = named.get("shards")
+    by_name = asked is not None and asked.kind in (asked.POSITIONAL_OR_KEYWORD, asked.KEYWORD_ONLY)
+    return choose(param, shards=shards) if by_name and asked not in positional[:1] else choose(param)

@@ -72,7 +72,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
     roots: dict[Runtime | None, None] = {}
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
-            unit.epoch += 1
+            unit.weights_changed()
             roots[unit.runtime] = None
     for root in roots:
         if root is not None:

@@ -169,11 +169,11 @@ class Unit:
         if self.lent:
             expect(self, "use of the sharded parameters", TrainingState.IDLE)
         self.reshard()
-        self.epoch += 1
+        self.weights_changed()
         for param in self.params:
             if param.moved():
                 param.adopt(self.name)
-        devices = {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
+        devices = self.devices()
         if len(devices) != 1:
             raise StateError(
                 f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
@@ -185,6 +185,10 @@ class Unit:
                 param.piece = lane.layout.pieces[index]
                 param.rehome(lane.local(index))
         self._arrange()
+
+    def devices(self) -> set[torch.device]:
+        """Where the sharded parameters are at present: on one device, but while somebody moves them."""
+        return {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
 
     def _make_lanes(self, device: torch.device) -> None:
         groups: dict[LaneKind, list[int]] = {}
@@ -462,6 +466,10 @@ class Unit:
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
         return self._shadows.disturbed()
+
+    def weights_changed(self) -> None:
+        """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
+        self.epoch += 1
 
     def _check_materialised(self) -> None:
         if self.lanes and self.lanes[0].shard.is_meta:

@@ -1,4 +1,4 @@
-"""All ranks of a mesh begin with the same parameters and the same values: verified, and made so or refused."""
+"""All ranks of a mesh begin with the same parameters, buffers and values: verified, and made so or refused."""
 
 from __future__ import annotations
 
@@ -7,35 +7,48 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch import nn
 
+from hsdp.buffers import Buffer, own_buffers
 from hsdp.errors import DivergenceError
 from hsdp.fingerprints import fingerprint
 from hsdp.inner import block_of
 from hsdp.unit import Unit
-from hsdp.whole import broadcast
+from hsdp.whole import broadcast, broadcast_all
 
 
-def verify(unit: Unit) -> None:
-    """All ranks of the mesh shard the same parameters, and from the same values unless they are trusted.
+def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """All ranks of the mesh shard the same parameters and hold the same buffers, equal in value unless they are trusted.
+
+    Args:
+        unit: the unit, not built yet.
+        modules: what it is made of.
 
     Raises:
         DivergenceError: they do not, or the values differ and the unit's `replica_policy` is "check".
     """
+    buffers = own_buffers(modules, unit)
+    blocks = [block_of(param.sharded) for param in unit.params]
+    values = [[block] for block in blocks] + [buffer.parts for buffer in buffers]
+    names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
-    prints = [None if trusted or p.sharded.is_meta else fingerprint(block_of(p.sharded)) for p in unit.params]
-    told = told_by_all((_structure(unit), prints), unit)
-    _check_structures([structure for structure, _ in told], unit.name)
+    prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
+    # Buffers come along with the parameters: one question, however many there are.
+    told = told_by_all((_structure(unit, buffers), prints), unit)
+    check_structures(f"fully_shard({unit.name})", "parameter, buffer or policy", [structure for structure, _ in told])
     odd = differing([values for _, values in told])
     if odd and unit.replica_policy == "check":
-        raise unequal(f"fully_shard({unit.name})", [p.fqn for p in unit.params], odd)
+        raise unequal(f"fully_shard({unit.name})", names, odd)
+    count = len(blocks)
     with torch.no_grad():
         for index in odd:  # in one order on all ranks: they were told the same
-            block = block_of(unit.params[index].sharded).detach()
-            broadcast(block, unit, unit.replicate_comm, unit.shard_comm)
+            if index < count:
+                broadcast(blocks[index].detach(), unit, unit.replicate_comm, unit.shard_comm)
+    broadcast_all([part for index in odd if index >= count for part in values[index]], unit)
 
 
-def _structure(unit: Unit) -> list[tuple[Any, ...]]:
-    """What must be the same on all ranks: each parameter, and what else decides the sizes of transfers."""
+def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
+    """What must be the same on all ranks: each parameter and buffer, and what else decides the sizes of transfers."""
     params: list[tuple[Any, ...]] = [
         (
             p.fqn,
@@ -51,20 +64,26 @@ def _structure(unit: Unit) -> list[tuple[Any, ...]]:
         )
         for p in unit.params
     ]
+    held = [("buffer", buffer.fqn, *kind_of(buffer), buffer.tensor.is_meta) for buffer in buffers]
     reshard = repr(unit.settings.reshard_after_forward)
     policies = (repr(unit.mp_policy), repr(unit.comm_policy), reshard, unit.replica_policy)
-    return [*params, policies]
+    return [*params, *held, policies]
 
 
-def _check_structures(told: list[list[tuple[Any, ...]]], unit: str) -> None:
+def kind_of(buffer: Buffer) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shapes and dtypes of what is compared of a buffer, and may be sent."""
+    return tuple((tuple(part.shape), str(part.dtype)) for part in buffer.parts)
+
+
+def check_structures(what: str, item: str, told: list[list[tuple[Any, ...]]]) -> None:
+    """Raises DivergenceError if the ranks of a mesh, in its order, tell of different models; `item` says what they list."""
     for rank, structure in enumerate(told):
         pairs = itertools.zip_longest(told[0], structure, fillvalue="nothing")
         for index, (first, other) in enumerate(pairs):
             if first != other:
                 raise DivergenceError(
-                    f"fully_shard({unit}): the ranks build different models: parameter or policy {index} is {first} on the "
-                    f"mesh's first rank and {other} on rank {rank} of the mesh; build the same module everywhere, in the "
-                    "same order"
+                    f"{what}: the ranks build different models: {item} {index} is {first} on the mesh's first rank and "
+                    f"{other} on rank {rank} of the mesh; build the same module everywhere, in the same order"
                 )
 
 

@@ -18,40 +18,14 @@ from torch.distributed.tensor import DTensor
 from hsdp.autograd import NO_TASK, graph_task
 from hsdp.collectives import Comm
 from hsdp.errors import StateError
+from hsdp.fingerprints import plain_row
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 from hsdp.layout import Piece
 from hsdp.param import ManagedParam, Place, refresh_flat_weights, rows_of
-from hsdp.registry import unit_of
-from hsdp.state import state_of
 from hsdp.subclass import data_of
 from hsdp.training_state import TrainingState, expect, wrong_state
 from hsdp.unit import Unit
-
-
-def units_below(model: nn.Module, recurse: bool, what: str) -> list[Unit]:
-    """The units of a module and, with `recurse`, of those below it, parents before children.
-
-    Raises:
-        TypeError: `model` is not a module.
-        ValueError: none of its parameters is sharded.
-    """
-    if not isinstance(model, nn.Module):
-        raise TypeError(f"{what}: expected an nn.Module, not {type(model).__name__}")
-    units: dict[Unit, None] = {}
-    for module in model.modules() if recurse else [model]:
-        if (state := state_of(module)) is not None:
-            units.setdefault(state.unit)
-        for param in module._parameters.values():
-            # Of a module inside a unit, too: the unit is gathered as a whole.
-            if (unit := unit_of(param)) is not None and (recurse or state is None):
-                units.setdefault(unit)
-    if not units:
-        raise ValueError(
-            f"{what}({type(model).__name__}): no parameter of it is sharded; call fully_shard on it first"
-            + ("" if recurse else ", or pass recurse=True if modules below it are sharded")
-        )
-    return list(units)
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
@@ -184,9 +158,23 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
             tensor.copy_(data)
 
 
+@torch.no_grad()
+def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
+    """Overwrites plain tensors of any dtype by those of the first rank of the unit's mesh: one transfer per axis."""
+    if not tensors:
+        return
+    # As bytes: backends do not send every dtype, and one buffer serves for all.
+    rows = [plain_row(tensor).view(torch.uint8).to(unit.axes.device) for tensor in tensors]
+    flat = torch.cat(rows)
+    broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
+    for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):
+        # A copy of its own begins where its dtype may begin.
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))
+
+
 def changed(unit: Unit) -> None:
     """The shards have new values: whatever was gathered before is void."""
-    unit.epoch += 1
+    unit.weights_changed()
     if unit.holds_whole:
         unit.reshard()
 

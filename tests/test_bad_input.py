@@ -295,12 +295,12 @@ def test_copies_and_pickles_are_refused_with_what_to_do(world: RankEnv) -> None:
     for copying, remedy in ((copy.deepcopy, "before fully_shard"), (copy.copy, "."), (pickle.dumps, "state_dict")):
         with pytest.raises(TypeError) as caught:
             copying(model)
-        _says(caught.value, "HSDP", remedy)
+        _says(caught.value, "FSDP", remedy)
 
 
 def test_constructing_a_sharded_class_makes_a_plain_module(world: RankEnv) -> None:
     sharded = type(fully_shard(nn.Linear(4, 4), mesh=world.mesh(4)))
-    assert sharded.__name__ == "HSDPLinear"
+    assert sharded.__name__ == "FSDPLinear"
     assert type(sharded(3, 2)) is nn.Linear
     with pytest.raises(TypeError) as caught:
         hsdp.HSDPModule()

@@ -66,10 +66,10 @@ class _Generator(nn.Linear):
 
 def _refuse_what_runs_later(env: RankEnv) -> None:
     model = fully_shard(_Generator(4, 4), mesh=env.mesh(2))
-    with pytest.raises(StateError, match=r"unit 'HSDP_Generator \(root\)' is a generator.*return a list"):
+    with pytest.raises(StateError, match=r"unit '_Generator \(root\)' is a generator.*return a list"):
         model(torch.ones(1, 4))
     model = fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
-    with pytest.raises(TypeError, match=r"HSDPLinear is sharded and cannot be exported.*full_state_dict"):
+    with pytest.raises(TypeError, match=r"FSDPLinear is sharded and cannot be exported.*full_state_dict"):
         torch.export.export(model, (torch.ones(1, 4),))
 
 

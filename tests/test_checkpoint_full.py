@@ -133,6 +133,26 @@ def test_loading_between_a_forward_and_its_backward_is_noticed(pool2: Pool) -> N
     pool2.run(stale_backward)
 
 
+def stale_part(env: RankEnv, directory: str, into: str) -> None:
+    """What is loaded is a module inside a unit: the unit around it is stale as a whole."""
+    model = cm.build(env.mesh((1, 2)))
+    part = model.get_submodule("blocks.0.up")
+    state = checkpoint.full_state_dict(part)
+    checkpoint.save_safetensors(directory, part)
+    loss = model(torch.zeros(1, 2, dtype=torch.int64)).sum()
+    if into == "safetensors":
+        checkpoint.load_safetensors(directory, part)
+    else:
+        checkpoint.load_full_state_dict(part, state)
+    with pytest.raises(StaleParametersError, match=r"blocks\.0"):
+        loss.backward()
+
+
+@pytest.mark.parametrize("into", ["state dict", "safetensors"])
+def test_loading_into_a_module_inside_a_unit_is_noticed(pool2: Pool, tmp_path: Path, into: str) -> None:
+    pool2.run(stale_part, str(tmp_path), into)
+
+
 # -- memory ------------------------------------------------------------------------------------------------------------
 
 M_MMAP_THRESHOLD = -3  # of <malloc.h>

@@ -68,8 +68,17 @@ def test_a_sharded_module_is_an_fsdp_module_and_a_plain_one_is_not() -> None:
         assert type(type(model)()) is Deep, "a sharded class makes plain modules"
         with pytest.raises(AssertionError, match="only be applied to a module once"):
             fsdp.fully_shard(model)
-        with pytest.raises(NotImplementedError, match=r"HSDPDeep has no FSDP2's internal state.*hsdp.describe"):
+        with pytest.raises(NotImplementedError, match=r"FSDPDeep has no FSDP2's internal state.*hsdp.describe"):
             model._get_fsdp_state()
+
+
+def test_the_state_of_a_module_is_found_where_fsdp2_has_it() -> None:
+    with fake_world(4):
+        model: Any = shard(Deep(), None)
+        found = hsdp.fully_shard.state(model)
+        assert found is fsdp.fully_shard.state(model) and callable(found._root_post_backward_final_callback)
+        assert found is not hsdp.fully_shard.state(model.blocks[0])
+        assert hsdp.fully_shard.state(model.blocks) is None and hsdp.fully_shard.state(nn.Linear(2, 2)) is None
 
 
 def test_policies_of_fsdp2_are_taken() -> None:

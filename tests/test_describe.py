@@ -2,11 +2,22 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import Replicate
 
-from hsdp import CommPolicy, MixedPrecisionPolicy, describe, fully_shard, shard_units
+from hsdp import (
+    CommPolicy,
+    DataParallelMeshDims,
+    MixedPrecisionPolicy,
+    describe,
+    fully_shard,
+    least_padding,
+    shard_units,
+)
 from tests.models import Transformer
 from tests.rig import fake_world
 
@@ -39,6 +50,38 @@ def test_describe_shows_dtypes_and_what_is_frozen() -> None:
         assert lines["bias"].endswith("frozen")
         assert "in_features=8" in repr(model)
         assert "hsdp unit of 2 parameters, 4 shards on cpu, float32 as bfloat16, Shard(0)" in repr(model)
+
+
+def test_repr_and_describe_tell_the_same_placements() -> None:
+    with fake_world(8) as env:
+        model = nn.Module()
+        model.experts = nn.Parameter(torch.zeros(2, 64, 4))
+        model.bias = nn.Parameter(torch.zeros(5))
+        model.scale = nn.Parameter(torch.zeros(()))
+        model.forward = lambda: None
+        fully_shard(model, mesh=env.mesh((2, 4)), shard_placement_fn=least_padding, replicate_params=[model.bias])
+        told = describe(model)
+        assert "Replicate()/Shard(0, 1)" in repr(model), repr(model)
+        assert "Shard(0, 1)" in told and "Shard(0) " not in told, told
+        replicas = nn.Linear(4, 4)
+        fully_shard(replicas, mesh=env.mesh((8,), ("pod",)), dp_mesh_dims=DataParallelMeshDims(replicate="pod"))
+        assert replicas.weight.placements == (Replicate(),)
+        assert "Replicate()" in repr(replicas) and "Shard" not in repr(replicas), repr(replicas)
+        assert "Shard" not in describe(replicas), describe(replicas)
+
+
+def test_names_are_those_of_the_original_class_or_fsdp2_s() -> None:
+    class FSDPNet(nn.Linear):
+        """A class of the user's own that begins as FSDP2's names do."""
+
+    with fake_world(4) as env:
+        assert describe(fully_shard(FSDPNet(4, 4), mesh=env.mesh((4,)))).startswith("FSDPNet (root): ")
+        model = fully_shard(nn.Linear(4, 4), mesh=env.mesh((4,)))
+        assert repr(model).startswith("FSDPLinear(") and describe(model).startswith("Linear (root): ")
+        # What transformers' save_pretrained writes as "architectures".
+        assert type(model).__name__.removeprefix("FSDP") == "Linear"
+        with pytest.raises(TypeError, match=r"^FSDPLinear is sharded and cannot be pickled"):
+            pickle.dumps(model)
 
 
 def test_describe_refuses_a_model_that_is_not_sharded() -> None:

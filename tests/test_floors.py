@@ -44,7 +44,7 @@ _ORDERED: list[list[str]] = [
     ]
     + ["settings", "unit", "pipeline"],
     ["order", "turns", "runtime", "stepping", "state"],
-    ["whole", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],
+    ["whole", "buffers", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],
 ]
 _TOP = {"__init__", "__main__"}
 

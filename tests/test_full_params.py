@@ -190,7 +190,7 @@ def _in_the_middle(env: RankEnv) -> None:
             pass
 
     model.in_forward = meddle
-    with pytest.raises(StateError, match=r"full_params: unit 'HSDPMeddler \(root\)' is FORWARD \(.*\), expected IDLE"):
+    with pytest.raises(StateError, match=r"full_params: unit 'Meddler \(root\)' is FORWARD \(.*\), expected IDLE"):
         model(x)
     model.in_forward, model.in_backward = lambda: None, meddle
     with pytest.raises(StateError, match="in the middle of a backward"):
@@ -291,7 +291,7 @@ def _apply(env: RankEnv, shape: tuple[int, ...]) -> None:
     order: list[list[str]] = [[], []]
 
     def init(module: nn.Module, seen: list[str]) -> None:
-        seen.append(type(module).__name__.removeprefix("HSDP"))
+        seen.append(type(module).__name__.removeprefix("FSDP"))
         if isinstance(module, (nn.Linear, nn.Embedding)):
             nn.init.normal_(module.weight)
         for param in module.parameters(recurse=False):

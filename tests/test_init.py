@@ -248,7 +248,7 @@ def _refused(env: RankEnv) -> None:
         bare, pair = Bare(), nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
     for model in (bare, pair):
         hsdp.fully_shard(model, mesh=mesh)
-    with pytest.raises(ValueError, match=r"\(root\) \(HSDPBare\) have parameters .* no reset_parameters\(\); pass fn="):
+    with pytest.raises(ValueError, match=r"\(root\) \(FSDPBare\) have parameters .* no reset_parameters\(\); pass fn="):
         init_sharded(bare)
     with pytest.raises(ValueError, match="lies outside of it"):
         init_sharded(pair[0])

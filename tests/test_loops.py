@@ -39,6 +39,31 @@ def test_an_optimizer_made_before_sharding_is_refused_by_parameter(pool2: Pool) 
     pool2.run(check_early_optimizer)
 
 
+# -- one policy of accumulation for a step -------------------------------------------------------------------------
+
+
+def check_accumulation_policy(env: RankEnv) -> None:
+    """The module that `accumulate` is called on decides for the units below it."""
+    model = seeded(Deep)
+    for block in model.blocks:  # type: ignore[union-attr]
+        hsdp.fully_shard(block, mesh=env.mesh((2, 2)))  # type: ignore[arg-type]
+    local = hsdp.CommPolicy(accumulate="local")
+    hsdp.fully_shard(model, mesh=env.mesh((2, 2)), comm_policy=local)
+    told = []
+    for part in (model, model.blocks[0]):  # type: ignore[index]
+        with part.accumulate(last=False):  # type: ignore[operator,union-attr]
+            step(model, env.rank)
+        told.append(model.pending_gradients())  # type: ignore[operator]
+        model.zero_grad()
+    assert set(told[0].values()) == {"on this rank"}
+    assert set(told[1].values()) == {"in the shard group"}
+    assert {name.rpartition(".")[0] for name in told[1]} == {"blocks.0"}
+
+
+def test_accumulate_takes_the_policy_of_its_own_module_for_all_units_below(pool4: Pool) -> None:
+    pool4.run(check_accumulation_policy)
+
+
 # -- raw gradients --------------------------------------------------------------------------------------------------
 
 

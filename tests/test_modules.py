@@ -121,8 +121,8 @@ def _identity(env: RankEnv) -> None:
     model = shard(copy.deepcopy(plain), env.mesh(2))
     assert isinstance(model, Net)
     assert isinstance(model, hsdp.HSDPModule)
-    assert type(model).__name__ == "HSDPNet"
-    assert type(model.blocks[0]).__name__ == "HSDPLayer"
+    assert type(model).__name__ == "FSDPNet"
+    assert type(model.blocks[0]).__name__ == "FSDPLayer"
     assert type(shard(Net(), env.mesh(2))) is type(model), "one class for all instances"
     assert [name for name, _ in model.named_parameters()] == [name for name, _ in plain.named_parameters()]
     assert list(model.state_dict()) == list(plain.state_dict())

@@ -116,5 +116,5 @@ def test_schedules_that_split_the_backward_are_refused() -> None:
         stage: Any = hsdp.fully_shard(_stages(2)[0])
         x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
         torch.autograd.grad(stage(x).sum(), x)
-        with pytest.raises(hsdp.StateError, match=r"HSDPStage: no gradient of this stage .*ScheduleInterleaved1F1B"):
+        with pytest.raises(hsdp.StateError, match=r"FSDPStage: no gradient of this stage .*ScheduleInterleaved1F1B"):
             fsdp.fully_shard.state(stage)._root_post_backward_final_callback()

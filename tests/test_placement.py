@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import pytest
@@ -13,7 +14,7 @@ import hsdp
 import hsdp.checkpoint
 from hsdp.placement import mergeable
 from tests.models import Case, mse
-from tests.rig import Pool, RankEnv
+from tests.rig import Pool, RankEnv, fake_world
 from tests.sharded import check_rest, mesh_id
 from tests.twin import Twin, adamw, assert_close_to_twin, assert_same, full_params, sgd, train, twin_of
 
@@ -160,3 +161,34 @@ def check_errors(env: RankEnv) -> None:
 
 def test_wrong_tuples_are_refused(pool4: Pool) -> None:
     pool4.run(check_errors)
+
+
+def _named(param: Tensor, *, shards: int = 0) -> Shard:
+    return Shard(shards - 4)
+
+
+def _with_default(param: Tensor, dim: int = 0) -> Shard:
+    return Shard(dim)
+
+
+def _bound(param: Tensor, _experts: frozenset[int] = frozenset()) -> Shard | None:
+    return Shard(1) if id(param) in _experts else None
+
+
+FUNCTIONS: dict[str, tuple[Any, int]] = {
+    "a second argument": (lambda param, count: Shard(count - 3), 1),
+    "a named one": (_named, 0),
+    "a default of its own": (_with_default, 0),
+    "a loop's variable": (_bound, 0),
+    "a partial": (functools.partial(_with_default, dim=1), 1),
+    "any arguments": (lambda *told: Shard(len(told)), 1),
+    "any keywords": (lambda param, **told: Shard(len(told)), 0),
+}
+
+
+@pytest.mark.parametrize("name", FUNCTIONS)
+def test_only_who_asks_for_the_number_of_shards_gets_it(name: str) -> None:
+    choose, dim = FUNCTIONS[name]
+    with fake_world(4) as env:
+        model = hsdp.fully_shard(nn.Linear(8, 8, bias=False), mesh=env.mesh((4,)), shard_placement_fn=choose)
+        assert model.weight.placements == (Shard(dim),)

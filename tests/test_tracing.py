@@ -98,6 +98,32 @@ def test_a_device_s_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPat
 CASE = language("trace", vocab=64, dim=32, heads=2, hidden=64, layers=3, rows=2, length=16)
 
 
+def _trace_compressed(env: RankEnv) -> None:
+    """An all-reduce stage that is made of other collectives is traced as the stage that it is."""
+    model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
+    for module in (*model, model):
+        hsdp.fully_shard(module, mesh=env.mesh((2, 2)))
+    batch = torch.randn(8, 64)
+    told = []
+    for stage in (hsdp.AllReduce(), hsdp.CompressedAllReduce()):
+        model.set_replica_reduce(stage)
+        model(batch).sum().backward()
+        with hsdp.trace(model) as t, CollectiveCounter() as counter:
+            model(batch).sum().backward()
+        told.append(t.summary().collectives)
+        sent = sum(one.sent for one in told[-1].values())
+        assert sent == pytest.approx(counter.total().wire_bytes)
+        assert {span.lane for span in t.recording.flights() if span.kind == "all-reduce"} == {"replicate"}
+    plain, compressed = told
+    assert compressed["all-gather"].nbytes == plain["all-gather"].nbytes, "the gathers are those of weights"
+    assert compressed["all-reduce"].sent == plain["all-reduce"].sent / 2
+    assert compressed["all-reduce"].flights == 2 * plain["all-reduce"].flights
+
+
+def test_a_compressed_all_reduce_is_traced_as_an_all_reduce(pool4: Pool) -> None:
+    pool4.run(_trace_compressed)
+
+
 def _trace_and_count(env: RankEnv, folder: str, shape: tuple[int, ...]) -> None:
     models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]

@@ -38,7 +38,7 @@ def _sequence(env: RankEnv) -> None:
     told: list[list[str]] = []
 
     def look() -> None:
-        told.append([_states(model)[name] for name in ("HSDPMeddling (root)", "blocks.0", "blocks.1")])
+        told.append([_states(model)[name] for name in ("Meddling (root)", "blocks.0", "blocks.1")])
 
     model.in_forward = model.in_backward = look
     step(model, env.rank)

@@ -163,7 +163,7 @@ def _shards(env: RankEnv) -> None:
         assert state is not None
         assert state.unit.settings.reshard_after_forward is False
     assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {"blocks.2.bias"}
-    with pytest.raises(ValueError, match=r"module 'blocks\.0' \(HSDPLinear\) is to be a unit, but is sharded already"):
+    with pytest.raises(ValueError, match=r"module 'blocks\.0' \(FSDPLinear\) is to be a unit, but is sharded already"):
         shard_units(model, "blocks.0", root=False)
     with pytest.raises(ValueError, match=r"module 'blocks\.2\.0' .*but lies in 'blocks\.2', which is sharded already"):
         outer = MLP()

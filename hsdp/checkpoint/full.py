@@ -28,7 +28,7 @@ from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, descr
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
-from hsdp.state import state_of
+from hsdp.registry import units_below
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:
@@ -171,9 +171,8 @@ def load_full_optimizer_state_dict(
 
 def tell_units(model: nn.Module) -> None:
     """Parameters were written in place: what their units have gathered is stale."""
-    for module in model.modules():
-        if (sharding := state_of(module)) is not None:
-            sharding.unit.epoch += 1
+    for unit in units_below(model):
+        unit.weights_changed()
 
 
 def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:

@@ -16,7 +16,7 @@ from hsdp.planning.facts import facts_of
 from hsdp.planning.plans import Assumptions, Comparison, Plan, plan_facts
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.state import state_of
+from hsdp.registry import class_name, units_below
 from hsdp.units import Pattern
 
 Mesh = DeviceMesh | Sequence[int] | int
@@ -92,7 +92,7 @@ def plan(
         backend=backend or sizes.backend,
         streams=sizes.streams and backend != "gloo",
     )
-    return plan_facts(type(model).__name__.removeprefix("HSDP"), facts, sizes.replicas, sizes.shards, told)
+    return plan_facts(class_name(model), facts, sizes.replicas, sizes.shards, told)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:
@@ -119,14 +119,13 @@ class _MeshFacts(NamedTuple):
 
 def _read_mesh(model: nn.Module, mesh: Mesh | None) -> _MeshFacts:
     if mesh is None:
-        units = (state.unit for module in model.modules() if (state := state_of(module)) is not None)
-        unit = next(units, None)
-        if unit is None:
+        units = units_below(model)
+        if not units:
             raise ValueError(
                 f"plan({type(model).__name__}): the model is not sharded, so the mesh must be told; pass mesh=(replicas, "
                 "shards), e.g. mesh=(8, 64)"
             )
-        return _facts_of(unit.axes)
+        return _facts_of(units[0].axes)
     if isinstance(mesh, DeviceMesh):
         return _facts_of(resolve_mesh(mesh))
     sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)

@@ -18,6 +18,7 @@ from hsdp.offload import OffloadPolicy
 from hsdp.param import Place, PlacementFn
 from hsdp.placement import least_padding
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.registry import class_name
 from hsdp.selection import check_param, choose_dim, collect_params
 from hsdp.state import state_of
 from hsdp.subclass import extends
@@ -151,7 +152,7 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
             if unit not in found:
                 order.append(unit)
                 found[unit] = UnitFacts(
-                    name or f"{type(module).__name__.removeprefix('HSDP')} (root)",
+                    name or f"{class_name(module)} (root)",
                     tuple(_sharded_param(unit, slot) for slot in range(len(unit.params))),
                     None if parent is None else order.index(parent),
                     unit.mp_policy,

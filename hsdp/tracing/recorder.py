@@ -37,6 +37,11 @@ from hsdp.unit import Unit
 _BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
 """What the host does in `Flight.wait` once the collective is done."""
 
+_Stage = tuple[Lane, str]
+"""The lane of a collective, and the kind under which it is shown."""
+
+_ALL_REDUCE: _Stage = ("replicate", "all-reduce")
+
 _BEGIN, _END = Op.BEGIN, Op.END  # an enum's members are looked up slowly
 Change = Callable[[Callable[..., Any]], Callable[..., Any]]
 """What makes a wrapper of a method."""
@@ -194,12 +199,20 @@ class Recorder:
         for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit.part_comm):
             if comm is None or "all_gather" in vars(comm):
                 continue
-            self._wrap(comm.all_gather, self._flying(comm, "gather", "all-gather", whole=0))
-            self._wrap(comm.reduce_scatter, self._flying(comm, "scatter", "reduce-scatter", whole=1, summed=2))
-            self._wrap(comm.all_reduce, self._flying(comm, "replicate", "all-reduce", summed=0))
+            gathers: _Stage = ("gather", "all-gather")
+            scatters: _Stage = ("scatter", "reduce-scatter")
+            if comm is unit.replicate_comm:
+                # Whatever a unit sends between replicas belongs to its all-reduce stage, which a `ReplicaReduce` may
+                # make of other collectives: `CompressedAllReduce` is an all-to-all and an all-gather.
+                gathers = scatters = _ALL_REDUCE
+            self._wrap(comm.all_gather, self._flying(comm, gathers, whole=0))
+            self._wrap(comm.reduce_scatter, self._flying(comm, scatters, whole=1, summed=2))
+            self._wrap(comm.all_to_all, self._flying(comm, scatters, whole=1))
+            self._wrap(comm.all_reduce, self._flying(comm, _ALL_REDUCE, summed=0))
 
-    def _flying(self, comm: Comm, lane: Lane, kind: str, whole: int | None = None, summed: int | None = None) -> Change:
+    def _flying(self, comm: Comm, stage: _Stage, whole: int | None = None, summed: int | None = None) -> Change:
         """The method starts a collective; `whole` and `summed` are the operands that a ring sends once and twice."""
+        lane, kind = stage
         share = (comm.size - 1) / comm.size
         append, stamp = self._flights.append, self._stamp
 

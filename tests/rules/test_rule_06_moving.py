@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.tensor import distribute_tensor
 
 import hsdp
 from tests.rig import Pool, RankEnv
@@ -76,3 +77,28 @@ def check_refused(env: RankEnv) -> None:
 
 def test_rule_06_whole_tensors_in_place_of_shards_are_refused_by_name(pool2: Pool) -> None:
     pool2.run(check_refused)
+
+
+def check_list_on_meta(env: RankEnv) -> None:
+    """A unit of several modules is built anew when the last of them has followed."""
+    with torch.device("meta"):
+        model: Any = Deep(layers=3).double()
+    mesh = env.mesh(2)
+    hsdp.fully_shard([model.blocks[2], model.last], mesh=mesh)
+    hsdp.fully_shard(model, mesh=mesh)
+    model.blocks[2].to_empty(device="cpu")
+    with pytest.raises(hsdp.StateError, match=r"parameters on several devices \['cpu', 'meta'\]; move them together"):
+        hsdp.sync_module_states(model.blocks[2])
+    model.to_empty(device="cpu")
+    plain = seeded(lambda: Deep(layers=3))
+    for (name, param), source in zip(model.named_parameters(), plain.parameters(), strict=True):
+        param.data.copy_(distribute_tensor(source.detach(), param.device_mesh, param.placements))
+        assert not param.is_meta, name
+    run = lambda one, rank: one(floats(rank)).square().mean().backward()  # noqa: E731
+    check_sharded(model)
+    check_grads(model, plain, run, env.rank, env.world_size)
+    check_rest(model)
+
+
+def test_rule_06_a_unit_of_several_modules_leaves_the_meta_device(pool2: Pool) -> None:
+    pool2.run(check_list_on_meta)

@@ -190,7 +190,7 @@ def check_stale(env: RankEnv) -> None:
     for optimizer in optimizers:
         optimizer.step()
         optimizer.zero_grad()
-    with pytest.raises(hsdp.StaleParametersError, match=r"unit '(blocks\.3|HSDPDeep \(root\))'"):
+    with pytest.raises(hsdp.StaleParametersError, match=r"unit '(blocks\.3|Deep \(root\))'"):
         loss.backward()
     step(model, env.rank)
     assert_same(full_grads(model), mean_grads(plain, step, env.world_size))

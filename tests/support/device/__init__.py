@@ -128,11 +128,11 @@ def races() -> list[str]:
 
 
 @contextmanager
-def watched(mode: str = "none", seed: int = 0, *, trace: bool = False) -> Iterator[None]:
+def watched(mode: str = "none", seed: int = 0, *, poison_free: bool = False, trace: bool = False) -> Iterator[None]:
     """Runs the body with this delay mode, waits for the device, and raises AssertionError if there was a race."""
     load().races()
     slow(mode, seed)
-    checks(trace=trace)
+    checks(poison_free=poison_free, trace=trace)
     try:
         yield
         torch.get_device_module(NAME).synchronize()
@@ -140,6 +140,7 @@ def watched(mode: str = "none", seed: int = 0, *, trace: bool = False) -> Iterat
         assert not found, f"{len(found)} races\n" + "\n".join(found[:12])
     finally:
         slow("none")
+        checks()
         load().races()
 
 

@@ -21,7 +21,7 @@ from hsdp.errors import StateError
 from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
 from hsdp.inner import block_of
-from hsdp.param import rows_of
+from hsdp.param import put_into, rows_of
 from hsdp.registry import unit_of
 from hsdp.unit import Unit
 from hsdp.verification import differing, told_by_all, unequal
@@ -134,23 +134,10 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
         for lane in unit.lanes:
             for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
                 rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
-                _fill(param.sharded, as_dtensor(rows, param.tensor_spec), param.fqn)
+                put_into(param.sharded, as_dtensor(rows, param.tensor_spec), f"init_sharded: parameter {param.fqn!r}")
     unit.rebuild()
     if not equal:
         write_first(unit, wholes)  # fn does not depend on torch's generators alone
-
-
-def _fill(param: nn.Parameter, value: Tensor, fqn: str) -> None:
-    """Turns a parameter on the meta device into a real one; optimizers that know it will not notice."""
-    real = nn.Parameter(value, requires_grad=param.requires_grad)
-    real.__dict__.update(vars(param))
-    try:
-        torch.utils.swap_tensors(param, real)
-    except RuntimeError as error:
-        raise StateError(
-            f"init_sharded: parameter {fqn!r} cannot be made real, because something refers to it weakly or by autograd "
-            f"({error}); initialise the model before it is used"
-        ) from error
 
 
 def _is_meta(unit: Unit) -> bool:
@@ -272,7 +259,7 @@ def _settle(loose: list[tuple[str, dict[str, Any], str, Tensor]], unit: Unit) ->
         value = settled[id(store[name])]
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
-                _fill(tensor, value, fqn)
+                put_into(tensor, value, f"init_sharded: parameter {fqn!r}")
             store[name] = tensor
         else:
             store[name] = value

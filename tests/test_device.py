@@ -26,7 +26,6 @@ KNOWN = {
     "mixed accumulation": DEFERRED,
     "gradients set to none between micro batches": DEFERRED,
     "gradients zeroed between micro batches": DEFERRED,
-    "moved and offloaded": "a parameter that came from the device keeps it, though its shard is on the host",
     "written after an evaluation": "copies to the device are still under way",
     "written after a forward without a backward": "copies to the device are still under way",
 }

@@ -146,9 +146,6 @@ def _join(params: list[Tensor]) -> None:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
-        runtime = unit.runtime
-        if runtime is not None and len(runtime.pipeline) and not runtime.in_backward():
-            runtime.drain()
         check_communicated(unit, "clip_grad_norm_")
         if unit.replicate_comm.agreement is not None:
             replicas[unit.replicate_comm.agreement] = None

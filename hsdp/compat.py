@@ -191,7 +191,8 @@ class PipelineFace:
     def _root_post_backward_final_callback(self) -> None:
         module: Any = self._module()
         assert module is not None, "a stage that ran is alive"
-        if any(unit.owed for unit in module._units()) and not module.pending_gradients():
+        units = module._units()
+        if any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units):
             raise StateError(
                 f"{type(module).__name__}: no gradient of this stage reached hsdp. Schedules that split a backward into "
                 "inputs and weights (zero-bubble, ZBV, DualPipeV) look for whole parameters in `parameters()`, where "

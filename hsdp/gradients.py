@@ -6,7 +6,12 @@
     .grad      sharded DTensors, or None: what users and the optimizer see
 
 Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a witness (see
-witness.py) by which we see that somebody called `zero_grad`; a parameter without a gradient shows zeros meanwhile.
+witness.py), on every rank alike: it keeps what others add to the gradient, and tells when somebody zeroes it.
+
+What a backward does to gradients and to pending sums is undone if it fails (undo.py), with one exception: whole sums are
+added in place, as a second copy of an unsharded model would not fit. They are *lost* then. Whether they are follows from
+what ranks did alike, not from what this rank has added already, and until gradients are zeroed everybody is refused who
+would take them for complete.
 """
 
 from __future__ import annotations
@@ -16,16 +21,23 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hsdp.dtensors import as_dtensor
 from hsdp.errors import StateError
+from hsdp.landing import host_reads, run_grad_hooks, run_hooks, zero
 from hsdp.lane import Lane
 from hsdp.memory import owned
 from hsdp.param import ManagedParam
 from hsdp.reduce_plan import LaneReduction, ReducePlan
 from hsdp.streams import host_wait
-from hsdp.witness import Witness
+from hsdp.undo import Undo
+from hsdp.witness import Witness, Witnesses, local_grad
+
+_MOST_PLANS = 8
+"""How many sets of trainable parameters a lane keeps the plans of; a GAN alternates between two."""
+
+Partial = list[list[Tensor]]
+"""Sharded sums that wait for their all-reduce: the operands of each lane."""
 
 
 class Gradients:
@@ -35,6 +47,10 @@ class Gradients:
         unused: what a parameter gets that no rank used: None or zeros.
         slots: whole gradients of the backward under way, one per parameter; None where none came.
         partial: per lane, sharded sums that wait for their all-reduce; None when nothing was deferred.
+        kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
+            though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
+        deferred: a reduction without all-reduce was submitted, and none with it since.
+        lost: whole sums went with a backward that failed. Ask `refuse_lost`.
     """
 
     def __init__(self, params: list[ManagedParam]) -> None:
@@ -46,10 +62,15 @@ class Gradients:
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
-        self.partial: list[list[Tensor]] | None = None
-        self._witnesses: dict[int, Any] = {}
+        self.partial: Partial | None = None
+        self.kept = self.deferred = self.lost = False
+        self._witnesses = Witnesses(params)
         self._running: list[LaneReduction] = []
-        self._uncommitted: list[tuple[list[ManagedParam], list[Any]]] = []
+        # Of the backward under way: reductions on their way, and how things were before it.
+        self._open: list[LaneReduction] = []
+        self._undo = Undo()
+        self._owed_before: tuple[bool, bool, list[int]] | None = None
+        self._partial_before: tuple[Partial | None] | None = None
 
     def arrange(self, lanes: list[Lane]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
@@ -79,8 +100,9 @@ class Gradients:
         self._stash.clear()
         self._running.clear()
         self.partial = None
-        for slot in list(self._witnesses):
-            self._dismiss(slot)
+        self.kept = self.deferred = self.lost = False
+        self.commit()
+        self._witnesses.take_all_down()
 
     def choose(self, mask: tuple[bool, ...], unit: str) -> None:
         """Sets which parameters take part in reductions.
@@ -89,7 +111,7 @@ class Gradients:
             StateError: the choice changes while sums of the parameters chosen before are pending.
         """
         if self._mask != mask:
-            if self._mask is not None and (self._stash or self._running or self.partial is not None):
+            if self._mask is not None and self.is_pending():
                 changed = next(p.fqn for p, a, b in zip(self._params, self._mask, mask, strict=True) if a != b)
                 raise StateError(
                     f"unit {unit!r}: requires_grad of parameter {changed!r} changed while gradients of earlier "
@@ -106,20 +128,29 @@ class Gradients:
         key = (id(lane), trainable)
         found = self._made.get(key)
         if found is None:
-            found = self._made[key] = ReducePlan(lane, trainable)
+            while len(self._made) >= _MOST_PLANS * len(self._lanes):
+                del self._made[next(iter(self._made))]
+            found = ReducePlan(lane, trainable)
+        else:
+            del self._made[key]
+        self._made[key] = found  # the last one: the first goes first
         return found
 
     def plans(self) -> list[ReducePlan]:
         """One plan per lane that has trainable parameters."""
         return self._plans
 
-    def take(self, runs_on: bool) -> list[LaneReduction]:
+    def take(self, runs_on: bool, all_reduce: bool = True) -> list[LaneReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 
-        `runs_on`: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
+        Args:
+            runs_on: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
+            all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
         """
         if self._witnesses:
             self._heed_zero_grad()
+        self._note_owed()
+        self.kept, self.deferred = False, not all_reduce
         if self._stash:
             self.slots = [self._joined(slot) for slot in range(len(self.slots))]
             self._stash.clear()
@@ -131,47 +162,67 @@ class Gradients:
             for slot in plan.slots:
                 slots[slot] = None  # `fill` holds the last reference: what it casts is not alive twice
             parts.append(plan.fill(grads, [grad is not None for grad in grads]))
+        self._open += parts
         if runs_on:
             self._running += parts
-            for plan in self._plans:
-                for slot in plan.slots:
-                    self._witness(slot)
+            self._witness_all(self._plans)
         return parts
 
     def stash(self) -> None:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
         self._heed_zero_grad()
+        self._note_owed()
+        self.kept = True
         for lane in self._lanes:
             for slot in lane.slots:
                 grad, held = self.slots[slot], self._stash.get(slot)
                 if grad is not None:
                     self._stash[slot] = owned(grad.to(lane.kind.accumulate)) if held is None else held.add_(grad)
-                    self._witness(slot)
+                    self._witnesses.put_up(slot)
+        self._witness_all(self._plans)  # used here or not: other ranks may have used it
         self.drop()
 
     def defer(self, parts: list[LaneReduction]) -> None:
-        """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later."""
-        self._heed_zero_grad()
+        """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.
+
+        Like `land` it runs on the compute stream, behind the reduction.
+        """
+        undoable = self._settle(parts)
         for part in parts:
-            self._settle(part)
             if part.dropped:
-                _zero(part.plan, part.operands, part.dropped)
-        if self.partial is None:
-            self.partial = [[t.to(part.plan.kind.accumulate) for t in part.operands] for part in parts]
-        else:
-            for held, part in zip(self.partial, parts, strict=True):
-                torch._foreach_add_(held, part.operands)
+                zero(part.plan, part.operands, part.dropped)
+        before, sums = self.partial, [[t.to(part.plan.kind.accumulate) for t in part.operands] for part in parts]
+        if before is not None:
+            for mine, held in zip(sums, before, strict=True):
+                torch._foreach_add_(mine, held)
+        self._replace_partial(sums, undoable)
+        self._witness_all(part.plan for part in parts)
 
     def join_partial(self, parts: list[LaneReduction]) -> None:
-        """Adds what was deferred to the operands that are about to be all-reduced."""
-        if self.partial is None:
+        """Adds what was deferred to the operands that are about to be all-reduced. Runs on the stream of that.
+
+        The parts hold what was deferred until they land: by then the compute stream, to which that memory belongs, is
+        behind the sum.
+        """
+        before = self.partial
+        if before is None:
             return
-        self._heed_zero_grad()
-        if (partial := self.partial) is not None:
-            for held, part in zip(partial, parts, strict=True):
-                torch._foreach_add_(held, part.operands)
-                torch._foreach_copy_(part.operands, held)
-        self.partial = None
+        for held, part in zip(before, parts, strict=True):
+            if held[0].dtype == part.operands[0].dtype:
+                torch._foreach_add_(part.operands, held)
+            else:
+                torch._foreach_copy_(part.operands, torch._foreach_add(held, part.operands))
+            part.joined = held
+        self._replace_partial(None, any(part in self._open for part in parts))
+
+    def _replace_partial(self, sums: Partial | None, undoable: bool) -> None:
+        if undoable and self._partial_before is None:
+            self._partial_before = (self.partial,)
+        self.partial = sums
+
+    def _note_owed(self) -> None:
+        if self._owed_before is None:
+            self._owed_before = (self.kept, self.deferred, self._witnesses.slots())
 
     def _joined(self, slot: int) -> Tensor | None:
         grad, stash = self.slots[slot], self._stash.get(slot)
@@ -180,6 +231,40 @@ class Gradients:
         return stash if grad is None else stash.add_(grad)
 
     # -- pending sums and zero_grad ------------------------------------------------------------------------------
+
+    def heed_zero_grad(self) -> None:
+        """Lets go of what users have zeroed since. On the compute stream, to which pending sums belong."""
+        if self._witnesses:
+            self._heed_zero_grad()
+
+    def is_pending(self) -> bool:
+        """Whether sums are pending, on any rank: the same on all of them."""
+        self.heed_zero_grad()
+        return bool(self._witnesses) and (self.kept or self.deferred or self.lost or bool(self._running))
+
+    def refuse_lost(self, unit: str, what: str) -> None:
+        """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
+        if self.lost:
+            self._heed_zero_grad()
+        if self.lost:
+            raise StateError(
+                f"{what}: gradients of unit {unit!r} are incomplete: a backward (or flush) failed that had sums of earlier "
+                "micro-batches in hand, and they are lost; call zero_grad() and run the micro-batches again"
+            )
+
+    def refuse_pending(self, unit: str, what: str) -> None:
+        """Raises StateError if sums are pending, or lost."""
+        if not self._witnesses:
+            return
+        self.refuse_lost(unit, what)
+        self.heed_zero_grad()
+        if self._witnesses and (self.kept or self.deferred):
+            names = ", ".join(self._witnesses.names())
+            raise StateError(
+                f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
+                "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
+                "drop them with zero_grad()"
+            )
 
     def pending(self) -> dict[str, str]:
         """Which parameters have sums that have not been communicated, and how far those came."""
@@ -193,74 +278,46 @@ class Gradients:
                     )
         return found
 
-    def witness_partial(self) -> None:
-        """Puts witnesses up for what `defer` keeps."""
-        for plan in self._plans:
-            for slot in plan.slots:
-                self._witness(slot)
-
     def local_sums(self) -> dict[str, Tensor]:
         """Whole gradients of this rank that have not been communicated, by parameter name."""
         self._heed_zero_grad()
         return {self._params[slot].fqn: value for slot, value in self._stash.items()}
 
-    def _witness(self, slot: int) -> None:
-        if slot in self._witnesses:
-            return
-        param = self._params[slot]
-        grad: Any = param.sharded.grad
-        if grad is None:
-            local = Witness(param.local, None)
-            param.sharded.grad = as_dtensor(local, param.tensor_spec)
-        else:
-            grad._local_tensor = Witness(param.local, _local_grad(param))
-        self._witnesses[slot] = param.sharded.grad
+    def _witness_all(self, plans: Iterable[ReducePlan]) -> None:
+        for plan in plans:
+            for slot in plan.slots:
+                self._witnesses.put_up(slot)
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
-        gone = {slot for slot, grad in self._witnesses.items() if self._is_gone(slot, grad)}
+        gone = self._witnesses.gone()
         for slot in gone:
-            self._dismiss(slot)
+            self._witnesses.take_down(slot)
             self._stash.pop(slot, None)
         if gone:
             for part in self._running:
                 part.dropped |= gone
             if self.partial is not None:
                 self._drop_partial(gone)
-
-    def _settle(self, part: LaneReduction) -> None:
-        if part in self._running:
-            self._running.remove(part)
-
-    def _is_gone(self, slot: int, grad: Any) -> bool:
-        witness: Witness = grad._local_tensor
-        return witness.zeroed or self._params[slot].sharded.grad is not grad
-
-    def _dismiss(self, slot: int) -> None:
-        """Takes a witness down: the gradient it stood for shows again."""
-        grad = self._witnesses.pop(slot)
-        param = self._params[slot]
-        base = grad._local_tensor.base
-        if base is not None:
-            grad._local_tensor = base
-        elif param.sharded.grad is grad:
-            param.sharded.grad = None
+        if not self._witnesses:
+            self.lost = False
 
     def _drop_partial(self, gone: set[int]) -> None:
         assert self.partial is not None, "checked by the caller"
         for plan, held in zip(self._plans, self.partial, strict=True):
-            _zero(plan, held, gone)
+            zero(plan, held, gone)
         if len(gone) >= sum(len(plan.slots) for plan in self._plans):
             self.partial = None
 
+    def _retire_witnesses(self) -> None:
+        if self._witnesses and not (self.partial or self._running or self.kept or self.lost or self.deferred):
+            self._witnesses.take_all_down()
+
     # -- landing -------------------------------------------------------------------------------------------------
 
-    def land(self, parts: Iterable[LaneReduction]) -> None:
+    def land(self, parts: list[LaneReduction]) -> None:
         """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
-        if self._running:
-            self._heed_zero_grad()
-            for part in parts:
-                self._settle(part)
+        undoable = self._settle(parts)
         self._retire_witnesses()
         for part in parts:
             plan = part.plan
@@ -271,115 +328,103 @@ class Gradients:
             if part.dropped:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
             values = part.stored()
-            if plan.offload is not None and _host_reads(plan.params):
+            if plan.offload is not None and host_reads(plan.params):
                 host_wait(plan.device)
-            _run_grad_hooks(plan, values, used)
-            if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0])):
-                self._assign(plan, values, used)
-            _run_hooks(plan.params, used)
+            run_grad_hooks(plan, values, used)
+            noted = len(self._undo)
+            if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
+                self._assign(plan, values, used, undoable)
+            run_hooks(plan.params, used)
+            self._undo.forget_taken(noted)
 
-    def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
-        fresh: list[Any] = []
+    def _settle(self, parts: list[LaneReduction]) -> bool:
+        """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
+        self.heed_zero_grad()
+        undoable = any(part in self._open for part in parts)
+        self._running = [part for part in self._running if part not in parts]
+        self._open = [part for part in self._open if part not in parts]
+        return undoable
+
+    def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
         for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
-            grad = None
-            if was_used:
-                sharded = param.sharded
-                if sharded.grad is None:
-                    sharded.grad = grad = as_dtensor(local, param.tensor_spec)
-                else:
-                    held = _local_grad(param)
-                    if isinstance(held, Witness):  # it stood for zeros; now it stands for the gradient
-                        held.base = local
+            if not was_used:
+                continue
+            sharded: Any = param.sharded
+            standing = None
+            if sharded.grad is None:
+                sharded.grad = as_dtensor(local, param.tensor_spec)
+            else:
+                held = local_grad(param)
+                standing = held.standing if isinstance(held, Witness) else None
+                if standing is None or standing.lent:
+                    memory = held if standing is None else standing.memory(write=True)
+                    if undoable:
+                        self._undo.add(memory, local, standing)
                     else:
-                        held.add_(local)
-            fresh.append(grad)
-        self._uncommitted.append((plan.params, fresh))
+                        memory.add_(local)
+                    continue
+                standing.base = local  # it stood for zeros; now it stands for the gradient
+            if undoable:
+                self._undo.show(param, sharded.grad, local)
 
-    def _add_flat(self, plan: ReducePlan, flat: Tensor) -> bool:
+    def _add_flat(self, plan: ReducePlan, flat: Tensor, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
         base: Tensor | None = None
         for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
             if param.sharded.grad is None:
                 return False
-            local = _local_grad(param)
+            local = local_grad(param)
             base = local._base if base is None else base
             if base is None or local._base is not base or local.storage_offset() != piece.offset:
                 return False
         if base is None or base.ndim != 1 or base.numel() < flat.numel():
             return False
-        base[: flat.numel()].add_(flat)
+        if undoable:
+            self._undo.add(base[: flat.numel()], flat)
+        else:
+            base[: flat.numel()].add_(flat)
         return True
 
-    def _retire_witnesses(self) -> None:
-        if self._witnesses and self.partial is None and not self._running:
-            for slot in [slot for slot in self._witnesses if slot not in self._stash]:
-                self._dismiss(slot)
+    # -- the end of a backward -----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """The backward ended well: its gradients stay."""
-        self._uncommitted.clear()
+        """The backward ended well: what it did stays."""
+        self._open.clear()
+        self._undo.clear()
+        self._owed_before = self._partial_before = None
 
-    def roll_back(self) -> None:
-        """The backward failed: gradients that it made where there was none go again."""
-        for params, grads in self._uncommitted:
-            for param, grad in zip(params, grads, strict=True):
-                if grad is not None and param.sharded.grad is grad:
-                    param.sharded.grad = None
-        self._uncommitted.clear()
+    def is_open(self, parts: list[LaneReduction]) -> bool:
+        """Whether a reduction is of the backward under way."""
+        return any(part in self._open for part in parts)
 
+    def roll_back(self, at_once: bool = False) -> None:
+        """The backward failed: gradients and pending sums are again what they were before it.
 
-def _zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
-    """Takes the parameters at `slots` out of reduced or partial sums."""
-    part = LaneReduction(plan, [], [], operands, [])
-    flags = part.flags()
-    for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
-        if slot in slots:
-            local.zero_()
-            flags[at] = 0
+        Args:
+            at_once: nobody has seen them since.
+        """
+        self.drop()
+        self._running = [part for part in self._running if part not in self._open]
+        for part in self._open:
+            part.void = True
+        self._open.clear()
+        witnessed: list[int] = []
+        able = self._undo.run(at_once)
+        if self._owed_before is not None:
+            self.kept, self.deferred, witnessed = self._owed_before
+            self._owed_before = None
+        if self._partial_before is not None:
+            self.partial = self._partial_before[0]
+            self._partial_before = None
+        for slot in witnessed:
+            self._witnesses.put_up(slot)
+        self._stash.clear()
+        if self.kept or not able:
+            self.lose()
+        self._retire_witnesses()
 
-
-def _local_grad(param: ManagedParam) -> Tensor:
-    grad: Any = param.sharded.grad
-    if not isinstance(grad, DTensor) or grad._spec.placements != param.tensor_spec.placements:
-        raise StateError(
-            f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
-            f"set it to None, or to a DTensor with placements {param.tensor_spec.placements}"
-        )
-    local: Tensor = grad._local_tensor
-    return local.base if isinstance(local, Witness) and local.base is not None else local
-
-
-def _host_reads(params: list[ManagedParam]) -> bool:
-    """Whether offloaded gradients are needed at once, to be added or handed on, and not only after the backward."""
-    return any(
-        p.sharded.grad is not None or p.sharded._post_accumulate_grad_hooks or p.sharded._backward_hooks for p in params
-    )
-
-
-def _run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
-    """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one.
-
-    They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
-    """
-    if not any(param.sharded._backward_hooks for param in plan.params):
-        return
-    for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
-        for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
-            other: Any = hook(as_dtensor(local, param.tensor_spec))
-            if other is None:
-                continue
-            if not isinstance(other, DTensor) or other.placements != param.tensor_spec.placements:
-                raise StateError(
-                    f"a hook of parameter {param.fqn!r} returned {type(other).__name__} instead of a gradient with "
-                    f"placements {param.tensor_spec.placements}; return a DTensor like the one that it gets, or None"
-                )
-            local.copy_(other.to_local())
-
-
-def _run_hooks(params: list[ManagedParam], used: list[bool]) -> None:
-    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward, say)."""
-    for param, was_used in zip(params, used, strict=True):
-        hooks: Any = param.sharded._post_accumulate_grad_hooks
-        if hooks and was_used:
-            for hook in list(hooks.values()):
-                hook(param.sharded)
+    def lose(self) -> None:
+        """Sums are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+        self._stash.clear()
+        self.kept, self.lost = False, True
+        self._witness_all(self._plans)

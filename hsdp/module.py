@@ -243,6 +243,8 @@ class HSDPModule(FSDP2Methods):
         names = {id(param): name for name, param in cast(nn.Module, self).named_parameters()}
         found: dict[str, T] = {}
         for unit in self._units():
+            if unit.runtime is not None and not unit.runtime.in_backward():
+                unit.runtime.recover()
             sharded = {param.fqn: id(param.sharded) for param in unit.params}
             # A list unit may reach beyond this module: of those parameters nothing is told here.
             found |= {names[sharded[fqn]]: value for fqn, value in told(unit).items() if sharded[fqn] in names}

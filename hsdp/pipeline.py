@@ -11,6 +11,10 @@ On the CPU the host must see the reduce-scatter done first. It waits for it at a
 needs its place, and not when a poll happens to find it done: then all ranks start the collectives of a group in one
 order, among each other and among the user's own. Two bounds hold memory: reductions that still hold whole gradients, and
 reductions behind their reduce-scatter.
+
+Reductions land at fixed points too, in order: where a bound asks for their place, and in `drain`. What has landed when a
+user's hook runs, when gradients come from elsewhere or when a backward fails is then the same on all ranks, to the bit. An
+error that a landing raises does not break the queue: `drain` raises it, once everything is at rest.
 """
 
 from __future__ import annotations
@@ -73,10 +77,11 @@ class Reduction:
 class Bucket:
     """Reductions that share a flight. Often one; small neighbours travel together if the policy says so."""
 
-    __slots__ = ("flight", "name", "reductions", "scatter")
+    __slots__ = ("at_rest", "flight", "name", "reductions", "scatter")
 
     def __init__(self, reductions: list[Reduction]) -> None:
         self.reductions = reductions
+        self.at_rest = False  # nothing is under way by construction, whatever the timing
         self.name = reductions[0].unit.name if len(reductions) == 1 else " + ".join(r.unit.name for r in reductions)
         self.scatter: Flight
         self.flight: Flight
@@ -106,6 +111,7 @@ class ReductionPipeline:
         self._behind: Event = None
         self._reducing: deque[Bucket] = deque()
         self._offloads = False
+        self._errors: list[Exception] = []
         ReductionPipeline.live.add(self)
 
     def __len__(self) -> int:
@@ -136,12 +142,16 @@ class ReductionPipeline:
             self._land()
 
     def advance(self) -> None:
-        """Lands whatever is done, without blocking the host. Starts no collective: what is done depends on timing."""
-        while self._reducing and self._reducing[0].flight.done():
+        """Lands what waits for no collective. What does is not landed when it happens to be done: that is timing."""
+        while self._reducing and self._reducing[0].at_rest:
             self._land()
 
     def drain(self) -> None:
-        """Waits for every stage of every reduction; all gradients have landed after it."""
+        """Waits for every stage of every reduction; all gradients have landed after it.
+
+        Raises:
+            Exception: what a user's hook, or a gradient that does not fit, raised when a reduction landed: the first.
+        """
         if self._filling:
             self._start_scatter()
         while self._holding:
@@ -153,22 +163,43 @@ class ReductionPipeline:
         if self._offloads:
             self._offloads = False
             host_wait(self.streams.device)
+        self.tell_errors()
+
+    def tell_errors(self) -> None:
+        """Raises the first of the errors that landings raised since."""
+        if self._errors:
+            first = self._errors[0]
+            self._errors = []
+            raise first
 
     def abort(self) -> None:
-        """Forgets every reduction. Work in flight is waited for; its errors are swallowed, as one was raised already."""
+        """Forgets the reductions of the backward that failed; those of earlier ones, which run on, still land.
+
+        Work in flight is waited for; its errors are swallowed, as one was raised already.
+        """
         for bucket in (*self._holding, *self._reducing):
+            whole = True
             for flight in {bucket.scatter, bucket.flight}:
                 try:
                     flight.wait()
                 except HSDPError:
                     abandon(flight)
-        for bucket in self._holding:
+                    whole = False
+            stays = _valid(bucket.reductions)
             for reduction in bucket.reductions:
-                for part in reduction.parts:
-                    part.release_inputs(ended=bucket.scatter.done())
-        self._filling, self._scattered = [], []
-        self._holding.clear()
-        self._reducing.clear()
+                if not whole or reduction not in stays:
+                    for part in reduction.parts:
+                        part.release_inputs(ended=bucket.scatter.done())
+            if not whole:
+                for reduction in stays:
+                    reduction.unit.gradients.lose()
+            bucket.reductions = stays if whole else []
+        self._filling, self._scattered = _valid(self._filling), _valid(self._scattered)
+        self._holding = deque(bucket for bucket in self._holding if bucket.reductions)
+        self._reducing = deque(bucket for bucket in self._reducing if bucket.reductions)
+        self._errors = []
+        if len(self):
+            self.drain()
 
     # -- FILLED -> SCATTERING ------------------------------------------------------------------------------------
 
@@ -202,10 +233,7 @@ class ReductionPipeline:
         self._behind = bucket.scatter.event
         for reduction in bucket.reductions:
             if not reduction.all_reduce:
-                with self.streams.after("replicate", self._behind):
-                    reduction.unit.gradients.defer(reduction.parts)
-                reduction.unit.gradients.witness_partial()
-                reduction.stage = Stage.LANDED
+                self._start_deferral(reduction, bucket)
                 continue
             if reduction.unit.replicate_comm.size == 1:
                 self._start_all_reduce_of([reduction])
@@ -217,27 +245,65 @@ class ReductionPipeline:
             if sum(r.reduce_bytes() for r in self._scattered) >= self.policy.all_reduce_bucket_bytes:
                 self._start_all_reduce()
 
+    def _start_deferral(self, reduction: Reduction, scattered: Bucket) -> None:
+        """Queues partial sums like all others. They are added where they land, on the compute stream: it is theirs."""
+        while len(self._reducing) >= self.policy.max_inflight_all_reduces:
+            self._land()
+        bucket = Bucket([reduction])
+        bucket.scatter = bucket.flight = scattered.scatter
+        bucket.at_rest = not self.streams.active
+        reduction.stage = Stage.REDUCING
+        self._reducing.append(bucket)
+        self.advance()
+
     def _start_all_reduce(self) -> None:
         reductions, self._scattered = self._scattered, []
         self._start_all_reduce_of(reductions)
 
     def _start_all_reduce_of(self, reductions: list[Reduction]) -> None:
-        while len(self._reducing) >= self.policy.max_inflight_all_reduces:
+        while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(reductions):
             self._land()
         bucket = Bucket(reductions)
         unit = reductions[0].unit
+        deferred = False
+        for reduction in reductions:
+            reduction.unit.gradients.heed_zero_grad()
+            deferred = deferred or reduction.unit.gradients.partial is not None
+        # Deferred sums were written on the compute stream.
+        written = self.streams.mark() if deferred else None
         with self.streams.after("replicate", self._behind):
+            self.streams.join(written)
             for reduction in reductions:
                 reduction.unit.gradients.join_partial(reduction.parts)
                 reduction.stage = Stage.REDUCING
-            finish = partial(_finish, reductions) if any(map(_has_more, reductions)) else None
+            finish = partial(self._finish, reductions) if any(map(_has_more, reductions)) else None
             if unit.replicate_comm.size > 1:
                 tensors = [t for r in reductions for part in r.parts for t in part.operands]
                 bucket.flight = unit.settings.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
             else:
                 bucket.flight = unit.shard_comm.local("landing", bucket, finish)
+                bucket.at_rest = not self.streams.active
         bucket.scatter = bucket.flight
         self._reducing.append(bucket)
+
+    def _defers(self, reductions: list[Reduction]) -> bool:
+        """Whether sums that these will be added to are still on their way."""
+        units = {reduction.unit for reduction in reductions}
+        return any(not r.all_reduce and r.unit in units for bucket in self._reducing for r in bucket.reductions)
+
+    def _finish(self, reductions: list[Reduction]) -> None:
+        """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live."""
+        for reduction in reductions:
+            hook = reduction.unit.settings.all_reduce_hook
+            if hook is not None:
+                try:
+                    for part in reduction.parts:
+                        for tensor in part.values():
+                            hook(tensor)
+                except Exception as error:
+                    self._note(error, reduction)
+            for part in reduction.parts:
+                part.store()
 
     # -- REDUCING -> LANDED --------------------------------------------------------------------------------------
 
@@ -246,9 +312,26 @@ class ReductionPipeline:
         bucket.flight.wait()
         self._reducing.popleft()
         for reduction in bucket.reductions:
-            reduction.unit.gradients.land(reduction.parts)
-            self._offloads = self._offloads or any(part.plan.offload for part in reduction.parts)
             reduction.stage = Stage.LANDED
+            self._offloads = self._offloads or any(part.plan.offload for part in reduction.parts)
+            gradients = reduction.unit.gradients
+            undoable = gradients.is_open(reduction.parts)
+            try:
+                (gradients.land if reduction.all_reduce else gradients.defer)(reduction.parts)
+            except Exception as error:
+                self._note(error, reduction, undoable)
+
+    def _note(self, error: Exception, reduction: Reduction, undoable: bool | None = None) -> None:
+        """Keeps an error for later. Its backward fails then; if that is over, its sums are lost."""
+        self._errors.append(error)
+        gradients = reduction.unit.gradients
+        if not (gradients.is_open(reduction.parts) if undoable is None else undoable):
+            gradients.lose()
+
+
+def _valid(reductions: list[Reduction]) -> list[Reduction]:
+    """Those whose backward has not failed."""
+    return [reduction for reduction in reductions if not any(part.void for part in reduction.parts)]
 
 
 def _fit(first: Reduction, other: Reduction) -> bool:
@@ -301,15 +384,3 @@ def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, flo
 def _has_more(reduction: Reduction) -> bool:
     """Whether something follows the all-reduce on its stream."""
     return reduction.unit.settings.all_reduce_hook is not None or any(part.plan.offload for part in reduction.parts)
-
-
-def _finish(reductions: list[Reduction]) -> None:
-    """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live."""
-    for reduction in reductions:
-        hook = reduction.unit.settings.all_reduce_hook
-        if hook is not None:
-            for part in reduction.parts:
-                for tensor in part.values():
-                    hook(tensor)
-        for part in reduction.parts:
-            part.store()

@@ -150,9 +150,11 @@ class LaneReduction:
             gradient and the flags.
         used: which parameters this rank used.
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
+        void: its backward failed: it is not to land.
+        joined: deferred sums that were added to the operands on a side stream: theirs until the reduction lands.
     """
 
-    __slots__ = ("_stored", "dropped", "inputs", "operands", "outputs", "plan", "rows", "used")
+    __slots__ = ("_stored", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
 
     def __init__(
         self,
@@ -170,6 +172,8 @@ class LaneReduction:
         self.used = used
         self.rows = rows
         self.dropped: set[int] = set()
+        self.void = False
+        self.joined: list[Tensor] | None = None
         self._stored: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:

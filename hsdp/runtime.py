@@ -92,6 +92,9 @@ class Runtime:
             self._parents = {parent for _, parent, _ in self._members}
             self._generation = Runtime.generation
         for unit, parent, name in self._members:
+            before = unit.runtime
+            if before is not None and before is not self and not before.in_backward():
+                before.recover()  # the unit had another root, whose backward may have failed
             unit.join(self, self.streams, parent, name)
 
     def modules(self) -> Iterator[nn.Module]:
@@ -126,8 +129,7 @@ class Runtime:
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
-        if self._unfinished:
-            self.abort("a backward pass did not end")
+        self.recover("a backward pass did not end")
         self.adopt()
         self.turns.begin_forward()
         if not self.turns.awaited:
@@ -216,15 +218,26 @@ class Runtime:
         if task not in self._tasks:
             self._bury_tasks()
             if not self._tasks:
-                if self._unfinished:
-                    self.abort("a backward pass failed")
+                self.recover()
                 self._begin_backward()
             elif not self._reduces:
                 self._reduces = self._accumulates()
             token = _Token()
-            self._tasks[task] = weakref.ref(token)
+            self._tasks[task] = weakref.ref(token, self._dropped)
             queue_callback(lambda: self._end_task(task, token))
         return task
+
+    def _dropped(self, token: object) -> None:
+        """The engine dropped a callback, and with it the token: that graph task failed.
+
+        With the outermost one the backward has. On the CPU the exception is just passing: gradients are put back before
+        anybody can look at them. On a device this may be the engine's own thread, which must not: `recover` does it.
+        """
+        if not self._tasks or self.streams.active:
+            return
+        self._bury_tasks()
+        if not self._tasks and self._unfinished:
+            self._roll_back(at_once=True)
 
     def _bury_tasks(self) -> None:
         """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
@@ -233,12 +246,15 @@ class Runtime:
                 del self._tasks[task]
 
     def _begin_backward(self) -> None:
+        self._reduces = self._accumulates()
+        if self._reduces:
+            for unit in self.units:
+                unit.gradients.refuse_lost(unit.name, "backward")
         self._unfinished = True
         self._keeps_graph = False
         self._backward.begin(unit for unit in reversed(self._left) if unit.residency is Residency.SHARDED)
         self.turns.begin()
         self._opened = {}
-        self._reduces = self._accumulates()
         for agreement in self._backward_agreements:
             agreement.begin(0)
 
@@ -333,19 +349,16 @@ class Runtime:
 
     def _reduce(self, unit: Unit) -> None:
         unit.state = TrainingState.BACKWARD_POST
-        if unit.settings.requires_grad_sync:
-            with torch.no_grad():
-                self.pipeline.make_room()
-                parts = unit.gradients.take(runs_on=not self.root.settings.drains)
-            unit.owed = unit.ready = False
-            unit.owes_all_reduce = not unit.settings.requires_all_reduce
-            if parts:
-                with torch.no_grad():
-                    self.pipeline.submit(Reduction(unit, parts, unit.settings.requires_all_reduce))
-        else:
-            unit.ready = False
-            with torch.no_grad():
+        unit.ready = False
+        settings = unit.settings
+        with torch.no_grad():
+            if not settings.requires_grad_sync:
                 unit.gradients.stash()
+                return
+            self.pipeline.make_room()
+            parts = unit.gradients.take(not self.root.settings.drains, settings.requires_all_reduce)
+            if parts:
+                self.pipeline.submit(Reduction(unit, parts, settings.requires_all_reduce))
 
     def _end_task(self, task: int, token: _Token) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
@@ -353,7 +366,12 @@ class Runtime:
             return  # of an iteration that was aborted
         del self._tasks[task]
         if not self._tasks:
-            self._end_backward()
+            try:
+                self._end_backward()
+            except BaseException:
+                if not self.streams.active:
+                    self._roll_back(at_once=True)
+                raise
             return
         for unit, (_, opened_in) in list(self._opened.items()):
             if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
@@ -363,14 +381,17 @@ class Runtime:
         if self._reduces:
             left = self.turns.end()
             for unit in (*left, *(u for u in self.units if u not in left)):
-                deferred = unit.owes_all_reduce and unit.settings.requires_all_reduce
-                due = unit.settings.requires_grad_sync and (unit in left or unit.owed or deferred)
-                if due or unit.gradients.waiting():
+                settings, gradients = unit.settings, unit.gradients
+                deferred = gradients.deferred and settings.requires_all_reduce
+                due = settings.requires_grad_sync and (gradients.kept or deferred)
+                if due or unit in left or gradients.waiting():
                     self._reduce(unit)
         self.turns.clear()
         self._backward.end()
         if self.root.settings.drains:
             self.drain()
+        else:
+            self.pipeline.tell_errors()
         for unit in self.units:
             unit.remaining.clear()
             unit.ready = False
@@ -389,16 +410,32 @@ class Runtime:
         with torch.no_grad():
             self.pipeline.drain()
 
+    def settle(self) -> None:
+        """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.
+
+        Not inside a backward, where an optimizer's step is that of a hook.
+        """
+        if not self.in_backward():
+            self.recover()
+            if len(self.pipeline):
+                self.drain()
+
     def flush(self) -> None:
         """Communicates every pending sum now, outside of a backward. Every rank calls it."""
+        self.recover()
         for unit in self.units:
-            if unit.owed or unit.owes_all_reduce:
-                with torch.no_grad():
-                    parts = unit.gradients.take(runs_on=False)
-                    unit.owed = unit.owes_all_reduce = False
-                    if parts:
-                        self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
-        self.drain()
+            unit.gradients.refuse_lost(unit.name, "flush")
+        try:
+            with torch.no_grad():
+                for unit in self.units:
+                    if unit.gradients.kept or unit.gradients.deferred:
+                        parts = unit.gradients.take(runs_on=False)
+                        if parts:
+                            self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
+            self.drain()
+        except BaseException:
+            self.reset()
+            raise
         for unit in self.units:
             unit.gradients.commit()
 
@@ -412,6 +449,11 @@ class Runtime:
 
     # -- failure -------------------------------------------------------------------------------------------------
 
+    def recover(self, reason: str = "a backward pass failed") -> None:
+        """Forgets a backward that failed, if one did since. Whatever looks at gradients or begins a pass asks for it."""
+        if self._unfinished:
+            self.abort(reason)
+
     def abort(self, reason: str) -> None:
         """Forgets the iteration under way and warns of it."""
         self.reset()
@@ -419,17 +461,17 @@ class Runtime:
         warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
 
     def reset(self) -> None:
-        """Forgets the iteration under way: waits for its work, frees its buffers, drops its gradients."""
+        """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
+        self._roll_back()
         self.pipeline.abort()
         self._reshard_all()
         for unit in self.units:
-            unit.gradients.clear()
-            unit.gradients.roll_back()
+            unit.gradients.commit()
             for param in unit.params:
                 if param.whole is not None:
                     param.whole.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
-            unit.owed = unit.ready = unit.owes_all_reduce = False
+            unit.ready = False
         self._tasks.clear()
         self.turns.clear()
         self.turns.forget_forwards()
@@ -438,6 +480,11 @@ class Runtime:
         self._forward.cancel()
         self._backward.cancel()
         self._unfinished = False
+
+    def _roll_back(self, at_once: bool = False) -> None:
+        with torch.no_grad():
+            for unit in self.units:
+                unit.gradients.roll_back(at_once)
 
 
 def _agreements(comms: Iterable[Comm]) -> list[Agreement]:

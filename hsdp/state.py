@@ -91,7 +91,6 @@ class ModuleState:
         reshard = unit.settings.reshard_after_forward
         keep = reshard is False or (reshard is None and unit is runtime.root)
         if torch.is_grad_enabled() and any(unit.trainable):
-            unit.owed = True
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
             keep = keep or not watched
         more = len(self._run) < len(self.modules) or self._calls > 0

@@ -84,21 +84,18 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
     for ref in _units_of(optimizer):
         unit = ref()
         if unit is not None:
-            if unit.runtime is not None and len(unit.runtime.pipeline) and not unit.runtime.in_backward():
-                unit.runtime.drain()
             check_communicated(unit, "the optimizer's step")
 
 
 def check_communicated(unit: Unit, before: str) -> None:
-    """Raises StateError if the unit has pending sums."""
-    if unit.owed or unit.owes_all_reduce:
-        pending = unit.gradients.pending()
-        if pending:
-            raise StateError(
-                f"{before}: unit {unit.name!r} has gradients that were not summed over all ranks ({', '.join(pending)}); "
-                "run the last micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call "
-                "model.flush(), or drop them with zero_grad()"
-            )
+    """Has the gradients of a unit ready to be used: reductions under way land, a failed backward is forgotten.
+
+    Raises:
+        StateError: the unit has pending sums, or lost some.
+    """
+    if unit.runtime is not None:
+        unit.runtime.settle()
+    unit.gradients.refuse_pending(unit.name, before)
 
 
 @functools.cache

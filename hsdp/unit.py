@@ -66,10 +66,7 @@ class Unit:
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         in_turn: in the backward under way it has a turn to come.
         visits: how often backwards visited it, by the number of its forwards that waited for theirs.
-        owed: a forward with gradients ran and its reduction has not been submitted.
         part_comm: the smaller group over which whole parameters stay sharded after forward, if any.
-        owes_all_reduce: a reduction without all-reduce was submitted, and none with it since. What decides about
-            collectives is this, and not whether the partial sums are there yet: that depends on this rank's timing.
     """
 
     def __init__(
@@ -121,7 +118,6 @@ class Unit:
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
         self.ready = self.in_turn = False
-        self.owed = self.owes_all_reduce = False
 
         # Communication.
         self.streams = Streams(axes.device)

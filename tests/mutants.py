@@ -144,7 +144,7 @@ def does_not_heed_zero_grad() -> Any:
 
 @mutant(script("async full:abc zero drain full:abc"))
 def lands_what_was_zeroed_meanwhile() -> Any:
-    return replaced(Gradients, "take", lambda take: lambda gradients, runs_on: take(gradients, False))
+    return replaced(Gradients, "take", lambda take: lambda gradients, runs_on, *more: take(gradients, False, *more))
 
 
 @mutant(Check(rule_14.check_frozen_then_thawed), kill="Error")
@@ -426,7 +426,7 @@ def keeps_whole_parameters() -> Any:
     return mock.patch.object(Runtime, "_end_visit", return_value=None)
 
 
-@mutant(Check(rule_24.check_landing, (), world=4), kill="AssertionError")
+@mutant(Check(rule_24.check_landing, ((4,), 1), world=4), kill="AssertionError")
 def lands_at_the_end_only() -> Any:
     return mock.patch.object(ReductionPipeline, "advance", return_value=None)
 

@@ -30,7 +30,18 @@ _UNORDERED: list[set[str]] = [
 _SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim", "compressed"]
 _ORDERED: list[list[str]] = [
     ["agreement", "subclass", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
-    ["registry", "training_state", "lane", "extension", "reduce_plan", "witness", "gradients", "replicas"]
+    [
+        "registry",
+        "training_state",
+        "lane",
+        "extension",
+        "reduce_plan",
+        "witness",
+        "undo",
+        "landing",
+        "gradients",
+        "replicas",
+    ]
     + ["settings", "unit", "pipeline"],
     ["order", "turns", "runtime", "stepping", "state"],
     ["whole", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],

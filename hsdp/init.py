@@ -22,7 +22,7 @@ from hsdp.errors import StateError
 from hsdp.fingerprints import fingerprint
 from hsdp.full_params import visit
 from hsdp.inner import block_of
-from hsdp.param import rows_of
+from hsdp.param import put_into, rows_of
 from hsdp.registry import unit_of, units_below
 from hsdp.unit import Unit
 from hsdp.verification import check_structures, differing, told_by_all, unequal
@@ -135,23 +135,10 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
         for lane in unit.lanes:
             for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
                 rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
-                _fill(param.sharded, as_dtensor(rows, param.tensor_spec), param.fqn)
+                put_into(param.sharded, as_dtensor(rows, param.tensor_spec), f"init_sharded: parameter {param.fqn!r}")
     unit.rebuild()
     if not equal:
         write_first(unit, wholes)  # fn does not depend on torch's generators alone
-
-
-def _fill(param: nn.Parameter, value: Tensor, fqn: str) -> None:
-    """Turns a parameter on the meta device into a real one; optimizers that know it will not notice."""
-    real = nn.Parameter(value, requires_grad=param.requires_grad)
-    real.__dict__.update(vars(param))
-    try:
-        torch.utils.swap_tensors(param, real)
-    except RuntimeError as error:
-        raise StateError(
-            f"init_sharded: parameter {fqn!r} cannot be made real, because something refers to it weakly or by autograd "
-            f"({error}); initialise the model before it is used"
-        ) from error
 
 
 def _is_meta(unit: Unit) -> bool:
@@ -292,7 +279,7 @@ def _settle(loose: list[_Loose]) -> None:
         value, tensor = settled[id(one.store[one.name])], one.tensor
         if isinstance(tensor, nn.Parameter):
             if tensor.is_meta:
-                _fill(tensor, value, one.fqn)
+                put_into(tensor, value, f"init_sharded: parameter {one.fqn!r}")
             one.store[one.name] = tensor
         else:
             one.store[one.name] = value

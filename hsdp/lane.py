@@ -16,10 +16,9 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.utils.dlpack import from_dlpack
 
 from hsdp.layout import PACK_ALL, Piece, Thresholds, plan
-from hsdp.memory import Arena
+from hsdp.memory import Arena, with_own_storage
 from hsdp.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
 from hsdp.param import ManagedParam
@@ -139,9 +138,7 @@ class Lane:
         size = math.prod(shape)
         with torch.inference_mode(False):
             part = self.shard.data[piece.offset : piece.offset + size]
-            if size and not part.is_meta:
-                part = from_dlpack(part)
-            return part.view(shape)
+            return (part if part.is_meta else with_own_storage(part)).view(shape)
 
     def rehearse(self) -> None:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
+from torch.utils import dlpack
 
 from hsdp.debug import DEBUG
 
@@ -16,6 +17,12 @@ def owned(tensor: Tensor) -> Tensor:
     """
     uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
     return tensor if uses <= 2 else tensor.clone()  # the tensor and the storage that was just asked for
+
+
+def with_own_storage(tensor: Tensor) -> Tensor:
+    """The same memory as a tensor with a storage of its own, which begins where `tensor` does and keeps it alive."""
+    # By way of a capsule: a tensor's own `__dlpack_device__` refuses third-party devices once they were given a name.
+    return dlpack.from_dlpack(dlpack.to_dlpack(tensor)) if tensor.numel() else tensor  # type: ignore[attr-defined]
 
 
 class Arena:

@@ -24,11 +24,11 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.utils.dlpack import from_dlpack
 
 from hsdp.dtensors import as_dtensor, with_dtype
 from hsdp.errors import StateError
 from hsdp.inner import block_of
+from hsdp.memory import with_own_storage
 from hsdp.registry import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -158,7 +158,7 @@ class _Target:
             return value
         part = value[member.start : member.start + member.count]
         # With a storage of its own, as `Lane.local` makes them: code that copies storages does not know offsets.
-        return (from_dlpack(part) if member.count else part).view(member.shape)
+        return with_own_storage(part).view(member.shape)
 
 
 class _Stepper:

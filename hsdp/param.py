@@ -160,6 +160,11 @@ class ManagedParam:
             if not self._local_now().is_meta:
                 data_of(local).copy_(data_of(self._local_now()))
         self.local = local
+        if self.sharded.device != local.device:  # offloaded, and it came from the device
+            grad: Any = self.sharded.grad
+            put_into(self.sharded, as_dtensor(local, self.tensor_spec), f"parameter {self.fqn!r}")
+            if grad is not None:
+                self.sharded.grad = as_dtensor(grad._local_tensor.to(local.device), self.tensor_spec)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]
 
     def moved(self) -> bool:
@@ -206,6 +211,23 @@ class ManagedParam:
         for module, name in self.holders():
             module._parameters[name] = sharded
             refresh_flat_weights(module, name, sharded)
+
+
+def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:
+    """Turns a parameter into `value`, on another device; who holds it (optimizers) does not notice. Its gradient goes.
+
+    Raises:
+        StateError: torch does not allow it for `what`, as something refers to the parameter weakly or by autograd.
+    """
+    other = nn.Parameter(value, requires_grad=param.requires_grad)
+    other.__dict__.update(vars(param))
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise StateError(
+            f"{what} cannot change its device, because something refers to it weakly or by autograd ({error}); initialise "
+            "and move the model before it is used"
+        ) from error
 
 
 def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None:

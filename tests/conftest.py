@@ -16,6 +16,7 @@ from hypothesis import settings
 import hsdp.debug  # noqa: F401  # as it is outside of tests: this process counts copies and bytes
 from tests.rig import Pool
 from tests.rig_worker import restore_globals
+from tests.support import device as emulator
 
 torch.set_num_threads(1)
 os.environ.setdefault("HSDP_DEBUG", "1")  # inherited by the workers: a silent read of freed parameters becomes NaN
@@ -37,6 +38,26 @@ def pool4() -> Iterator[Pool]:
     """Four ranks; the processes start when the first test runs something on them."""
     with Pool(4) as pool:
         yield pool
+
+
+def _device_pool(world_size: int) -> Iterator[Pool]:
+    if (reason := emulator.why_not()) is not None:
+        pytest.skip(reason)
+    emulator.build()
+    with Pool(world_size, device=emulator.NAME) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="session")
+def device2() -> Iterator[Pool]:
+    """Two ranks on the emulated device."""
+    yield from _device_pool(2)
+
+
+@pytest.fixture(scope="session")
+def device4() -> Iterator[Pool]:
+    """Four ranks on the emulated device."""
+    yield from _device_pool(4)
 
 
 @pytest.fixture(autouse=True)

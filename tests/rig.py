@@ -62,14 +62,16 @@ class Pool:
         world_size: number of ranks.
         group_timeout: seconds after which a collective gives up.
         grouped: False leaves the processes without a default group.
+        device: that of the ranks' meshes, in torch's words: "cpu", "cuda", or the emulated one of `tests.support.device`.
     """
 
-    def __init__(self, world_size: int, *, group_timeout: float = 20.0, grouped: bool = True) -> None:
+    def __init__(self, world_size: int, *, group_timeout: float = 20.0, grouped: bool = True, device: str = "cpu") -> None:
         self.world_size = world_size
         self.starts = 0  # how often processes were started
         self._default_timeout = group_timeout
         self._group_timeout: float | None = None  # that of the present group; None = make a new group first
         self._grouped = grouped
+        self._device = device
         self._generation = 0
         self._processes: list[Any] = []
         self._pipes: list[Connection] = []
@@ -185,7 +187,7 @@ class Pool:
             context.set_forkserver_preload(_PRELOAD)
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
-            args = (theirs, rank, self.world_size, self._store.port, self._grouped, str(self._log(rank)))
+            args = (theirs, rank, self.world_size, self._store.port, self._grouped, str(self._log(rank)), self._device)
             process = context.Process(target=worker_main, args=args, daemon=True)
             process.start()
             theirs.close()  # or its end of file would never be seen

@@ -34,6 +34,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
+from tests.support import device as emulator
+
 _AXIS_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 _CONNECT_TIMEOUT = 60.0  # for making a group: on a busy machine longer than a test's own short timeout
 _IN_STEP_TIMEOUT = 3.0
@@ -64,17 +66,18 @@ class Outcome:
 class RankEnv:
     """What a test function gets as its first argument: its place in the world, and meshes over it."""
 
-    def __init__(self, rank: int, world_size: int) -> None:
+    def __init__(self, rank: int, world_size: int, device: str = "cpu") -> None:
         self.rank = rank
         self.world_size = world_size
+        self.device = device
         self._meshes: dict[tuple[tuple[int, ...], tuple[str, ...]], DeviceMesh] = {}
 
     def mesh(self, shape: int | Sequence[int], names: Sequence[str] | None = None) -> DeviceMesh:
-        """A CPU mesh of this shape, made once; every rank must ask for the same ones in the same order."""
+        """A mesh of this shape on the pool's device, made once; every rank must ask for the same ones in the same order."""
         shape = (shape,) if isinstance(shape, int) else tuple(shape)
         names = tuple(names or _AXIS_NAMES[len(shape)])
         if (shape, names) not in self._meshes:
-            self._meshes[shape, names] = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            self._meshes[shape, names] = init_device_mesh(self.device, shape, mesh_dim_names=names)
         return self._meshes[shape, names]
 
     def groups(self) -> list[dist.ProcessGroup]:
@@ -89,8 +92,8 @@ class RankEnv:
 class _Worker:
     """The commands. Each returns a picklable value or raises."""
 
-    def __init__(self, rank: int, world_size: int, port: int, grouped: bool) -> None:
-        self.env = RankEnv(rank, world_size)
+    def __init__(self, rank: int, world_size: int, port: int, grouped: bool, device: str) -> None:
+        self.env = RankEnv(rank, world_size, device)
         self.store = dist.TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False)
         self.grouped = grouped
 
@@ -99,13 +102,14 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             _forget_meshes()
-        self.env = RankEnv(self.env.rank, self.env.world_size)
+        self.env = RankEnv(self.env.rank, self.env.world_size, self.env.device)
+        backends = use_device(self.env.device, self.env.rank)
         if not self.grouped:
             return
         # Groups made without a timeout (meshes, the library's own) would otherwise wait for 30 minutes.
         distributed_c10d.default_pg_timeout = timedelta(seconds=timeout)
         dist.init_process_group(
-            "gloo",
+            backends,
             store=dist.PrefixStore(f"generation{generation}", self.store),
             rank=self.env.rank,
             world_size=self.env.world_size,
@@ -125,10 +129,32 @@ class _Worker:
         left = restore_globals()
         if self.grouped:
             for group in self.env.groups():
-                dist.monitored_barrier(group, timeout=timedelta(seconds=_IN_STEP_TIMEOUT))
+                _check_in_step(group, self.env.device)
         if left:
             raise AssertionError("the run left changed: " + ", ".join(left))
         return len(distributed_c10d._world.pg_names)
+
+
+def _check_in_step(group: dist.ProcessGroup, device: str) -> None:
+    if device == "cpu":
+        dist.monitored_barrier(group, timeout=timedelta(seconds=_IN_STEP_TIMEOUT))
+        return
+    ones = torch.ones(1, device=device)
+    dist.all_reduce(ones, group=group)
+    assert ones.item() == group.size(), f"a group of {group.size()} ranks is out of step: it counted {ones.item():g}"
+
+
+def use_device(device: str, rank: int) -> str:
+    """Makes `device` the rank's own and known to torch; returns the backends of a process group for it."""
+    if device == "cpu":
+        return "gloo"
+    if device == emulator.NAME:
+        emulator.load()
+    module = torch.get_device_module(device)
+    module.set_device(rank % module.device_count())
+    return (
+        emulator.BACKENDS if device == emulator.NAME else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    )
 
 
 def _forget_meshes() -> None:
@@ -207,7 +233,9 @@ def _unraisables() -> Iterator[list[str]]:
         sys.unraisablehook, threading.excepthook = before
 
 
-def worker_main(pipe: Connection, rank: int, world_size: int, port: int, grouped: bool, log_path: str) -> None:
+def worker_main(
+    pipe: Connection, rank: int, world_size: int, port: int, grouped: bool, log_path: str, device: str = "cpu"
+) -> None:
     """A worker process, from its first to its last line."""
     commands: queue.SimpleQueue[tuple[Any, ...]] = queue.SimpleQueue()
     threading.Thread(target=_read_commands, args=(pipe, commands), daemon=True).start()
@@ -218,7 +246,7 @@ def worker_main(pipe: Connection, rank: int, world_size: int, port: int, grouped
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
     torch.set_num_threads(1)
-    worker = _Worker(rank, world_size, port, grouped)
+    worker = _Worker(rank, world_size, port, grouped, device)
     gc.collect()
     gc.freeze()  # what was imported is no garbage: makes the collection after each run 20 times cheaper
     while True:

@@ -108,29 +108,30 @@ def train(
     *,
     first_step: int = 0,
     before_micro: Callable[[nn.Module, bool], Any] | None = None,
+    device: str = "cpu",
 ) -> Tensor:
-    """Train `model` on this rank's batches; returns the losses, float64 [steps, accumulate].
+    """Train `model` on this rank's batches, moved to `device`; returns the losses, float64 [steps, accumulate].
 
     `before_micro(model, is_last)` is called before each micro-batch's forward, for instance to set gradient
     sync. Gradients of the last step are left in place.
     """
-    losses = torch.zeros(steps, accumulate, dtype=torch.float64)
+    values = []  # read at the end: a device runs behind the host meanwhile
     for step in range(steps):
         optimizer.zero_grad()
         for micro in range(accumulate):
             if before_micro is not None:
                 before_micro(model, micro == accumulate - 1)
-            value = case.loss(model, case.batch(first_step + step, rank, micro))
+            value = case.loss(model, tuple(x.to(device) for x in case.batch(first_step + step, rank, micro)))
             value.backward()
-            losses[step, micro] = value.detach()
+            values.append(value.detach())
         optimizer.step()
-    return losses
+    return torch.stack(values).double().cpu().view(steps, accumulate)
 
 
 def full(tensor: Tensor) -> Tensor:
-    """A copy of the whole tensor; of a DTensor it is gathered, so every rank of its mesh must call."""
+    """A copy of the whole tensor on the CPU; of a DTensor it is gathered, so every rank of its mesh must call."""
     tensor = tensor.detach()
-    return tensor.full_tensor().clone() if isinstance(tensor, DTensor) else tensor.clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).to("cpu", copy=True)
 
 
 def full_params(model: nn.Module) -> dict[str, Tensor]:

@@ -21,7 +21,20 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from hsdp.checkpoint import contents, full, loading, models, optimizers, reading, saving, store
+from hsdp.checkpoint import (
+    contents,
+    full,
+    handles,
+    index,
+    layouts,
+    loading,
+    models,
+    optimizers,
+    pieces,
+    reading,
+    saving,
+    store,
+)
 from tests import checkpoint_models as cm
 from tests import test_checkpoint_async as in_background
 from tests import test_checkpoint_damage as damage
@@ -169,52 +182,48 @@ def believes_any_manifest() -> Any:
 
 @mutant(check_left_out)
 def does_not_prove_that_pieces_tile() -> Any:
-    return off(reading, "check_tiling")
+    return off(index, "check_tiling")
 
 
 @mutant(check_never_read)
 def does_not_count_what_it_reads() -> Any:
-    def change(run: Callable[[Any], None]) -> Callable[[Any], None]:
-        return lambda reader: (reader._expected.clear(), run(reader))[1]  # type: ignore[func-returns-value]
-
-    return mock.patch.object(reading.Reader, "run", change(reading.Reader.run))
+    return mock.patch.object(reading, "sum", lambda counts: mock.ANY, create=True)
 
 
 @mutant(check_case("tied"), kill="of .* differ")
 def changes_the_model_before_all_is_checked() -> Any:
-    check = models.ModelReading._check_ties
+    check = models.ModelReading.check
 
     def early(weights: Any) -> None:
-        weights._model.load_state_dict(weights._tensors)
+        weights._reader.run()
         check(weights)
 
-    return mock.patch.object(models.ModelReading, "_check_ties", early)
+    return mock.patch.object(models.ModelReading, "check", early)
 
 
 @mutant(check_metadata_runs_no_code)
 def unpickles_anything_in_metadata() -> Any:
-    return mock.patch.object(reading._MetadataUnpickler, "find_class", pickle.Unpickler.find_class)
+    return mock.patch.object(index, "read_pickle", pickle.loads)
 
 
 @mutant(damage.test_values_run_no_code)
 def unpickles_anything_in_values() -> Any:
-    load = torch.load
-    return mock.patch.object(torch, "load", lambda *args, **kwargs: load(*args, **{**kwargs, "weights_only": False}))
+    return mock.patch.object(pieces, "read_pickle", pickle.loads)
 
 
 @mutant(check_case("tied"))
 def takes_either_value_of_tied_weights() -> Any:
-    return off(models.ModelReading, "_check_ties")
+    return off(models.ModelReading, "check")
 
 
 @mutant(check_case("unexpected"))
 def passes_over_what_the_model_has_not() -> Any:
-    return off(models, "_compare")
+    return mock.patch.object(models.ModelReading, "_compare", lambda *args: models.Report())
 
 
 @mutant(mismatch.test_optimizers_that_differ)
 def takes_any_optimizers_state() -> Any:
-    return off(optimizers, "_check_kind")
+    return off(optimizers.OptimizerReading, "check")
 
 
 @mutant(mismatch.test_state_keeps_its_dtype, kill=DIFFERS)
@@ -259,7 +268,7 @@ def writes_what_training_goes_on_changing() -> Any:
 @mutant(in_background.test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save)
 @contextmanager
 def forgets_a_failure_in_the_background() -> Iterator[None]:
-    with off(saving, "settle"), mock.patch.object(saving.SaveHandle, "_in_flight", None):
+    with off(saving, "settle"), off(loading, "settle"), mock.patch.object(handles.SaveHandle, "_in_flight", None):
         yield
 
 
@@ -286,13 +295,13 @@ def takes_the_first_ranks_rows() -> Any:
 
 @mutant(check_roundtrip, world=2, kill="loading took an optimizer step")
 def steps_the_optimizer_to_give_it_a_state() -> Any:
-    commit = loading.commit_optimizer
+    commit = optimizers.commit_optimizer
 
     def stepping(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
         optimizer.step()
         commit(optimizer, state)
 
-    return mock.patch.object(loading, "commit_optimizer", stepping)
+    return mock.patch.object(optimizers, "commit_optimizer", stepping)
 
 
 @mutant(check_roundtrip, world=2, kill=DIFFERS)
@@ -310,13 +319,13 @@ def keeps_the_optimizers_own_settings() -> Any:
 
 @mutant(check_roundtrip, world=2, kill="AssertionError")
 def gives_every_rank_the_first_ones_extra() -> Any:
-    unpack = saving.unpack_extra
-    return mock.patch.object(loading, "unpack_extra", lambda data, rank, size: unpack(data, 0, size))
+    unpack = loading.unpack_extras
+    return mock.patch.object(loading, "unpack_extras", lambda data, rank, size: unpack(data, 0, size))
 
 
 @mutant(check_from_fsdp2, world=4, kill="CheckpointError")
 def knows_one_layout_only() -> Any:
-    return mock.patch.object(loading, "_find_prefixes", lambda *args: ("model.", "optimizer."))
+    return mock.patch.object(loading, "find_layout", lambda *args: layouts.Layout("model.", "optimizer."))
 
 
 @mutant(check_to_fsdp2, world=4, kill="Missing key|CheckpointException|RuntimeError")

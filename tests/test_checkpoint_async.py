@@ -13,6 +13,7 @@ from torch import nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, SaveHandle
+from hsdp.checkpoint.lock import LOCK
 from tests import checkpoint_models as cm
 from tests.rig import Pool
 from tests.rig_worker import RankEnv
@@ -77,14 +78,14 @@ def test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save(tmp_p
         raise OSError("disk full")
 
     handle = checkpoint.save(tmp_path, model, step=1, async_=True, progress=fail)
-    with pytest.raises(CheckpointError, match=r"saving step 1 to .*: OSError: disk full"):
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*: progress= raised OSError: disk full"):
         handle.wait()
-    assert list(tmp_path.iterdir()) == []
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
     checkpoint.save(tmp_path, model, step=2, async_=True, progress=fail)
     with pytest.raises(CheckpointError, match=r"saving step 2 to .*disk full"):
         checkpoint.save(tmp_path, model, step=3)
     checkpoint.save(tmp_path, model, step=4)  # told once
-    assert [path.name for path in tmp_path.iterdir()] == ["step-000004"]
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "step-000004"]
 
 
 def fail_on_one(env: RankEnv, directory: str) -> str:
@@ -103,8 +104,8 @@ def fail_on_one(env: RankEnv, directory: str) -> str:
 def test_a_failure_on_one_rank_is_told_on_all(pool2: Pool, tmp_path: Path) -> None:
     told = pool2.run(fail_on_one, str(tmp_path))
     assert told[0] == told[1]
-    assert "on rank 1: OSError: disk full" in told[0]
-    assert list(tmp_path.iterdir()) == []
+    assert "on rank 1: progress= raised OSError: disk full" in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
 def stage_only_what_is_written(env: RankEnv, directory: str) -> int:

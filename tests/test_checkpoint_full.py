@@ -241,7 +241,7 @@ def test_peak_memory_is_one_tensor_on_the_rank_that_gathers_and_nothing_on_the_o
     assert tensor - slack < first["safetensors"] < tensor + slack, ranks
     for other in others:
         assert all(other[key] < slack for key in ("stream", "full", "load", "safetensors")), ranks
-    # Shards: saving copies one piece at a time (2 MiB), loading stages the shard (16 MiB) and reads a piece at a time.
+    # Shards: saving copies one piece at a time (2 MiB), loading reads from the file into the shard itself.
     for rank in ranks:
         assert rank["save"] < 2 * 2.0 + slack, ranks
-        assert 16 - slack < rank["load sharded"] < 16 + 3 * 2.0 + slack, ranks
+        assert rank["load sharded"] < slack, ranks

@@ -14,6 +14,8 @@ from torch import nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, store
+from hsdp.checkpoint.files import Files, opener
+from hsdp.checkpoint.lock import LOCK
 
 
 class Crash(BaseException):
@@ -28,7 +30,7 @@ def save(directory: Path, step: int, content: bytes = b"tensors", keep: int | No
 
 
 def names(directory: Path) -> list[str]:
-    return sorted(path.name for path in directory.iterdir())
+    return sorted(path.name for path in directory.iterdir() if path.name != LOCK)
 
 
 def test_latest_is_the_one_saved_last_not_the_highest_step(tmp_path: Path) -> None:
@@ -79,7 +81,6 @@ def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path
     with pytest.raises(CheckpointError, match=r"step-000002/manifest.json is damaged.*move step-000002 out"):
         checkpoint.latest(tmp_path)
     save(tmp_path, 3)
-    damaged.rename(tmp_path / "aside")
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
 
 
@@ -141,7 +142,7 @@ def test_dying_at_any_line_of_a_save_loses_nothing(tmp_path: Path, again: bool) 
         assert last is not None
         manifest = store.read_manifest(last)
         store.check_sizes(last, manifest)
-        store.check_content(last, manifest, manifest.files)
+        store.check_content(last, Files(opener(last)), manifest, manifest.files)
         assert (last / "data").read_bytes() in (b"content 2", b"new content")
         # The run starts again from there: nothing of the crash stays.
         save(directory, 4, keep=2)
@@ -173,7 +174,7 @@ def test_extra_takes_plain_data_only_and_says_so_when_saving(tmp_path: Path) -> 
     loaded = checkpoint.load(tmp_path, model).extra
     assert torch.equal(loaded["loader"].pop("order"), extra["loader"].pop("order"))  # type: ignore[attr-defined]
     assert loaded == extra
-    with pytest.raises(CheckpointError, match=r"'extra' has objects.*unpickling code"):
+    with pytest.raises(CheckpointError, match=r"\"extra\['model'\]\" is a .*Linear, which cannot be saved"):
         checkpoint.save(tmp_path, model, extra={"model": model}, step=2)
     assert names(tmp_path) == ["step-000001"]  # nothing of the failed one
 

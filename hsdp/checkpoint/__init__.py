@@ -19,10 +19,11 @@ from hsdp.checkpoint.full import (
     load_full_optimizer_state_dict,
     load_full_state_dict,
 )
+from hsdp.checkpoint.handles import SaveHandle
 from hsdp.checkpoint.loading import Loaded, load, resume, verify
 from hsdp.checkpoint.rng import rng_state, set_rng_state
 from hsdp.checkpoint.safetensors import load_safetensors, save_safetensors
-from hsdp.checkpoint.saving import SaveHandle, save
+from hsdp.checkpoint.saving import save
 from hsdp.checkpoint.store import latest
 from hsdp.errors import CheckpointError
 

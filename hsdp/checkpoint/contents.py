@@ -28,6 +28,10 @@ _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""
 
 
+EXTRA_STATE = "_extra_state"
+"""What torch calls a module's extra state in state dicts."""
+
+
 def clean_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     for wrapper in _WRAPPERS:
@@ -118,11 +122,6 @@ def _state_placement(placement: Placement, param_shape: tuple[int, ...], shape: 
         if len(shape) != len(param_shape) or shape[dim] != param_shape[dim]:
             return Replicate()
     return placement
-
-
-def reason_of(error: Exception, limit: int) -> str:
-    """What `torch.load` or `torch.save` says went wrong, without its request to file an issue with PyTorch."""
-    return str(error).partition("Please file an issue")[0].strip()[:limit]
 
 
 def listing(names: Iterable[str], limit: int = 8) -> str:

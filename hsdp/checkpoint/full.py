@@ -158,9 +158,10 @@ def load_full_optimizer_state_dict(
     described, groups = ranks.one(what, lambda: describe_state(given), source)
     staging = OptimizerStaging(model, optimizer)
     staged: dict[str, dict[str, Any]] = {}
-    ranks.each(what, lambda: staged.update(staging.allocate(described, on_device=True)))
+    ranks.each(what, lambda: staged.update(staging.allocate(described)))
     merged: list[dict[str, Any]] = []
     ranks.each(what, lambda: merged.extend(staging.groups(groups)))
+    ranks.each(what, lambda: staging.check(described, merged))
     with torch.no_grad():
         for name, entries in staged.items():
             for entry, value in entries.items():

@@ -1,36 +1,45 @@
-"""Loading: find it, prove that it is whole, compare it with the model, stage all of it, and only then change anything.
+"""Loading: find it, prove that it is whole, compare it with the model, and only then read into the model's own memory.
 
     rank 0           which checkpoint, its manifest                         --> all ranks
     all ranks        check a share of the files' checksums                  --> all agree, or all raise
-    each rank        names, shapes and dtypes of checkpoint and model; read its own parts into host memory
+    each rank        names, shapes, dtypes, optimizer's settings and states of checkpoint and model; open each piece
                                                                             --> all agree, or all raise
-    each rank        copy into the model, hand the state to the optimizer
+    each rank        read its own rows to where they belong, hand the state to the optimizer
 
-Up to the last line the model and the optimizer are as they were, whatever goes wrong. What the optimizer's state looks
-like is read from the checkpoint, so a fresh optimizer needs no step to have one.
+Up to the last line the model and the optimizer are as they were, whatever is wrong. What the optimizer's state looks like
+is read from the checkpoint, so a fresh optimizer needs no step to have one.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 from torch import nn
 from torch.distributed import ProcessGroup
-from torch.distributed.checkpoint.metadata import Metadata
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import store
-from hsdp.checkpoint.contents import listing, model_entries
-from hsdp.checkpoint.models import ModelReading, is_extra_state
-from hsdp.checkpoint.optimizers import OptimizerReading, commit_optimizer
-from hsdp.checkpoint.ranks import Ranks
-from hsdp.checkpoint.reading import Reader, keys_below, parse_metadata
-from hsdp.checkpoint.saving import SAVE_ID, settle, unpack_extra
+from hsdp.checkpoint.choice import Choice, Rename, Report
+from hsdp.checkpoint.files import Files, opener
+from hsdp.checkpoint.handles import settle
+from hsdp.checkpoint.index import Index
+from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
+from hsdp.checkpoint.models import ModelReading
+from hsdp.checkpoint.objects import Packed, unpack_extras
+from hsdp.checkpoint.optimizers import OptimizerReading
+from hsdp.checkpoint.own import read_own
+from hsdp.checkpoint.ranks import LostContactError, Ranks
+from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
+
+_TRIES = 5
+"""How often a load looks for the last checkpoint anew if the one it reads is pruned by the run that saves."""
 
 
 @dataclass(frozen=True)
@@ -42,12 +51,14 @@ class Loaded:
         step: the step it was saved at; None for one that hsdp did not write.
         extra: what this rank saved as `extra`; what rank 0 did, if it was saved by another number of ranks.
         world_size: how many ranks saved it; None for one that hsdp did not write.
+        report: what became of each name of the model.
     """
 
     path: Path
     step: int | None
     extra: Any
     world_size: int | None
+    report: Report = field(default_factory=Report)
 
 
 def load(
@@ -55,6 +66,13 @@ def load(
     model: nn.Module,
     optimizer: Optimizer | None = None,
     *,
+    strict: bool = True,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    rename: Rename | None = None,
+    cast: bool = False,
+    prefix: str | None = None,
+    optimizer_prefix: str | None = None,
     validate: bool = True,
     process_group: ProcessGroup | None = None,
     progress: Progress | None = None,
@@ -62,39 +80,50 @@ def load(
     """Loads a checkpoint into a model and its optimizer, in place. Every rank calls it, between steps.
 
     The mesh may be another than that which saved it, in shape and size, or none at all; each rank reads what its shards
-    overlap. Checkpoints that torch.distributed.checkpoint wrote for PyTorch's FSDP2 (or any DTensors) load as well. The
-    optimizer may be fresh or stepped, takes no step, and keeps its own `foreach`, `fused` and `capturable`.
+    overlap. Checkpoints that torch.distributed.checkpoint wrote for PyTorch's FSDP2 (or any DTensors) load as well, also as
+    torchtitan, Lightning and accelerate lay them out. The optimizer may be fresh or stepped, takes no step, and keeps its
+    own `foreach`, `fused` and `capturable`.
 
     Args:
         path: a checkpoint, or a directory of them, of which the one saved last is taken.
         model: the module; its parameters and persistent buffers must be those of the checkpoint, by name, shape, dtype.
         optimizer: an optimizer of its parameters; None: the checkpoint's optimizer state is left alone.
+        strict: False: names that only the checkpoint or only the model has are left as they are, and reported.
+        include: globs of names of the model; the others are left as they are. None: all.
+        exclude: globs of names of the model that are left as they are.
+        rename: from the checkpoint's names to the model's: a mapping, or a function that returns None for what is not
+            wanted.
+        cast: convert floating-point tensors to the model's dtypes; else other dtypes are errors.
+        prefix: what the model's names begin with in a checkpoint of another library, "state_dict.model." say; None: found.
+        optimizer_prefix: the same for the optimizer's, "optimizer." say.
         validate: check every file's checksum first. Without it damage may go unnoticed; names, shapes, dtypes, sizes of
             files, and that every element is there, are checked regardless.
         process_group: the ranks that hold the model; None: all.
         progress: called on each rank with the bytes that it has read so far, and those it will in all.
 
     Returns:
-        The step, and what was saved beside the tensors.
+        The step, what was saved beside the tensors, and what became of each name.
 
     Raises:
+        ValueError, TypeError: arguments make no sense, alone or together.
         CheckpointError: on all ranks, before anything is changed: there is no checkpoint; a file is missing, truncated,
-            damaged or foreign; names, shapes or dtypes differ; a parameter is on the meta device; or an earlier
-            asynchronous save had failed.
+            damaged or foreign; names, shapes or dtypes differ; the optimizer is another; a parameter is on the meta device;
+            ranks were called with different arguments; or an earlier asynchronous save had failed. Only if a file that was
+            good cannot be read a moment later, the error says that the model is partly changed.
     """
-    settle()
-    ranks = Ranks(process_group)
-    what = f"loading {path}"
-    found, manifest = ranks.one(what, lambda: _find(Path(path)))
-    if manifest is not None and validate:
-        shares = _shares(manifest, ranks.size)
-        ranks.each(what, lambda: store.check_content(found, manifest, shares[ranks.rank]))
-    staged: list[_Staged] = []
-    ranks.each(what, lambda: staged.append(_stage(found, manifest, model, optimizer, validate, progress, ranks)))
-    staged[0].commit(model, optimizer)
-    if manifest is None:
-        return Loaded(found, None, staged[0].extra, None)
-    return Loaded(found, manifest.step, staged[0].extra, manifest.world_size)
+
+    def job() -> _Job:
+        choice = Choice(strict, include, exclude, rename, cast)
+        if optimizer is not None and choice.partial:
+            raise ValueError(
+                "load(optimizer=...): an optimizer is loaded with all of its model or not at all; leave out strict=, "
+                "include=, exclude= and rename=, or the optimizer"
+            )
+        return _Job(store.expanded(path), model, optimizer, choice, prefix, optimizer_prefix, validate, progress)
+
+    loaded = _load(path, job, optimizer is not None, validate, process_group, must_be=True)
+    assert loaded is not None, "nothing to load would have been an error"
+    return loaded
 
 
 def resume(
@@ -108,19 +137,18 @@ def resume(
 ) -> Loaded | None:
     """Loads the checkpoint saved last, if there is one: what a run that may have been interrupted begins with.
 
-    Every rank calls it. Rank 0 looks into the directory, so that all ranks load the same one, or none. A directory that
-    does not exist yet has none. Arguments and errors are those of `load`; a damaged checkpoint is an error here too, and
-    never passed over for an older one.
+    Every rank calls it. Rank 0 looks into the directory, so that all ranks load the same one, or none. Arguments and errors
+    are those of `load`: a checkpoint itself is loaded too, and a damaged one is an error, never passed over for an older
+    one.
 
     Returns:
-        As `load`; None, on every rank, if `directory` has no complete checkpoint.
+        As `load`; None, on every rank, if `directory` does not exist, or has nothing in it that could be a checkpoint.
     """
-    settle()
-    ranks = Ranks(process_group)
-    last = ranks.one(f"resuming from {directory}", lambda: store.latest(directory))
-    if last is None:
-        return None
-    return load(last, model, optimizer, validate=validate, process_group=process_group, progress=progress)
+
+    def job() -> _Job:
+        return _Job(store.expanded(directory), model, optimizer, Choice(), None, None, validate, progress)
+
+    return _load(directory, job, optimizer is not None, validate, process_group, must_be=False)
 
 
 def verify(path: str | os.PathLike[str]) -> Loaded:
@@ -135,34 +163,55 @@ def verify(path: str | os.PathLike[str]) -> Loaded:
     Raises:
         CheckpointError: there is none, or it is not whole; names the files or tensors.
     """
-    found, manifest = _find(Path(path))
+    found, manifest = _found(_find(store.expanded(path)), path)
     if manifest is None:
         raise CheckpointError(f"{found} was not written by hsdp: it has no {store.MANIFEST} to check it against")
-    store.check_content(found, manifest, manifest.files)
-    _read_metadata(found, manifest)
-    return Loaded(found, manifest.step, _read_extra(found, 0, 1), manifest.world_size)
+    with _opened(found) as files:
+        store.check_content(found, files, manifest, manifest.files)
+    _, held = read_own(found, manifest)
+    return Loaded(found, manifest.step, _unpacked(found, held, 0, 1).extra, manifest.world_size)
 
 
 # -- finding and checking ------------------------------------------------------------------------------------------
 
+_Found = tuple[Path, store.Manifest | None]
 
-def _find(path: Path) -> tuple[Path, store.Manifest | None]:
-    """The checkpoint that `path` means, and its manifest; None for one of plain DCP."""
+
+def _find(path: Path) -> _Found | None:
+    """The checkpoint that `path` means, and its manifest (None for one that hsdp did not write); None if there is none.
+
+    Raises:
+        CheckpointError: there is something that could be a checkpoint, and is none that can be loaded.
+    """
+    if not path.exists():
+        return None
     if not path.is_dir():
-        raise CheckpointError(f"{path} is not a directory")
-    if not ((path / store.MANIFEST).exists() or (path / store.METADATA).exists()):
+        raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
+    if not any(store.has(path, name) for name in (store.MANIFEST, store.INDEX, store.METADATA)) and not Layout.of(path):
         last = store.latest(path)
         if last is None:
-            raise CheckpointError(f"{path} is neither a checkpoint nor a directory that has a complete one")
+            if names := store.holds_something(path):
+                raise CheckpointError(
+                    f"{path} has no complete checkpoint of hsdp, but {', '.join(names[:5])}; load one of these by its own "
+                    "path, or give another directory"
+                )
+            return None
         path = last
-    if not (path / store.MANIFEST).exists():
-        saved_by = parse_metadata((path / store.METADATA).read_bytes(), path).storage_meta
-        if str(getattr(saved_by, "save_id", None)).startswith(SAVE_ID):
+    if not store.has(path, store.MANIFEST):
+        if store.has(path, store.INDEX) or (not Layout.of(path) and read_foreign(path).by_hsdp):
             raise CheckpointError(f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint")
         return path, None
     manifest = store.read_manifest(path)
     store.check_sizes(path, manifest)
     return path, manifest
+
+
+def _found(found: _Found | None, path: object) -> _Found:
+    if found is None:
+        where = store.expanded(path)  # type: ignore[arg-type]
+        what = "is neither a checkpoint nor a directory that has a complete one" if where.is_dir() else "is not a directory"
+        raise CheckpointError(f"{path} {what}")
+    return found
 
 
 def _shares(manifest: store.Manifest, count: int) -> list[list[str]]:
@@ -176,92 +225,119 @@ def _shares(manifest: store.Manifest, count: int) -> list[list[str]]:
     return shares
 
 
-def _read_metadata(path: Path, manifest: store.Manifest | None) -> Metadata:
-    """The metadata, decoded from the very bytes whose checksum was compared."""
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[Files]:
+    files = Files(opener(path))
     try:
-        data = (path / store.METADATA).read_bytes()
-    except OSError as error:
-        raise CheckpointError(f"checkpoint {path}: {store.METADATA} cannot be read: {error}") from error
-    if manifest is not None:
-        store.check_bytes(path, manifest, store.METADATA, data)
-    described = parse_metadata(data, path)
-    for name in {info.relative_path for info in described.storage_data.values()}:
-        if manifest is not None and name not in manifest.files:
-            raise CheckpointError(f"checkpoint {path}: {store.METADATA} says there are tensors in {name}, no file of it")
-        if not (path / name).is_file():
-            raise CheckpointError(f"checkpoint {path}: {name} is missing")
-    return described
+        yield files
+    finally:
+        files.close()
 
 
-def _read_extra(path: Path, rank: int, size: int) -> Any:
+def _unpacked(path: Path, held: bytes, rank: int, size: int) -> Packed:
     try:
-        return unpack_extra((path / store.EXTRA).read_bytes(), rank, size)
-    except Exception as error:
-        raise CheckpointError(f"{path / store.EXTRA} is damaged: {error}") from error
+        return unpack_extras(held, rank, size)
+    except CheckpointError as error:
+        raise CheckpointError(f"{path / store.EXTRA}: {error}") from None
 
 
-# -- staging -------------------------------------------------------------------------------------------------------
+# -- loading -------------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class _Staged:
-    """Everything that was read, ready to be put in place."""
+@dataclass(frozen=True)
+class _Job:
+    """What is to be loaded into what."""
 
-    model: dict[str, Any]
-    optimizer: dict[str, Any] | None
-    extra: Any
-
-    def commit(self, model: nn.Module, optimizer: Optimizer | None) -> None:
-        """Changes the model and the optimizer. Nothing here can fail for what the checkpoint holds."""
-        # Through load_state_dict, so that hooks run: a sharded model learns there that its parameters changed.
-        model.load_state_dict(self.model)
-        if optimizer is not None and self.optimizer is not None:
-            commit_optimizer(optimizer, self.optimizer)
+    path: Path
+    model: nn.Module
+    optimizer: Optimizer | None
+    choice: Choice
+    prefix: str | None
+    optimizer_prefix: str | None
+    validate: bool
+    progress: Progress | None
 
 
-def _stage(
-    path: Path,
-    manifest: store.Manifest | None,
-    model: nn.Module,
-    optimizer: Optimizer | None,
+def _load(
+    path: object,
+    make: Callable[[], _Job],
+    with_optimizer: bool,
     validate: bool,
-    progress: Progress | None,
-    ranks: Ranks,
-) -> _Staged:
-    described = _read_metadata(path, manifest)
-    prefix, optimizer_prefix = "model.", "optimizer."
-    if manifest is None:
-        prefix, optimizer_prefix = _find_prefixes(described, path, model, optimizer is not None)
-    reader = Reader(path, described, check_zip=validate and manifest is None, progress=progress)
-    saved = keys_below(described, prefix)
-    if manifest is None and prefix == optimizer_prefix:  # both at the top
-        saved = {name: kind for name, kind in saved.items() if not name.startswith(("state.", "param_groups."))}
-    weights = ModelReading(reader, described, saved, prefix, model, path)
-    state = None
-    if optimizer is not None:
-        saved = keys_below(described, optimizer_prefix)
-        state = OptimizerReading(reader, saved, optimizer_prefix, model, optimizer, path)
-    reader.run()
-    extra = None if manifest is None else _read_extra(path, ranks.rank, ranks.size)
-    return _Staged(weights.finish(), None if state is None else state.finish(), extra)
+    process_group: ProcessGroup | None,
+    must_be: bool,
+) -> Loaded | None:
+    settle()
+    ranks = Ranks(process_group)
+    what = f"loading {path}"
+    job = ranks.agree(what, make, {"an optimizer": with_optimizer, "validate": validate})
+    for left in reversed(range(_TRIES)):
+        found = ranks.one(what, lambda: _found(_find(job.path), path) if must_be else _find(job.path))
+        if found is None:
+            return None
+        try:
+            return _Load(ranks, what, job, *found).run()
+        except LostContactError:
+            raise
+        except CheckpointError:
+            # The run that saves here may have pruned it meanwhile; then there is a later one.
+            gone = ranks.one(what, lambda: found[0] != job.path and not found[0].exists())
+            if not left or not gone:
+                raise
+    raise AssertionError("the last try returns or raises")
 
 
-def _find_prefixes(described: Metadata, path: Path, model: nn.Module, need_optimizer: bool) -> tuple[str, str]:
-    """Under which keys a user of plain DCP put the model and the optimizer."""
-    keys = described.state_dict_metadata
-    names = sorted(name for name in model_entries(model) if not is_extra_state(name))
-    prefixes = {key[: -len(names[0])] for key in keys if key.endswith(names[0])} if names else {""}
-    fitting = [p for p in prefixes if (not p or p.endswith(".")) and all(p + name in keys for name in names)]
-    # "model.", "app.model." or nothing at all are likelier than "ema." or "optim.state.".
-    fitting.sort(key=lambda p: (not p.endswith("model."), len(p), p))
-    states = {key.partition("param_groups.")[0] for key in keys if "param_groups." in key}
-    optimizers = sorted(p for p in states if not p or p.endswith("."))
-    if not fitting:
-        found = [key for key in keys if ".state." not in key and "param_groups." not in key]
-        raise CheckpointError(
-            f"checkpoint {path} was not written by hsdp, and under no prefix does it have all of the model's names "
-            f"{listing(names, 3)}; it has {listing(found, 3)}"
-        )
-    if need_optimizer and len(optimizers) != 1:
-        raise CheckpointError(f"checkpoint {path} has {len(optimizers)} optimizers, at {optimizers}; expected one")
-    return fitting[0], optimizers[0] if optimizers else ""
+class _Load:
+    """One checkpoint on its way into a model and its optimizer."""
+
+    def __init__(self, ranks: Ranks, what: str, job: _Job, path: Path, manifest: store.Manifest | None) -> None:
+        self._ranks = ranks
+        self._what = what
+        self._job = job
+        self._path = path
+        self._manifest = manifest
+        self._state: OptimizerReading | None = None
+        self._extra: Any = None
+
+    def run(self) -> Loaded:
+        manifest, ranks, job = self._manifest, self._ranks, self._job
+        with _opened(self._path) as files:
+            if manifest is not None and job.validate:
+                shares = _shares(manifest, ranks.size)
+                ranks.each(self._what, lambda: store.check_content(self._path, files, manifest, shares[ranks.rank]))
+            ranks.each(self._what, lambda: self._prepare(files))
+            ranks.each(self._what, self._commit)
+        known = (None, None) if manifest is None else (manifest.step, manifest.world_size)
+        return Loaded(self._path, known[0], self._extra, known[1], self._weights.report)
+
+    def _prepare(self, files: Files) -> None:
+        """Everything that can be found wrong without changing anything."""
+        index, layout, packed = self._read_index()
+        job, self._extra = self._job, packed.extra
+        check_zip = job.validate and self._manifest is None
+        self._reader = Reader(self._path, files, index, check_zip, job.progress, packed.values)
+        saved = layout.model_records(index)
+        self._weights = ModelReading(self._reader, index, saved, layout.prefix, job.model, job.choice, self._path)
+        if job.optimizer is not None:
+            records = layout.optimizer_records(index)
+            place = (layout.optimizer_prefix, layout.inner, job.model, job.optimizer, packed.optimizer, self._path)
+            self._state = OptimizerReading(self._reader, records, *place)
+        self._reader.prepare()
+        self._weights.check()
+        if self._state is not None:
+            self._state.check()
+
+    def _read_index(self) -> tuple[Index, Layout, Packed]:
+        job = self._job
+        if self._manifest is None:
+            index, given = read_foreign(self._path), (job.prefix, job.optimizer_prefix)
+            return index, find_layout(index, self._path, job.model, job.choice, *given, job.optimizer is not None), Packed()
+        index, held = read_own(self._path, self._manifest)
+        packed = _unpacked(self._path, held, self._ranks.rank, self._ranks.size)
+        return index, Layout(job.prefix or "model.", job.optimizer_prefix or "optimizer."), packed
+
+    def _commit(self) -> None:
+        """Changes the model and the optimizer. Nothing here can fail for what the checkpoint holds."""
+        self._reader.run()
+        self._weights.finish()
+        if self._state is not None:
+            self._state.finish()

@@ -2,128 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from pathlib import Path
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import BytesStorageMetadata, Metadata, TensorStorageMetadata
 
-from hsdp.checkpoint.contents import Entry, clean_name, listing, model_entries, staging_like
+from hsdp.checkpoint.choice import Choice, Report
+from hsdp.checkpoint.contents import EXTRA_STATE, Entry, clean_name, listing, model_entries, staging_like
+from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
 
-_EXTRA_STATE = "_extra_state"
-
 
 class ModelReading:
-    """Asks for a model's tensors and extra states, and puts them together once they are read."""
+    """Asks for a model's tensors and extra states, to be read into the model itself where that can be done.
+
+    Attributes:
+        report: what becomes of each name.
+    """
 
     def __init__(
         self,
         reader: Reader,
-        described: Metadata,
-        saved: Mapping[str, Any],
+        index: Index,
+        saved: Mapping[str, Record],
         prefix: str,
         model: nn.Module,
-        path: Path,
+        choice: Choice,
+        where: object,
     ) -> None:
         """Compares names, shapes and dtypes.
 
         Args:
             reader: takes the requests.
-            described: the checkpoint's metadata.
-            saved: its entries for the model, by name below `prefix`.
+            index: what the checkpoint holds.
+            saved: its records for the model, by name below `prefix`.
             prefix: what their keys begin with.
             model: the module that loads.
-            path: the checkpoint.
+            choice: which names go where.
+            where: what the checkpoint is called in errors.
 
         Raises:
             CheckpointError: something differs; names it.
         """
+        self._reader = reader
         self._model = model
-        self._path = path
-        self._tensors: dict[str, Tensor] = {}
+        self._where = where
+        self._choice = choice
+        everything = model_entries(model)
+        sources = choice.sources(list(saved))
         self._extras = {
-            name: _ExtraState(entry, name, described, saved, prefix)
-            for name, entry in model_entries(model).items()
-            if is_extra_state(name)
+            name: _ExtraState(entry, name, index, sources, saved, prefix)
+            for name, entry in everything.items()
+            if is_extra_state(name) and choice.wants(name)
         }
-        entries = {name: entry for name, entry in model_entries(model).items() if name not in self._extras}
-        _compare(entries, saved, self._extras, path)
-        for name, entry in entries.items():
-            self._tensors[entry.raw_name] = reader.tensor(prefix + name, staging_like(entry.value))
+        entries = {name: entry for name, entry in everything.items() if not is_extra_state(name) and choice.wants(name)}
+        self.report = self._compare(everything, entries, sources, saved)
+        self._keys = {name: prefix + sources[name] for name in entries if name in sources}
+        self._staged: dict[str, Tensor] = {}
+        self._ask({name: entries[name] for name in self._keys})
         for extra in self._extras.values():
             extra.ask(reader)
 
-    def finish(self) -> dict[str, Any]:
-        """What was read, as a state dict of the model's own."""
-        self._check_ties()
-        return {**self._tensors, **{extra.entry.raw_name: extra.finish() for extra in self._extras.values()}}
+    def _compare(
+        self,
+        everything: Mapping[str, Entry],
+        entries: Mapping[str, Entry],
+        sources: Mapping[str, str],
+        saved: Mapping[str, Record],
+    ) -> Report:
+        problems = []
+        known = set(entries).union(*(extra.names for extra in self._extras.values()))
+        missing = [name for name in entries if name not in sources]
+        missing += [name for name, extra in self._extras.items() if extra.missing]
+        left = [source for name, source in sources.items() if name not in known]
+        unwanted = [name for name in everything if not self._choice.wants(name)]
+        unexpected = [
+            source for name, source in sources.items() if name not in known and self._choice.wants(_whole_name(name))
+        ]
+        if missing and self._choice.strict:
+            problems.append(f"the model has {listing(missing)}, which the checkpoint does not have")
+        if unexpected and self._choice.strict:
+            problems.append(f"the checkpoint has {listing(unexpected)}, which the model does not have")
+        converted = []
+        for name, entry in entries.items():
+            if name in sources:
+                told = _difference(saved[sources[name]], entry.value, self._choice.cast)
+                if told == "":
+                    converted.append(name)
+                elif told is not None:
+                    problems.append(f"{name!r} {told}")
+        if problems:
+            raise CheckpointError(f"checkpoint {self._where} does not fit the model: " + "; ".join(problems[:12]))
+        left += sorted(saved.keys() - set(sources.values()))  # renamed to None
+        loaded = [name for name in everything if (name in entries or name in self._extras) and name not in missing]
+        if not loaded and self._choice.partial and everything:
+            raise CheckpointError(
+                f"checkpoint {self._where} has nothing of what is to be loaded: the model has {listing(everything, 3)}, "
+                f"the checkpoint {listing(saved, 3)}"
+            )
+        return Report(tuple(loaded), tuple(missing), tuple(unwanted), tuple(left), tuple(converted))
 
-    def _check_ties(self) -> None:
-        """Names that stand for one parameter must have been saved with one value."""
+    def _ask(self, entries: Mapping[str, Entry]) -> None:
+        """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""
+        into = _own_memory(self._model)
+        for name, entry in entries.items():
+            target = entry.value
+            block = block_of(target)
+            spread = any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True))
+            if spread or block.untyped_storage()._cdata not in into:
+                target = self._staged[entry.raw_name] = staging_like(target)
+            self._reader.tensor(self._keys[name], target)
+
+    def check(self) -> None:
+        """Names that stand for one parameter must have been saved with one value.
+
+        Raises:
+            CheckpointError: they were not; names them.
+        """
         first: dict[nn.Parameter, str] = {}
-        for name, param in self._model.named_parameters(remove_duplicate=False):
+        for raw_name, param in self._model.named_parameters(remove_duplicate=False):
+            name = clean_name(raw_name)
+            if name not in self._keys:
+                continue
             other = first.setdefault(param, name)
-            if other != name and not torch.equal(_bits(self._tensors[other]), _bits(self._tensors[name])):
+            if other != name and not self._reader.same(self._keys[other], self._keys[name], param):
                 raise CheckpointError(
-                    f"checkpoint {self._path} has different values for {clean_name(other)!r} and {clean_name(name)!r}, "
-                    "which are one parameter in the model; untie them, or load into the model that it was saved from"
+                    f"checkpoint {self._where} has different values for {other!r} and {name!r}, which are one parameter in "
+                    "the model; untie them, or load into the model that it was saved from"
                 )
+
+    def finish(self) -> None:
+        """Gives the model what was not read into it, and runs its hooks: a sharded model learns of new parameters there."""
+        extras = {extra.entry.raw_name: extra.finish() for extra in self._extras.values() if not extra.missing}
+        self._model.load_state_dict({**self._staged, **extras}, strict=False)
 
 
 def is_extra_state(name: str) -> bool:
     """Whether an entry of a state dict is a module's extra state: any object, and no parameter."""
-    return name.rpartition(".")[2] == _EXTRA_STATE
+    return name.rpartition(".")[2] == EXTRA_STATE
 
 
-def _compare(entries: Mapping[str, Entry], saved: Mapping[str, Any], extras: Mapping[str, _ExtraState], path: Path) -> None:
-    problems = []
-    known = set(entries).union(*(extra.names for extra in extras.values()))
-    missing = [name for name in entries if name not in saved]
-    if missing := missing + [name for name, extra in extras.items() if extra.missing]:
-        problems.append(f"the model has {listing(missing)}, which the checkpoint does not have")
-    if unexpected := [name for name in saved if name not in known]:
-        problems.append(f"the checkpoint has {listing(unexpected)}, which the model does not have")
-    for name, entry in entries.items():
-        if name in saved and (told := _difference(saved[name], entry.value)) is not None:
-            problems.append(f"{name!r} {told}")
-    if problems:
-        raise CheckpointError(f"checkpoint {path} does not fit the model: " + "; ".join(problems[:12]))
+def _whole_name(name: str) -> str:
+    """The name itself; of a part of an extra state the extra state's."""
+    above, found, _ = name.partition(f"{EXTRA_STATE}.")
+    return above + EXTRA_STATE if found else name
 
 
-def _difference(found: Any, own: Any) -> str | None:
-    if not isinstance(own, Tensor) or isinstance(found, BytesStorageMetadata):
+def _own_memory(model: nn.Module) -> set[int]:
+    """The storages of the model's parameters and buffers; none if hooks or methods of the model change what is loaded."""
+    for module in model.modules():
+        changes = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
+        if module._load_state_dict_pre_hooks or (changes and not type(module).__module__.startswith("torch.nn.")):
+            return set()
+    if type(model).load_state_dict is not nn.Module.load_state_dict:
+        return set()
+    held = [*model.parameters(), *model.buffers()]
+    return {block_of(tensor).untyped_storage()._cdata for tensor in held}
+
+
+def _difference(found: Record, own: Any, cast: bool) -> str | None:
+    """How a saved tensor differs from the model's; "" if it can be converted, None if not at all."""
+    if not isinstance(own, Tensor) or isinstance(found, ValueRecord):
         return f"is a tensor in the {'model' if isinstance(own, Tensor) else 'checkpoint'} only"
-    if found.size != own.shape:
-        return f"has shape {tuple(found.size)} in the checkpoint and {tuple(own.shape)} in the model"
-    if found.properties.dtype != own.dtype:
-        return f"has dtype {found.properties.dtype} in the checkpoint and {own.dtype} in the model (convert one of them)"
+    if found.shape != tuple(own.shape):
+        return f"has shape {found.shape} in the checkpoint and {tuple(own.shape)} in the model"
+    if found.dtype != own.dtype:
+        if cast and found.dtype.is_floating_point and own.dtype.is_floating_point:
+            return ""
+        return f"has dtype {found.dtype} in the checkpoint and {own.dtype} in the model (cast=True converts floating point)"
     return None
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return block_of(tensor).reshape(-1).view(torch.uint8)  # so that NaN equals NaN
 
 
 class _ExtraState:
     """A module's extra state, which DCP takes apart into entries of its own where it is a dict or a list."""
 
-    def __init__(self, entry: Entry, name: str, described: Metadata, saved: Mapping[str, Any], prefix: str) -> None:
+    def __init__(
+        self,
+        entry: Entry,
+        name: str,
+        index: Index,
+        sources: Mapping[str, str],
+        saved: Mapping[str, Record],
+        prefix: str,
+    ) -> None:
         self.entry = entry
-        self.names = [key for key in saved if key == name or key.startswith(name + ".")]
+        self.names = [key for key in sources if key == name or key.startswith(name + ".")]
         self._prefix = prefix
         # An empty dict or list leaves no entry behind.
         self.missing = not self.names and entry.value not in ({}, [])
         self._parts: list[tuple[tuple[str | int, ...], str, Tensor | None]] = []
-        for key in self.names:
-            kind = saved[key]
-            is_tensor = isinstance(kind, TensorStorageMetadata)
-            place = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
-            self._parts.append((_path_below(described, prefix + key, prefix + name), key, place))
+        for new in self.names:
+            key = sources[new]
+            top = key[: len(key) - len(new) + len(name)]
+            record = saved[key]
+            place = torch.empty(record.shape, dtype=record.dtype) if isinstance(record, TensorRecord) else None
+            self._parts.append((_path_below(index, prefix + key, prefix + top), key, place))
 
     def ask(self, reader: Reader) -> None:
         """Asks for every part."""
@@ -141,9 +217,9 @@ class _ExtraState:
         return _assemble([(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts])
 
 
-def _path_below(described: Metadata, key: str, top: str) -> tuple[str | int, ...]:
+def _path_below(index: Index, key: str, top: str) -> tuple[str | int, ...]:
     """Where in the object saved as `top` the entry `key` was: dict keys (DCP makes them strings) and list indices."""
-    path = tuple((described.planner_data or {}).get(key, ()))
+    path = index.paths.get(key, ())
     for depth in range(len(path)):
         if ".".join(map(str, path[: depth + 1])) == top:
             return path[depth + 1 :]
@@ -152,11 +228,13 @@ def _path_below(described: Metadata, key: str, top: str) -> tuple[str | int, ...
     raise CheckpointError(f"the checkpoint does not say what {key!r} was part of")
 
 
-def _assemble(parts: list[tuple[tuple[str | int, ...], Any]]) -> Any:
+def _assemble(parts: Sequence[tuple[tuple[str | int, ...], Any]]) -> Any:
     if len(parts) == 1 and not parts[0][0]:
         return parts[0][1]
     children: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
     for path, value in parts:
+        if not path:
+            raise CheckpointError("the checkpoint has a part of a module's extra state twice")
         children.setdefault(path[0], []).append((path[1:], value))
     if all(isinstance(key, int) for key in children):
         return [_assemble(children[key]) for key in sorted(children)]

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Set
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
+from hsdp.checkpoint.index import Record, TensorRecord
+from hsdp.checkpoint.made import kind_of, misfit
 from hsdp.checkpoint.reading import Reader
 from hsdp.dtensors import as_dtensor
 from hsdp.errors import CheckpointError
@@ -28,6 +28,9 @@ _NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "captura
 
 _BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 """Entries that learning rate schedulers add to groups."""
+
+_BY_VERSION = frozenset({"decoupled_weight_decay", "maximize"})
+"""Entries that PyTorch's versions added to groups of one kind of optimizer."""
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -106,13 +109,16 @@ def merge_groups(
 
 
 def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
-    """Refuses the state of another kind of optimizer. Versions of one kind differ in one direction only."""
-    only_own, only_saved = own - saved - _BY_SCHEDULERS, saved - own - _BY_SCHEDULERS
-    if only_own and only_saved:
-        raise CheckpointError(
-            f"the checkpoint's optimizer is of another kind: it has {listing(sorted(only_saved))}, where "
-            f"{type(optimizer).__name__} has {listing(sorted(only_own))}"
+    """Refuses the settings of another kind of optimizer."""
+    known = _BY_SCHEDULERS | _BY_VERSION
+    only_own, only_saved = own - saved - known, saved - own - known
+    if only_own or only_saved:
+        has = " and ".join(
+            f"{who} {listing(sorted(names))}"
+            for who, names in (("it has", only_saved), (f"{type(optimizer).__name__} has", only_own))
+            if names
         )
+        raise CheckpointError(f"the checkpoint's optimizer is of another kind: only {has}")
 
 
 def _like(saved: Any, own: Any) -> Any:
@@ -149,8 +155,12 @@ class OptimizerStaging:
             for name, param in zip(members, group["params"], strict=True)
         }
 
-    def allocate(self, state: State, on_device: bool = False) -> dict[str, dict[str, Any]]:
-        """Uninitialised tensors, sharded as the optimizer would have them, in the place of descriptions.
+    def allocate(self, state: State, reuse: bool = False) -> dict[str, dict[str, Any]]:
+        """Tensors that are sharded as the optimizer would have them, in the place of descriptions.
+
+        Args:
+            state: what is to come.
+            reuse: the optimizer's own tensors are taken where they fit; the others, and without it all, are new.
 
         Raises:
             CheckpointError: the state is of parameters that the optimizer does not have.
@@ -165,14 +175,31 @@ class OptimizerStaging:
         staged: dict[str, dict[str, Any]] = {}
         for name, entries in state.items():
             param, held = self.params[name], self._optimizer.state.get(self.params[name], {})
-            device = block_of(param).device if on_device else torch.device("cpu")
             staged[name] = {
-                entry: state_staging(param, value.shape, value.dtype, held.get(entry), entry in scalars, device)
+                entry: self._place(param, value, held.get(entry), entry in scalars, reuse)
                 if isinstance(value, Described)
                 else value
                 for entry, value in entries.items()
             }
         return staged
+
+    def _place(self, param: Tensor, value: Described, held: Any, scalar: bool, reuse: bool) -> Tensor:
+        ours = reuse and type(self._optimizer).__module__.startswith("torch.optim.")  # others may share or copy theirs
+        fits = isinstance(held, Tensor) and (tuple(held.shape), held.dtype) == (value.shape, value.dtype)
+        if ours and fits and block_of(held).is_contiguous():
+            return plain(held)  # type: ignore[no-any-return]
+        return state_staging(param, value.shape, value.dtype, held, scalar, block_of(param).device)
+
+    def check(self, state: State, groups: list[dict[str, Any]]) -> None:
+        """Compares a state with what the optimizer makes for each parameter under these settings.
+
+        Raises:
+            CheckpointError: entries, shapes or kinds of dtypes differ; names the parameter.
+        """
+        for group, members in zip(groups, self._members, strict=True):
+            for name in members:
+                if name in state and (told := misfit(self._optimizer, group, self.params[name], state[name])):
+                    raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {told}")
 
     def groups(self, hyper: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
         """The optimizer's groups with hyperparameters given by parameter (see `merge_groups`)."""
@@ -206,32 +233,57 @@ def describe_state(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]],
 
 
 class OptimizerReading:
-    """The optimizer's part of a load: finds its state among a checkpoint's keys, and asks for it."""
+    """The optimizer's part of a load: finds its state among a checkpoint's keys, and asks for it.
 
-    def __init__(self, reader: Reader, saved: Any, prefix: str, model: nn.Module, optimizer: Optimizer, path: Path) -> None:
+    Args:
+        reader: takes the requests.
+        saved: the checkpoint's records for the optimizer, by name below `prefix`.
+        prefix: what their keys begin with.
+        inner: what the names of parameters begin with there, and in `model` do not.
+        model, optimizer: what loads.
+        kind: the class of the optimizer that was saved, if that is known.
+        where: what the checkpoint is called in errors.
+    """
+
+    def __init__(
+        self,
+        reader: Reader,
+        saved: Mapping[str, Record],
+        prefix: str,
+        inner: str,
+        model: nn.Module,
+        optimizer: Optimizer,
+        kind: str | None,
+        where: object,
+    ) -> None:
         if not any(key.startswith("param_groups.") for key in saved):
-            raise CheckpointError(f"checkpoint {path} has no optimizer state; load it with optimizer=None")
+            raise CheckpointError(f"checkpoint {where} has no optimizer state; load it with optimizer=None")
         self._reader = reader
         self._prefix = prefix
+        self._inner = inner
+        self._optimizer = optimizer
+        self._kind = kind
         self._staging = OptimizerStaging(model, optimizer)
+        self._keys: dict[tuple[str, str], str] = {}
         state: dict[str, dict[str, Any]] = {}
-        for key, kind in saved.items():
+        for key, record in saved.items():
             if key.startswith("state."):
                 name, entry = self._split(key)
-                is_tensor = isinstance(kind, TensorStorageMetadata)
-                state.setdefault(name, {})[entry] = (
-                    Described(tuple(kind.size), kind.properties.dtype) if is_tensor else None
-                )
-        self._state = self._staging.allocate(state)
-        for name, entries in self._state.items():
-            for entry, value in entries.items():
-                self._ask(f"state.{name}.{entry}", value)
+                self._keys[name, entry] = key
+                described = Described(record.shape, record.dtype) if isinstance(record, TensorRecord) else None
+                state.setdefault(name, {})[entry] = described
+        self._state = self._staging.allocate(state, reuse=True)
+        for (name, entry), key in self._keys.items():
+            self._ask(key, self._state[name][entry])
         self._hyper: dict[str, Tensor | None] = {}
-        for key, kind in saved.items():
+        for key, record in saved.items():
             if key.startswith("param_groups."):
-                is_tensor = isinstance(kind, TensorStorageMetadata)  # a learning rate held in a tensor
-                self._hyper[key] = torch.empty(kind.size, dtype=kind.properties.dtype) if is_tensor else None
-                self._ask(key, self._hyper[key])
+                self._hyper[key] = None
+                if isinstance(record, TensorRecord):  # a learning rate held in a tensor
+                    place = torch.empty(record.shape, dtype=record.dtype)
+                    self._hyper[key] = reader.early(prefix + key, place)
+                else:
+                    reader.value(prefix + key)
 
     def _ask(self, key: str, place: Tensor | None) -> None:
         if place is None:
@@ -241,19 +293,31 @@ class OptimizerReading:
 
     def _split(self, key: str) -> tuple[str, str]:
         """`state.<parameter>.<entry>` as (parameter, entry); entries of nested state may have dots."""
-        name, _, entry = key.removeprefix("state.").rpartition(".")
+        whole = key.removeprefix("state.").removeprefix(self._inner)
+        name, _, entry = whole.rpartition(".")
         above = name
         while above and above not in self._staging.params:
             above = above.rpartition(".")[0]
-        return (above, f"{name}.{entry}".removeprefix(above + ".")) if above else (name, entry)
+        return (above, whole.removeprefix(above + ".")) if above else (name, entry)
 
-    def finish(self) -> dict[str, Any]:
-        """What was read, as a state dict of the optimizer's own."""
-        for name, entries in self._state.items():
-            for entry, value in entries.items():
-                if value is None:
-                    entries[entry] = self._reader.values[f"{self._prefix}state.{name}.{entry}"]
-        return self._staging.state_dict(self._state, self._staging.groups(self._hyperparameters()))
+    def check(self) -> None:
+        """Compares the kind of optimizer, the groups' settings and each parameter's state; the values are there by now.
+
+        Raises:
+            CheckpointError: they are another optimizer's; tells what differs.
+        """
+        own = kind_of(self._optimizer)
+        if self._kind is not None and self._kind != own:
+            raise CheckpointError(f"the checkpoint's optimizer is of another kind: it is {self._kind}, not {own}")
+        for (name, entry), key in self._keys.items():
+            if self._state[name][entry] is None:
+                self._state[name][entry] = self._reader.values[self._prefix + key]
+        self._groups = self._staging.groups(self._hyperparameters())
+        self._staging.check(self._state, self._groups)
+
+    def finish(self) -> None:
+        """Hands the optimizer its state, which has been read by now."""
+        commit_optimizer(self._optimizer, self._staging.state_dict(self._state, self._groups))
 
     def _hyperparameters(self) -> dict[str, dict[str, Any]]:
         """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
@@ -262,14 +326,18 @@ class OptimizerReading:
             for key, value in self._hyper.items()
         }
         hyper: dict[str, dict[str, Any]] = {}
+        inner = self._inner
         groups = [key.removesuffix(".params") for key in found if key.endswith(".params") and key.count(".") == 1]
         if not groups:
             for key, value in found.items():
                 name, _, entry = key.rpartition(".")
-                hyper.setdefault(name, {})[entry] = value
+                hyper.setdefault(name.removeprefix(inner), {})[entry] = value
         for index in groups:
             values = {k.removeprefix(f"{index}."): v for k, v in found.items() if k.startswith(f"{index}.")}
-            hyper.update((name, values) for name in values.pop("params"))
+            members = values.pop("params")
+            if not isinstance(members, (list, tuple)) or not all(isinstance(name, str) for name in members):
+                raise CheckpointError(f"the checkpoint's optimizer group {index!r} does not name its parameters")
+            hyper.update((name.removeprefix(inner), values) for name in members)
         return hyper
 
 

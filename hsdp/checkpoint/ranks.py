@@ -10,9 +10,9 @@ from __future__ import annotations
 import ctypes
 import pickle
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, TypeVar, cast
+from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -25,6 +25,10 @@ R = TypeVar("R")
 
 _CPU = torch.device("cpu")
 _TAG = 0x68736470  # "hsdp"
+
+
+class LostContactError(CheckpointError):
+    """A rank does not answer any more: there is no use in asking anything else."""
 
 
 @dataclass(frozen=True)
@@ -74,6 +78,33 @@ class Ranks:
             ValueError: it is none of the group's ranks.
         """
         return global_rank if self.group is None else dist.get_group_rank(self.group, global_rank)
+
+    def agree(self, what: str, action: Callable[[], T], arguments: Mapping[str, object]) -> T:
+        """Does `action`, which checks a call's arguments, and compares those that all ranks must give alike.
+
+        Raises:
+            CheckpointError: on every rank: ranks were called with different arguments; names each, with who gave what. Or
+                another rank's `action` raised.
+            Exception: what `action` raised here.
+        """
+        told = _attempt(action)
+        given = {name: _shown(value) for name, value in arguments.items()}
+        answers: list[Any] = [None] * self.size
+        mine = (told.value if isinstance(told.value, _Failure) else None, given)
+        if self._talk is not None:
+            self._contact(what, lambda: dist.all_gather_object(answers, mine, group=self._talk))
+        if told.error is not None:
+            raise told.error
+        if self._talk is not None:
+            _raise_failures(what, [failure for failure, _ in answers], None)
+            differing = [
+                f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
+                for name in given
+                if len(by_value := _grouped(values[name] for _, values in answers)) > 1
+            ]
+            if differing:
+                raise CheckpointError(f"{what}: ranks were called with different arguments: {'; '.join(differing)}")
+        return cast(T, told.value)
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
         """Does `action` on every rank; every rank gets all results, in rank order.
@@ -129,22 +160,26 @@ class Ranks:
         return cast(R, reply)
 
     def _post(self, value: object, rank: int) -> None:
+        # By the group itself: torch.distributed's functions refuse one that was destroyed while the save was under way,
+        # though its connections last as long as somebody holds it.
+        assert self._talk is not None, "there is another rank"
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([data.numel()]), data):
-            dist.send(tensor, group=self._talk, group_dst=rank, tag=_TAG)
+            self._talk.send([tensor], rank, _TAG).wait()
 
     def _receive(self, rank: int) -> Any:
+        assert self._talk is not None, "there is another rank"
         size = torch.zeros(1, dtype=torch.int64)
-        dist.recv(size, group=self._talk, group_src=rank, tag=_TAG)
+        self._talk.recv([size], rank, _TAG).wait()
         data = torch.empty(int(size), dtype=torch.uint8)
-        dist.recv(data, group=self._talk, group_src=rank, tag=_TAG)
+        self._talk.recv([data], rank, _TAG).wait()
         return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
     def _contact(self, what: str, exchange: Callable[[], T]) -> T:
         try:
             return exchange()
-        except RuntimeError as error:
-            raise CheckpointError(
+        except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
+            raise LostContactError(
                 f"{what}: rank {self.rank} of {self.size} lost contact with the others, one of which may have died or "
                 f"raised (see its log): {error}"
             ) from error
@@ -153,33 +188,45 @@ class Ranks:
 @dataclass(frozen=True)
 class _Told:
     value: Any
-    error: Exception | None
+    error: BaseException | None
 
 
 def _attempt(action: Callable[[], Any]) -> _Told:
     try:
         return _Told(action(), None)
-    except Exception as error:
+    except (Exception, SystemExit) as error:  # who waits for this rank must hear of its end
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
         return _Told(_Failure(text), error)
 
 
 def _describe(answers: list[Any]) -> str | None:
     """What failed and where, each text once; None if nothing did."""
-    texts: dict[str, list[int]] = {}
-    for rank, answer in enumerate(answers):
-        if isinstance(answer, _Failure):
-            texts.setdefault(answer.text, []).append(rank)
-    if not texts:
-        return None
-    if len(texts) == 1 and len(next(iter(texts.values()))) == len(answers):
+    texts = _grouped(answer.text if isinstance(answer, _Failure) else None for answer in answers)
+    fine = texts.pop(None, [])
+    if len(texts) == 1 and not fine:
         return next(iter(texts))
-    return "; ".join(
-        f"on rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}: {text}" for text, ranks in texts.items()
-    )
+    return "; ".join(f"on {_ranks(ranks)}: {text}" for text, ranks in texts.items()) or None
 
 
-def _raise_failures(what: str, answers: list[Any], cause: Exception | None) -> None:
+def _grouped(values: Iterable[T]) -> dict[T, list[int]]:
+    """Each value with the ranks that gave it."""
+    found: dict[T, list[int]] = {}
+    for rank, value in enumerate(values):
+        found.setdefault(value, []).append(rank)
+    return found
+
+
+def _ranks(ranks: list[int], limit: int = 16) -> str:
+    more = f" and {len(ranks) - limit} more" if len(ranks) > limit else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:limit]))}{more}"
+
+
+def _shown(value: object) -> str:
+    """An argument as it is compared and told; whole numbers of any type alike."""
+    return repr(int(value)) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else repr(value)[:200]
+
+
+def _raise_failures(what: str, answers: list[Any], cause: BaseException | None) -> None:
     failure = _describe(answers)
     if failure is not None:
         raise CheckpointError(f"{what}: {failure}") from cause

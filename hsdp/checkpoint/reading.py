@@ -1,299 +1,240 @@
-"""Reading DCP files: the metadata without running what is in it, and the pieces that a rank needs, each counted.
+"""Reading a checkpoint in two passes: everything that can be wrong is found in the first, the second only moves bytes.
 
-DCP's metadata is a pickle, and its own reader unpickles whatever it says, also for values that are no tensors. Here only
-the few classes that a metadata file consists of can come out of it, and values are read with `weights_only=True`.
+    prepare   open each piece that a tensor of this rank overlaps, compare it with the index, count the elements
+    run       read each rank's rows from their place in the file to their place in the tensor
+
+No copy of the state is made in between: bytes go into the tensors themselves, or, where they must be converted, reordered
+    or
+brought to a device, through one block of rows at a time.
 """
 
 from __future__ import annotations
 
-import io
+import contextlib
 import math
-import os
-import pickle
-import zipfile
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from pathlib import Path, PurePosixPath
-from typing import IO, Any, cast
+from typing import Any, BinaryIO
 
 import torch
 from torch import Tensor
-from torch.distributed.checkpoint import filesystem, metadata
-from torch.distributed.checkpoint.metadata import (
-    BytesStorageMetadata,
-    ChunkStorageMetadata,
-    Metadata,
-    MetadataIndex,
-    TensorStorageMetadata,
-)
-from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
 
-from hsdp.checkpoint.contents import listing, local_box, reason_of
-from hsdp.checkpoint.store import METADATA, Progress
+from hsdp.checkpoint.contents import listing, local_box
+from hsdp.checkpoint.files import Files
+from hsdp.checkpoint.index import Index, Place, TensorRecord, ValueRecord
+from hsdp.checkpoint.index import Piece as IndexedPiece
+from hsdp.checkpoint.objects import unpack
+from hsdp.checkpoint.pieces import Piece, Stored, read_into, read_tensor
+from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.inner import block_of
 
-_ALLOWED: dict[tuple[str, str], Any] = {
-    **{(metadata.__name__, name): getattr(metadata, name) for name in (*metadata.__all__, "_MEM_FORMAT_ENCODING")},
-    (filesystem.__name__, "_StorageInfo"): filesystem._StorageInfo,
-    ("torch", "Size"): torch.Size,
-    ("torch.serialization", "_get_layout"): lambda name: torch.strided,
-    # Where it was once written to. A path of any system, which nothing is done with.
-    **{
-        (module, name): PurePosixPath
-        for module in ("pathlib", "pathlib._local")
-        for name in ("PosixPath", "PurePosixPath", "WindowsPath", "PureWindowsPath")
-    },
-}
-
-
-class _MetadataUnpickler(pickle.Unpickler):
-    def find_class(self, module: str, name: str) -> Any:
-        if (module, name) in _ALLOWED:
-            return _ALLOWED[module, name]
-        if module == "torch" and isinstance(found := getattr(torch, name, None), torch.dtype):
-            return found
-        raise CheckpointError(
-            f"it asks for {module}.{name}, which is not part of any checkpoint metadata: damaged, or made to run code"
-        )
-
-
-def parse_metadata(data: bytes, path: Path) -> Metadata:
-    """Decodes the content of a DCP metadata file and checks that it is consistent in itself.
-
-    Raises:
-        CheckpointError: it is damaged or foreign, or does not describe each element of each tensor exactly once.
-    """
-    where = path / METADATA
-    try:
-        found = _MetadataUnpickler(io.BytesIO(data)).load()
-    except Exception as error:  # a damaged pickle can raise anything
-        raise CheckpointError(f"{where} cannot be read: {error}") from error
-    try:
-        _check(found)
-    except CheckpointError as error:
-        raise CheckpointError(f"{where}: {error}") from None
-    except Exception as error:  # attributes of other types than the classes declare
-        raise CheckpointError(f"{where} is damaged: {type(error).__name__}: {error}") from error
-    return found  # type: ignore[no-any-return]
-
-
-def _check(found: Any) -> None:
-    if not isinstance(found, Metadata) or not isinstance(found.storage_data, dict):
-        raise CheckpointError("it is not the metadata of a checkpoint")
-    for index, info in found.storage_data.items():
-        if not (isinstance(index, MetadataIndex) and isinstance(info, filesystem._StorageInfo)):
-            raise CheckpointError("it does not say where its data is")
-        if info.transform_descriptors:
-            raise CheckpointError(f"{index.fqn!r} was written through {info.transform_descriptors}, which hsdp cannot undo")
-        if Path(info.relative_path).name != info.relative_path or min(info.offset, info.length) < 0:
-            raise CheckpointError(f"{index.fqn!r} is said to be at {info.relative_path!r}, byte {info.offset}")
-    for key, described in found.state_dict_metadata.items():
-        if isinstance(described, TensorStorageMetadata):
-            check_tiling(key, tuple(described.size), [(tuple(c.offsets), tuple(c.sizes)) for c in described.chunks])
-            missing = [c for c in described.chunks if MetadataIndex(key, c.offsets) not in found.storage_data]
-            if missing or not isinstance(described.properties.dtype, torch.dtype):
-                raise CheckpointError(f"it does not say where {len(missing)} pieces of {key!r} are")
-        elif not isinstance(described, BytesStorageMetadata):
-            raise CheckpointError(f"{key!r} is described as {type(described).__name__}, neither as a tensor nor as a value")
-        elif MetadataIndex(key) not in found.storage_data:
-            raise CheckpointError(f"it does not say where {key!r} is")
-
-
-Box = tuple[tuple[int, ...], tuple[int, ...]]
-"""A part of a tensor: offsets and sizes, one each per dim."""
-
-
-def check_tiling(name: str, shape: tuple[int, ...], boxes: Iterable[Box]) -> None:
-    """Proves that `boxes` cover a tensor of this shape: each element once, none outside.
-
-    Raises:
-        CheckpointError: they do not; says what is missing or doubled.
-    """
-    full = []
-    for offsets, sizes in boxes:
-        inside = len(offsets) == len(sizes) == len(shape) and all(
-            min(o, s) >= 0 and o + s <= n for o, s, n in zip(offsets, sizes, shape, strict=True)
-        )
-        if not inside:
-            raise CheckpointError(f"a piece of {name!r} at {offsets} of shape {sizes} is not inside its shape {shape}")
-        if math.prod(sizes):
-            full.append((offsets, sizes))
-    covered = sum(math.prod(sizes) for _, sizes in full)
-    if covered != math.prod(shape):
-        how = "were never written" if covered < math.prod(shape) else "were written twice"
-        raise CheckpointError(f"{abs(math.prod(shape) - covered)} elements of {name!r} of shape {shape} {how}")
-    # The volumes agree, so without an overlap nothing is missing. Swept along the dim that tells most pieces apart.
-    dim = max(range(len(shape)), key=lambda d: len({offsets[d] for offsets, _ in full}), default=0)
-    full.sort(key=lambda box: box[0][dim : dim + 1])
-    active: list[Box] = []
-    for box in full:
-        active = [other for other in active if not shape or other[0][dim] + other[1][dim] > box[0][dim]]
-        for other in active:
-            if all(a < b + m and b < a + n for a, n, b, m in zip(*box, *other, strict=True)):
-                raise CheckpointError(f"pieces of {name!r} at {other[0]} and {box[0]} overlap")
-        active.append(box)
-
-
-# -- pieces --------------------------------------------------------------------------------------------------------
+_BLOCK = 32 << 20
+"""How many bytes are read at a time where they cannot go to their place directly."""
 
 
 @dataclass(frozen=True)
 class _Read:
-    """One piece of one file, and what is to be done with what is in it."""
+    """A part of a piece, and the part of a tensor that it is read to."""
 
     key: str
-    offset: int
-    length: int
-    use: Callable[[Any], int]
+    stored: Stored
+    file: str
+    source: tuple[tuple[int, int], ...]
+    """Offset and size in the piece, per dim."""
+    target: Tensor
+
+    @property
+    def bytes(self) -> int:
+        return self.target.numel() * self.stored.dtype.itemsize
+
+    def run(self, stream: BinaryIO) -> None:
+        stored, target = self.stored, self.target
+        if not stored.contiguous:
+            target.copy_(_narrowed(read_tensor(stream, stored), self.source))
+            return
+        inner = math.prod(stored.shape[1:])
+        rows, row_bytes = self.source[0] if self.source else (0, 1), inner * stored.dtype.itemsize
+        whole_rows = all((o, n) == (0, size) for (o, n), size in zip(self.source[1:], stored.shape[1:], strict=True))
+        start = stored.start + rows[0] * row_bytes
+        if whole_rows and target.is_contiguous() and (target.device.type, target.dtype) == ("cpu", stored.dtype):
+            read_into(stream, start, target)
+            torch.autograd.graph.increment_version(target)  # autograd has not seen the write
+            return
+        at_once = max(1, _BLOCK // max(1, row_bytes))
+        for first in range(0, rows[1], at_once):
+            count = min(at_once, rows[1] - first)
+            block = torch.empty((count, *stored.shape[1:]) if self.source else (), dtype=stored.dtype)
+            read_into(stream, start + first * row_bytes, block)
+            if not self.source:
+                target.copy_(block)
+            else:
+                target.narrow(0, first, count).copy_(_narrowed(block, ((0, count), *self.source[1:])))
+
+
+def _narrowed(tensor: Tensor, parts: tuple[tuple[int, int], ...]) -> Tensor:
+    for dim, (offset, size) in enumerate(parts):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
 
 
 class Reader:
-    """Reads values and parts of tensors out of the files of one checkpoint; grouped by file, in the order of the file.
+    """Reads values and parts of tensors out of the files of one checkpoint.
 
     Args:
-        path: the checkpoint.
-        described: its metadata.
-        check_zip: check the CRC-32 that torch.save put beside each tensor. For checkpoints without a manifest.
+        where: what the checkpoint is called in errors.
+        files: its files.
+        index: what it holds.
+        check_zip: compare the CRC-32 that torch.save put beside each tensor. For checkpoints without a manifest.
         progress: called with the bytes read and to be read.
+        packed: values by key as `objects.pack` packs them; those that are not there are read from their place.
     """
 
-    def __init__(self, path: Path, described: Metadata, check_zip: bool, progress: Progress | None) -> None:
-        self._path = path
-        self._metadata = described
+    def __init__(
+        self,
+        where: object,
+        files: Files,
+        index: Index,
+        check_zip: bool,
+        progress: Progress | None,
+        packed: Mapping[str, bytes],
+    ) -> None:
+        self._where = where
+        self._files = files
+        self._index = index
         self._check_zip = check_zip
         self._progress = progress
-        self._reads: dict[str, list[_Read]] = {}
+        self._tensors: dict[str, Tensor] = {}
+        self._packed = packed
+        self._asked: list[str] = []
+        self._early: set[str] = set()
+        self._reads: list[_Read] = []
+        self._opened: dict[Place, Stored] = {}
         self.values: dict[str, Any] = {}
-        self._expected: dict[str, int] = {}
-        self._counted: dict[str, int] = {}
 
     def value(self, key: str) -> None:
-        """Asks for a value that is no tensor; after `run` it is in `values`."""
-
-        def use(value: Any) -> int:
-            self.values[key] = value
-            return 0
-
-        self._add(MetadataIndex(key), use)
+        """Asks for a value that is no tensor; after `prepare` it is in `values`."""
+        self._asked.append(key)
 
     def tensor(self, key: str, tensor: Tensor) -> Tensor:
         """Asks for a tensor, of a DTensor for this rank's part, to be read into `tensor`, which it returns."""
-        described = self._metadata.state_dict_metadata[key]
-        assert isinstance(described, TensorStorageMetadata), "the caller has checked what the checkpoint has"
-        (offsets, _), local = local_box(tensor), block_of(tensor)
-        wanted = ChunkStorageMetadata(torch.Size(offsets), local.shape)
-        self._expected[key] = local.numel()
-        for item in create_read_items_for_chunk_list(key, described, [wanted]):
-            if not math.prod(item.lengths):
-                continue
-            assert item.storage_index.index is not None, "made from the list of chunks"
-            chunk = described.chunks[item.storage_index.index]
-            source = tuple(slice(o, o + n) for o, n in zip(item.storage_offsets, item.lengths, strict=True))
-            place = tuple(slice(o, o + n) for o, n in zip(item.dest_offsets, item.lengths, strict=True))
-            use = _copier(local, place, chunk, described.properties.dtype, source)
-            self._add(MetadataIndex(key, chunk.offsets), use)
+        self._tensors[key] = tensor
         return tensor
 
-    def _add(self, index: MetadataIndex, use: Callable[[Any], int]) -> None:
-        info = self._metadata.storage_data[index]
-        self._reads.setdefault(info.relative_path, []).append(_Read(index.fqn, info.offset, info.length, use))
+    def early(self, key: str, tensor: Tensor) -> Tensor:
+        """Asks for a tensor to be read in `prepare`, because what it says decides whether the rest is wanted."""
+        self._early.add(key)
+        return self.tensor(key, tensor)
 
-    def run(self) -> None:
-        """Reads everything that was asked for.
+    def prepare(self) -> None:
+        """Finds everything that was asked for, and reads the values; no other tensor is changed.
 
         Raises:
-            CheckpointError: a file or a piece of it cannot be read, is not what the metadata says, or an element that
-                was asked for was not there; names the file and the tensor.
+            CheckpointError: a file or a piece of it cannot be read, is not what the index says, or an element that was
+                asked for is not there; names the file and the tensor.
         """
-        done, total = 0, sum(read.length for reads in self._reads.values() for read in reads)
-        for name, reads in sorted(self._reads.items()):
-            try:
-                with (self._path / name).open("rb") as stream:
-                    for read in sorted(reads, key=lambda one: one.offset):
-                        self._tell(done, total)
-                        self._counted[read.key] = self._counted.get(read.key, 0) + self._read(stream, name, read)
-                        done += read.length
-            except OSError as error:
-                raise CheckpointError(f"checkpoint {self._path}: {name} cannot be read: {error}") from error
-        self._tell(total, total)
-        short = [key for key, numel in self._expected.items() if self._counted.get(key, 0) != numel]
+        for key in self._asked:
+            if key not in self.values:
+                self.values[key] = self._value(key)
+        short = []
+        for key, tensor in self._tensors.items():
+            reads = self._reads_of(key, tensor)
+            if sum(read.target.numel() for read in reads) != block_of(tensor).numel():
+                short.append(key)
+            if key in self._early:
+                for read in reads:
+                    read.run(self._files.open(read.file))
+            else:
+                self._reads += reads
         if short:
-            raise CheckpointError(f"checkpoint {self._path}: not every element of {listing(short)} was there to be read")
+            raise CheckpointError(f"checkpoint {self._where}: not every element of {listing(short)} is there to be read")
+        self._reads.sort(key=lambda read: (read.file, read.stored.start))
 
-    def _read(self, stream: io.BufferedReader, name: str, read: _Read) -> int:
-        where = f"checkpoint {self._path}: {read.key!r} in {name}"
-        size = os.fstat(stream.fileno()).st_size
-        if read.offset + read.length > size:
-            raise CheckpointError(
-                f"{where} should reach to byte {read.offset + read.length}, but the file ends at {size}: it is truncated"
-            )
-        piece = _Slice(stream, read.offset, read.length)
+    def run(self) -> None:
+        """Reads all tensors. What can still fail is the reading itself.
+
+        Raises:
+            CheckpointError: it did; tells that tensors are partly changed.
+        """
+        done, total = 0, sum(read.bytes for read in self._reads)
+        with torch.no_grad():
+            for read in self._reads:
+                self._tell(done, total)
+                try:
+                    read.run(self._files.open(read.file))
+                except (OSError, CheckpointError) as error:
+                    raise CheckpointError(
+                        f"checkpoint {self._where}: {read.key!r} in {read.file} could not be read after all: {error}. "
+                        "The model and the optimizer are partly changed; load a checkpoint before you use them"
+                    ) from error
+                done += read.bytes
+        self._tell(total, total)
+
+    def same(self, key: str, other: str, like: Tensor) -> bool:
+        """Whether two tensors of the checkpoint are equal, bit for bit, in the part that `like` holds on this rank."""
+        held = []
+        for name in (key, other):
+            record = self._index.records[name]
+            assert isinstance(record, TensorRecord), "the caller has compared what the checkpoint has with the model"
+            block = torch.empty(block_of(like).shape, dtype=record.dtype)
+            for read in self._reads_of(name, like, block):
+                read.run(self._files.open(read.file))
+            held.append(block.reshape(-1).view(torch.uint8))  # so that NaN equals NaN
+        return torch.equal(*held)
+
+    # -- pieces --
+
+    def _reads_of(self, key: str, tensor: Tensor, into: Tensor | None = None) -> list[_Read]:
+        """The parts of pieces that overlap with this rank's part of a tensor."""
+        record = self._index.records[key]
+        assert isinstance(record, TensorRecord), "the caller has checked what the checkpoint has"
+        (offsets, sizes), local = local_box(tensor), block_of(tensor) if into is None else into
+        reads = []
+        for piece in record.pieces:
+            starts = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]
+            ends = [min(a + n, b + m) for a, n, b, m in zip(offsets, sizes, piece.offsets, piece.sizes, strict=True)]
+            if any(end <= start for start, end in zip(starts, ends, strict=True)) or 0 in piece.sizes:
+                continue
+            spans = list(zip(starts, ends, strict=True))
+            source = tuple((a - o, b - a) for (a, b), o in zip(spans, piece.offsets, strict=True))
+            target = _narrowed(local, tuple((a - o, b - a) for (a, b), o in zip(spans, offsets, strict=True)))
+            reads.append(_Read(key, self._stored(key, record, piece), piece.place.file, source, target))
+        return reads
+
+    def _stored(self, key: str, record: TensorRecord, piece: IndexedPiece) -> Stored:
+        if piece.place not in self._opened:
+            with self._telling(key, piece.place):
+                stored = self._piece(piece.place).tensor()
+                if (stored.shape, stored.dtype) != (piece.sizes, record.dtype):
+                    raise CheckpointError(
+                        f"the index promises {record.dtype} of shape {piece.sizes}, the file has {stored.dtype} of shape "
+                        f"{stored.shape}"
+                    )
+                self._opened[piece.place] = stored
+        return self._opened[piece.place]
+
+    def _value(self, key: str) -> Any:
+        record = self._index.records[key]
+        assert isinstance(record, ValueRecord), "the caller has checked what the checkpoint has"
+        with self._telling(key, record.place):
+            return unpack(self._packed[key]) if key in self._packed else self._piece(record.place).value()
+
+    def _piece(self, place: Place) -> Piece:
+        piece = Piece(self._files.open(place.file), place)
+        if self._check_zip:
+            piece.check()
+        return piece
+
+    @contextlib.contextmanager
+    def _telling(self, key: str, place: Place) -> Iterator[None]:
+        where = f"checkpoint {self._where}: {key!r} in {place.file}"
         try:
-            if self._check_zip and (bad := zipfile.ZipFile(piece).testzip()) is not None:
-                raise CheckpointError(f"the checksum of {bad} does not fit")
-            piece.seek(0)
-            return read.use(torch.load(cast(IO[bytes], piece), weights_only=True, map_location="cpu"))
-        except Exception as error:  # torch.load raises whatever the damage leads to
-            raise CheckpointError(f"{where} is damaged or foreign: {reason_of(error, 500)}") from error
+            yield
+        except CheckpointError as error:
+            raise CheckpointError(f"{where} is damaged or foreign: {error}") from error
+        except OSError as error:
+            raise CheckpointError(f"{where} cannot be read: {error.strerror or error}") from error
 
     def _tell(self, done: int, total: int) -> None:
         if self._progress is not None:
             self._progress(done, total)
-
-
-def _copier(
-    local: Tensor,
-    place: tuple[slice, ...],
-    chunk: ChunkStorageMetadata,
-    dtype: torch.dtype,
-    source: tuple[slice, ...],
-) -> Callable[[Any], int]:
-    """Puts what was read, `source` of a saved chunk, to its `place` in `local`; returns the number of elements."""
-
-    def use(saved: Any) -> int:
-        if not isinstance(saved, Tensor) or (saved.shape, saved.dtype) != (chunk.sizes, dtype):
-            found = f"a {saved.dtype} tensor of shape {tuple(saved.shape)}" if isinstance(saved, Tensor) else type(saved)
-            raise CheckpointError(f"the metadata promises {dtype} of shape {tuple(chunk.sizes)}, the file has {found}")
-        part = saved[source]
-        if part.shape == saved.shape == local.shape and saved.is_contiguous():
-            local.set_(saved)  # type: ignore[call-overload]  # all of both: no copy
-            return saved.numel()
-        return local[place].copy_(part).numel()
-
-    return use
-
-
-class _Slice(io.RawIOBase):
-    """A part of a file as a file of its own."""
-
-    def __init__(self, stream: io.BufferedReader, start: int, length: int) -> None:
-        self._stream = stream
-        self._start = start
-        self._length = length
-        self._at = 0
-
-    def readable(self) -> bool:
-        return True
-
-    def seekable(self) -> bool:
-        return True
-
-    def tell(self) -> int:
-        return self._at
-
-    def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        self._at = max(0, offset + {os.SEEK_SET: 0, os.SEEK_CUR: self._at, os.SEEK_END: self._length}[whence])
-        return self._at
-
-    def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer).cast("B")
-        self._stream.seek(self._start + self._at)
-        count = self._stream.readinto(view[: max(0, self._length - self._at)])
-        self._at += count
-        return count
-
-
-def keys_below(described: Metadata, prefix: str) -> Mapping[str, Any]:
-    """The entries whose names begin with `prefix`, without it."""
-    return {key[len(prefix) :]: value for key, value in described.state_dict_metadata.items() if key.startswith(prefix)}

@@ -1,0 +1,162 @@
+"""Tensors written as `torch.save` writes them, one zip file each, whose bytes are read once for one checksum.
+
+`torch.save` would compute a checksum of its own, and turns a full disk into a sentence about positions; here an error of
+the file system comes out as it is, and the checksum in the zip file is the one from which that of the whole file is put
+together.
+"""
+
+from __future__ import annotations
+
+import struct
+import zlib
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from hsdp.checkpoint.pieces import STORAGES, buffer_of
+
+_ALIGNMENT = 64
+_LIMIT = 0xFFFFFFFF
+_NAMES = {dtype: name for name, dtype in STORAGES.items()}
+
+
+class Sink(Protocol):
+    """Where a zip file goes."""
+
+    def write(self, data: bytes | memoryview, crc32: int | None = None) -> object:
+        """Writes all of `data`; `crc32` is its checksum, where it is known."""
+
+    def tell(self) -> int:
+        """Bytes written so far."""
+
+
+def write_tensor(stream: Sink, tensor: Tensor) -> None:
+    """Writes a contiguous tensor on the CPU so that `torch.load` reads it.
+
+    Args:
+        stream: takes the bytes.
+        tensor: of any dtype.
+
+    Raises:
+        OSError: the file system's own.
+    """
+    archive = _Archive(stream)
+    archive.add("data.pkl", memoryview(_pickle_of(tensor)))
+    archive.add("byteorder", memoryview(b"little"))
+    archive.add("data/0", buffer_of(tensor))
+    archive.add("version", memoryview(b"3\n"))
+    archive.end()
+
+
+class _Archive:
+    """A zip file of entries that are not packed, with 64-bit sizes where they need them."""
+
+    def __init__(self, stream: Sink) -> None:
+        self._stream = stream
+        self._origin = stream.tell()
+        self._directory: list[bytes] = []
+
+    def add(self, name: str, content: memoryview) -> None:
+        """Writes an entry; its content begins at a multiple of 64 bytes."""
+        crc32, size, start = zlib.crc32(content), len(content), self._at()
+        path = f"archive/{name}".encode()
+        big = size >= _LIMIT
+        wide = struct.pack("<HHQQ", 1, 16, size, size) if big else b""
+        sizes = (_LIMIT, _LIMIT) if big else (size, size)
+        padding = -(start + 30 + len(path) + len(wide) + 4) % _ALIGNMENT
+        extra = wide + struct.pack("<2sH", b"FB", padding) + b"Z" * padding
+        common = struct.pack("<HHHHHIIIH", 45 if big else 20, 0x800, 0, 0, 0, crc32, *sizes, len(path))
+        self._stream.write(b"PK\x03\x04" + common + struct.pack("<H", len(extra)) + path + extra)
+        if size:
+            self._stream.write(content, crc32)
+
+        far = start >= _LIMIT
+        fields = ([size, size] if big else []) + ([start] if far else [])
+        wide = struct.pack(f"<HH{len(fields)}Q", 1, 8 * len(fields), *fields) if fields else b""
+        tail = struct.pack("<HHHHII", len(wide), 0, 0, 0, 0, _LIMIT if far else start)
+        self._directory.append(b"PK\x01\x02" + struct.pack("<H", 45) + common + tail + path + wide)
+
+    def end(self) -> None:
+        """Writes the directory of the entries."""
+        start, directory, count = self._at(), b"".join(self._directory), len(self._directory)
+        if start >= _LIMIT:
+            directory_end = start + len(directory)
+            directory += struct.pack("<4sQHHIIQQQQ", b"PK\x06\x06", 44, 45, 45, 0, 0, count, count, len(directory), start)
+            directory += struct.pack("<4sIQI", b"PK\x06\x07", 0, directory_end, 1)
+            size = directory_end - start
+        else:
+            size = len(directory)
+        end = struct.pack("<4sHHHHIIH", b"PK\x05\x06", 0, 0, count, count, size, min(start, _LIMIT), 0)
+        self._stream.write(directory + end)
+
+    def _at(self) -> int:
+        return self._stream.tell() - self._origin
+
+
+def _pickle_of(tensor: Tensor) -> bytes:
+    """What `torch.save` puts into data.pkl: a call of torch._utils._rebuild_tensor_v2, or v3 for the newer dtypes."""
+    known = tensor.dtype in _NAMES
+    kind = _global("torch", _NAMES[tensor.dtype]) if known else _global("torch.storage", "UntypedStorage")
+    count = tensor.numel() if known else tensor.nbytes
+    storage = b"(" + _text("storage") + kind + _text("0") + _text("cpu") + _number(count) + b"tQ"
+    parts = [storage, _number(0), _numbers(tensor.shape), _numbers(tensor.stride()), b"\x89"]
+    parts.append(_global("collections", "OrderedDict") + b")R")
+    if not known:
+        parts.append(_global("torch", str(tensor.dtype).removeprefix("torch.")))
+    rebuild = _global("torch._utils", "_rebuild_tensor_v2" if known else "_rebuild_tensor_v3")
+    return b"\x80\x02" + rebuild + b"(" + b"".join(parts) + b"tR."
+
+
+def _global(module: str, name: str) -> bytes:
+    return f"c{module}\n{name}\n".encode()
+
+
+def _text(text: str) -> bytes:
+    return b"X" + struct.pack("<I", len(text)) + text.encode()
+
+
+def _number(value: int) -> bytes:
+    return b"\x8a\x08" + struct.pack("<q", value)
+
+
+def _numbers(values: torch.Size | tuple[int, ...]) -> bytes:
+    return b"(" + b"".join(map(_number, values)) + b"t"
+
+
+# -- checksums -----------------------------------------------------------------------------------------------------
+
+_POLYNOMIAL = 0xEDB88320
+
+
+def combine_crc32(first: int, second: int, length: int) -> int:
+    """The CRC-32 of two runs of bytes one after the other, of those of each; `length` is the second's."""
+    power, place, factor = 1 << 31, 3, length  # x^0; then x^(8 * length), by repeated squaring
+    while factor:
+        if factor & 1:
+            power = _multiplied(_SQUARES[place % 32], power)
+        factor >>= 1
+        place += 1
+    return _multiplied(power, first) ^ second
+
+
+def _multiplied(a: int, b: int) -> int:
+    """The product of two polynomials over GF(2), modulo that of CRC-32; bits in CRC-32's reflected order."""
+    product, bit = 0, 1 << 31
+    while bit:
+        if a & bit:
+            product ^= b
+        bit >>= 1
+        b = (b >> 1) ^ _POLYNOMIAL if b & 1 else b >> 1
+    return product
+
+
+def _squares() -> list[int]:
+    found = [1 << 30]  # x
+    while len(found) < 32:
+        found.append(_multiplied(found[-1], found[-1]))
+    return found
+
+
+_SQUARES = _squares()
+"""x^(2^n) for each n."""

@@ -1,0 +1,104 @@
+"""The handle of a save: waited for or not, a failure is told.
+
+A save in the background fails when nobody looks. So the failure is logged at once, raised by whoever comes next (`wait`,
+the next save, the next load), and, if nobody comes, told once more when the process ends. The thread is no daemon: a
+process that ends normally completes its checkpoint first, also after its process group was destroyed, whose connections the
+thread keeps.
+"""
+
+from __future__ import annotations
+
+import atexit
+import logging
+import threading
+from collections.abc import Callable
+from pathlib import Path
+
+from hsdp.errors import CheckpointError
+
+logger = logging.getLogger("hsdp.checkpoint")
+
+
+class SaveHandle:
+    """A save under way, or done.
+
+    Attributes:
+        path: where the checkpoint is, once it is complete.
+        step: the step it is of.
+    """
+
+    _in_flight: SaveHandle | None = None
+
+    def __init__(self, path: Path, step: int) -> None:
+        self.path = path
+        self.step = step
+        self._finished = threading.Event()
+        self._error: BaseException | None = None
+        self._told = False
+
+    def done(self) -> bool:
+        """Whether `wait` would return, or raise, at once."""
+        return self._finished.is_set()
+
+    def wait(self, timeout: float | None = None) -> Path:
+        """Waits until the checkpoint is complete.
+
+        Args:
+            timeout: seconds; None: as long as it takes.
+
+        Returns:
+            Its path.
+
+        Raises:
+            CheckpointError: it could not be saved; the directory has nothing of it.
+            TimeoutError: it is not done yet.
+        """
+        if not self._finished.wait(timeout):
+            raise TimeoutError(f"saving {self.path} is not done after {timeout:g} s")
+        if SaveHandle._in_flight is self:
+            SaveHandle._in_flight = None
+        if self._error is not None:
+            self._told = True
+            if isinstance(self._error, Exception):
+                raise self._error
+            raise CheckpointError(f"saving {self.path} was ended by {self._error!r}") from self._error
+        return self.path
+
+    def run(self, finish: Callable[[], Path], *, in_background: bool) -> None:
+        """Does the rest of a save, here or in a thread."""
+
+        def body() -> None:
+            try:
+                self.path = finish()
+            except BaseException as error:  # also SystemExit: what is not there must not be said to be
+                self._error = error
+                if in_background:
+                    logger.error("saving %s in the background failed: %s", self.path, error)
+            finally:
+                self._finished.set()
+
+        if in_background:
+            SaveHandle._in_flight = self
+            # Not a daemon: a process that ends normally first completes its checkpoint.
+            threading.Thread(target=body, name=f"hsdp-save-{self.step}").start()
+        else:
+            body()
+
+
+def settle() -> None:
+    """Waits for the asynchronous save under way, if there is one; raises what it raised."""
+    handle = SaveHandle._in_flight
+    if handle is not None:
+        handle.wait()
+
+
+@atexit.register
+def _complain() -> None:
+    handle = SaveHandle._in_flight
+    if handle is not None and handle._error is not None and not handle._told:
+        logger.critical(
+            "the process ends without a checkpoint of step %d: saving %s failed, and nobody called wait(): %s",
+            handle.step,
+            handle.path,
+            handle._error,
+        )

@@ -1,0 +1,81 @@
+"""What state an optimizer makes for a parameter, found by letting a copy of it step on a tensor without content.
+
+PyTorch's optimizers load whatever they are given, and fail, or quietly compute nonsense, in the next step. So their states
+are compared with what they would make themselves: by class and settings, on the meta device, where a step costs nothing.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections import defaultdict
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The optimizer's class, or the one of PyTorch's that it is a subclass of."""
+    for cls in type(optimizer).__mro__:
+        if cls.__module__.startswith("torch.optim.") and cls is not Optimizer:
+            return cls.__name__
+    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+
+
+def misfit(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, state: Mapping[str, Any]) -> str | None:
+    """How a parameter's state differs from what the optimizer makes for it; None if it does not, or if that is not known.
+
+    Args:
+        optimizer: the optimizer that loads.
+        group: the settings that the parameter's group will have.
+        param: the parameter.
+        state: its state by entry: tensors or whatever has a shape and a dtype, and values.
+    """
+    made = _made(optimizer, group, param)
+    if made is None:
+        return None
+    if missing := sorted(made.keys() - state.keys()):
+        return f"has no {', '.join(map(repr, missing))}, which {kind_of(optimizer)} keeps"
+    if left := sorted(state.keys() - made.keys()):
+        return f"has {', '.join(map(repr, left))}, which {kind_of(optimizer)} does not keep"
+    kind = kind_of(optimizer)
+    for entry, value in made.items():
+        found = state[entry]
+        if not (isinstance(value, Tensor) and hasattr(found, "shape")):
+            plain = (int, float, type(None))  # numbers may be kept in tensors or not, by version
+            if type(value) is not type(found) and not isinstance(found, plain) and not isinstance(value, plain):
+                return f"has {entry!r} as a {type(found).__name__}, which {kind} keeps as a {type(value).__name__}"
+        elif tuple(found.shape) != tuple(value.shape):
+            return f"has {entry!r} of shape {tuple(found.shape)}, which {kind} keeps of shape {tuple(value.shape)}"
+        elif _family(found.dtype) != _family(value.dtype):
+            return f"has {entry!r} of {found.dtype}, which {kind} keeps as {value.dtype}"
+    return None
+
+
+def _family(dtype: torch.dtype) -> tuple[bool, bool]:
+    return dtype.is_floating_point, dtype.is_complex
+
+
+def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any] | None:
+    """The state that one step makes; None for classes that are not PyTorch's, whose steps may do anything."""
+    cls: Any = next(cls for cls in type(optimizer).__mro__ if not cls.__name__.startswith("Local"))
+    if not cls.__module__.startswith("torch.optim."):
+        return None
+    probe: Any = object.__new__(cls)
+    ghost = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"))
+    ghost.grad = torch.empty_like(ghost)
+    settings = {key: value for key, value in group.items() if key != "params"}
+    settings.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in settings})
+    probe.__dict__.update(vars(optimizer))
+    probe.__dict__.update(param_groups=[{**settings, "params": [ghost]}], state=defaultdict(dict))
+    step: Any = cls.step
+    if getattr(step, "hooked", False):
+        step = inspect.unwrap(step, stop=lambda function: not getattr(function, "hooked", False))
+    try:
+        with torch.no_grad():
+            step(probe)
+    except Exception:  # some look at numbers, which a tensor without content does not have
+        return None
+    return dict(probe.state[ghost])

@@ -5,8 +5,8 @@
 A forward is told what to do by a `How`, a plain dictionary of what differs from an ordinary forward:
 
     skip    parts that it does not run                            tweaks  by part: one of `TWEAKS`, done inside the part
-    edits   by part: one of `EDITS`, done by the root behind it   heads   for each rank (in turns) "both", "first" or "second"
-    end     one of `ENDS`, done by the root before it returns
+    edits   by part: one of `EDITS`, done by the root behind it   end     one of `ENDS`, done by the root before it returns
+    heads   which of both outputs the loss uses, for each rank in turns: "both", "first" or "second"
 """
 
 from __future__ import annotations
@@ -214,8 +214,9 @@ class Net(nn.Module):
             x = self._edited(x, _opened(out), how.get("edits", {}).get(index, ""))
         used = how.get("heads", ("both",))
         used = used[rank % len(used)]
-        logits = sum(head(x) for head, name in zip(self.heads, ("first", "second"), strict=True) if used in ("both", name))
-        return self._ended(x, logits, how.get("end", ""))  # type: ignore[arg-type]
+        outs = [head(x) for head in self.heads]  # every rank runs both: their losses differ, not their forwards
+        logits = outs[0] + outs[1] if used == "both" else outs[used == "second"]
+        return self._ended(x, logits, how.get("end", ""))
 
     def infer(self, *args: Any) -> Tensor:
         """The forward under another name, for `register_forward_method`."""

@@ -55,6 +55,7 @@ FEATURES = {
     "zeros": "other ways of zeroing than zero_grad",
     "graphs": "retain_graph, autograd.grad, create_graph, several slots",
     "policies": "other policies than the default ones",
+    "chains": "linear layers, units of their own, with ReLU(inplace=True) between them",
     "max_norm": "an embedding with max_norm",
 }
 """What can be left out of programs."""
@@ -77,7 +78,7 @@ class Program:
 
     def __str__(self) -> str:
         lines = [f"seed {self.seed}, mesh {self.shape}, {self.optimizer}, reshard {self.reshard}, policy {self.policy}"]
-        units = [name for name in ("heads", "embedding") if getattr(self, f"{name}_{'are' if name == 'heads' else 'is'}_unit" + "s" * (name == "heads"))]
+        units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
         lines.append(f"  own units: {units}, max_norm {self.max_norm}")
         lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
         return "\n".join([*lines, *(f"    {action}" for action in self.actions)])
@@ -101,8 +102,9 @@ class _Draw:
     def program(self, seed: str, shape: tuple[int, ...]) -> Program:
         rng = self.rng
         self.num_parts = rng.choice([1, 2, 2, 3])
+        kinds = [kind for kind in KINDS if kind != "chain" or "chains" not in self.without]
         parts = tuple(
-            Part(rng.choice(KINDS), rng.choice(UNITS), rng.choice([None, None, None, None, None, None, False, True]))
+            Part(rng.choice(kinds), rng.choice(UNITS), rng.choice([None, None, None, None, None, None, False, True]))
             for _ in range(self.num_parts)
         )
         policy: dict[str, Any] = {}

@@ -93,6 +93,7 @@ class Body(nn.Module):
         self.store: dict[str, Tensor] = {}
         self.trail: list[Tensor] = []
         self.aux: Tensor | None = None
+        self.first_rank = True  # of those whose batches the model is fed with in turn
         inner = WIDTH if part.kind == "linear" else HIDDEN
         if part.kind == "norm":
             self.up: nn.Module = nn.LayerNorm(WIDTH)
@@ -142,6 +143,8 @@ class Body(nn.Module):
 
     def _before(self, x: Tensor, tweak: str) -> None:
         weight: Any = self.up.weight
+        if "renorm" in tweak and not self._may_write():
+            return
         if tweak == "add_ to input":
             x.add_(0.1)
         elif tweak == "raise":
@@ -175,7 +178,8 @@ class Body(nn.Module):
                 probe = x.detach().requires_grad_()
                 (grad,) = torch.autograd.grad(self._compute(probe).pow(2).sum(), probe, create_graph=double)
             return y + 0.1 * grad
-        aux = (self.up.weight.pow(2) if tweak == "aux of weights" else y.pow(2)).mean()  # type: ignore[union-attr,operator]
+        of_weights = tweak == "aux of weights" and self.part.unit != "parts"
+        aux = (self.up.weight.pow(2) if of_weights else y.pow(2)).mean()  # type: ignore[union-attr,operator]
         if tweak == "aux in dict":
             self.store["aux"] = aux
         elif tweak == "aux in list":
@@ -185,6 +189,10 @@ class Body(nn.Module):
         else:
             self.aux = aux
         return y
+
+    def _may_write(self) -> bool:
+        """Once for all ranks, not again when it is recomputed, and to no weights that another unit's forward shows."""
+        return self.first_rank and self.part.recompute is None and self.part.unit != "parts"
 
     def take_aux(self) -> list[Tensor]:
         """What forwards left beside their outputs; the module forgets it."""

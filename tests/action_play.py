@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from tests.action_excuses import excuse_for
+from tests.action_fsdp2 import FSDP2
 from tests.action_models import Planned
 from tests.action_sides import Sharded, Side, Twin, Values, sides_of
 from tests.actions import Action, Program
@@ -74,12 +75,7 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
     try:
-        if system == "hsdp":
-            sharded, twin = sides_of(program, env)
-        else:
-            from tests.action_fsdp2 import FSDP2
-
-            sharded, twin = sides_of(program, env, FSDP2)
+        sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
         _Play(env, program, sharded, twin, verdict).all()
     except _Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
@@ -159,6 +155,8 @@ class _Play:
             self.verdict.planned += 1
             return
         told = f"{type(error).__name__}: {error}"
+        if self.sharded.ends_with_errors:
+            raise _Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
         named = isinstance(error, self.sharded.errors)
         if named and (twins is not None or excuse_for(type(error).__name__, told, action[0], facts) is not None):
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
@@ -222,9 +220,9 @@ class _Play:
             if not isinstance(param, DTensor):
                 wrong.append(f"{name} is a {type(param).__name__}")
                 continue
-            shard = self.sharded.like(other.detach(), param)
-            if not _close(param._local_tensor, shard._local_tensor):  # type: ignore[attr-defined]
-                wrong.append(f"value of {name} differs by {_off(param._local_tensor, shard._local_tensor)}")  # type: ignore[attr-defined]
+            shard = self.sharded.shard_of(other.detach(), param)
+            if not _close(param._local_tensor, shard):  # type: ignore[attr-defined]
+                wrong.append(f"value of {name} differs by {_off(param._local_tensor, shard)}")  # type: ignore[attr-defined]
             wrong += self._grad_differs(name, param, other)
         alive = torch.tensor([bool(wrong)], dtype=torch.int64)
         dist.all_reduce(alive)
@@ -244,12 +242,12 @@ class _Play:
             mine = 0.0 if param.grad is None else param.grad._local_tensor.abs().sum().item()
             off = max(mine, zeros.abs().max().item() if param.grad is None and zeros.numel() else 0.0)
             return [f"gradient of {name} differs from none by {off}"] if not off <= TOLERANCE else []
-        shard = self.sharded.like(grad, param)
+        shard = self.sharded.shard_of(grad, param)
         if not isinstance(param.grad, DTensor):
             return [f"gradient of {name} is a {type(param.grad).__name__}"]
-        if _close(param.grad._local_tensor, shard._local_tensor):  # type: ignore[attr-defined]
+        if _close(param.grad._local_tensor, shard):
             return []
-        return [f"gradient of {name} differs by {_off(param.grad._local_tensor, shard._local_tensor)}"]  # type: ignore[attr-defined]
+        return [f"gradient of {name} differs by {_off(param.grad._local_tensor, shard)}"]
 
     def compare_replicas(self) -> None:
         """Ranks that hold the same shards hold the same bits of them, and of their gradients."""

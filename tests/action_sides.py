@@ -1,8 +1,8 @@
 """The two sides that a program of `tests.actions` is played on: a sharded model, or its twin.
 
-    Side     a model with its optimizer and the losses that wait for their backward; one method per action
-    Twin     the plain model, fed with the batches of all ranks, one after the other; gradients are averaged
-    Sharded  the model under hsdp, fed with this rank's batches
+Side     a model with its optimizer and the losses that wait for their backward; one method per action
+Twin     the plain model, fed with the batches of all ranks, one after the other; gradients are averaged
+Sharded  the model under hsdp, fed with this rank's batches
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
 from tests.action_models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
@@ -80,6 +80,8 @@ class Side:
         penalised = how.get("loss") == "gradient penalty"
         floats.requires_grad_(bool(how.get("leaf")) or penalised)
         self.model.take_aux()
+        for part in self.model.parts:
+            part.first_rank = rank == self.ranks[0]
         box: list[Tensor] = []
         out = self.call(call)(tokens, floats, how, rank, box)
         if how.get("output") == "/=":
@@ -221,12 +223,14 @@ class Side:
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
-    def chosen(self, which: int | None) -> list[tuple[str, Any]]:
-        """All parameters, or one of them."""
+    def chosen(self, which: int | str | None) -> list[tuple[str, Any]]:
+        """All parameters, one of them, or those whose name begins so."""
         params = list(self.params.items())
+        if isinstance(which, str):
+            return [(name, param) for name, param in params if name.startswith(which)]
         return params if which is None else [params[which % len(params)]]
 
-    def write(self, at: int, kind: str, which: int | None) -> Values:
+    def write(self, at: int, kind: str, which: int | str | None) -> Values:
         for _, param in self.chosen(which):
             if kind == "data mul_":
                 param.data.mul_(0.9)
@@ -239,7 +243,7 @@ class Side:
                     param.mul_(0.9) if kind == "no_grad mul_" else param.copy_(param * 0.9)
         return []
 
-    def toggle(self, at: int, which: int | None, flag: bool) -> Values:
+    def toggle(self, at: int, which: int | str | None, flag: bool) -> Values:
         for name, param in self.chosen(which):
             if ".base." not in name:
                 param.requires_grad_(flag)
@@ -287,8 +291,7 @@ class Twin(Side):
     def remember(self) -> None:
         """Keeps parameters and gradients."""
         self._kept = [
-            (p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad)
-            for p in self.params.values()
+            (p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad) for p in self.params.values()
         ]
 
     def forget(self) -> None:
@@ -312,9 +315,16 @@ class Twin(Side):
 
 
 class Sharded(Side):
-    """The model under hsdp."""
+    """The model under hsdp.
+
+    Attributes:
+        errors: those that may be owed, as they are named.
+        mesh: where it is sharded.
+    """
 
     errors: tuple[type[BaseException], ...] = (hsdp.errors.HSDPError,)
+    ends_with_errors = False
+    """Whether a program ends with the first error that the twin does not have."""
 
     def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
         self.mesh = env.mesh(program.shape)
@@ -337,6 +347,15 @@ class Sharded(Side):
     def like(self, whole: Tensor, param: Tensor) -> Tensor:
         assert isinstance(param, DTensor)
         return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+    def shard_of(self, whole: Tensor, param: Any) -> Tensor:
+        """This rank's part of a whole tensor; what `like` holds, and quicker."""
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                parts = whole.chunk(self.mesh.size(axis), placement.dim)
+                at = self.mesh.get_local_rank(axis)
+                whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)
+        return whole
 
     def context(self, name: str) -> AbstractContextManager[Any]:
         if name == "no_sync":

@@ -20,12 +20,13 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from benchmarks.harness import header
+from tests.action_fsdp2 import LEFT_OUT
 from tests.action_play import run_programs
 from tests.actions import FEATURES, SHAPES, Program, draw, smaller
 from tests.rig import Pool, RemoteError
 
 BATCH = 40
-GROUP_TIMEOUT = 5.0
+GROUP_TIMEOUT = 20.0
 
 
 @dataclass
@@ -55,7 +56,7 @@ def run_all(pool: Pool, programs: Sequence[Program], system: str = "hsdp", stop_
     while at < len(programs):
         batch = list(programs[at : at + BATCH])
         try:
-            verdicts = pool.run(*call, batch, system, timeout=10.0 + 3.0 * len(batch), group_timeout=GROUP_TIMEOUT)
+            verdicts = pool.run(*call, batch, system, timeout=60.0 + 3.0 * len(batch), group_timeout=GROUP_TIMEOUT)
         except RemoteError as error:
             place, failure, told, done = _first_failure(pool, batch, system, error, call)
             tally.failed[failure].append((batch[place], told))
@@ -89,7 +90,7 @@ def _first_failure(
     if len(batch) > 1:  # nobody could tell: one by one
         for place, program in enumerate(batch):
             try:
-                pool.run(*call, [program], system, timeout=20.0, group_timeout=GROUP_TIMEOUT)
+                pool.run(*call, [program], system, timeout=60.0, group_timeout=GROUP_TIMEOUT)
             except RemoteError as alone:
                 return place, *_first_failure(pool, [program], system, alone, call)[1:3], []
         return len(batch) - 1, "only in company", str(error)[:3000], []
@@ -139,6 +140,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     shape = SHAPES["1d" if args.mesh == "1d" else "2d"][args.ranks]
     without = frozenset(args.without) | (frozenset() if args.only is None else frozenset(FEATURES) - set(args.only))
+    without |= LEFT_OUT if args.system == "fsdp2" else frozenset()
     if args.show:
         print(draw(args.show, shape, without))
         return 0

@@ -56,6 +56,7 @@ FEATURES = {
     "graphs": "retain_graph, autograd.grad, create_graph, several slots",
     "policies": "other policies than the default ones",
     "chains": "linear layers, units of their own, with ReLU(inplace=True) between them",
+    "scalars": "a parameter without dims",
     "max_norm": "an embedding with max_norm",
 }
 """What can be left out of programs."""
@@ -102,7 +103,8 @@ class _Draw:
     def program(self, seed: str, shape: tuple[int, ...]) -> Program:
         rng = self.rng
         self.num_parts = rng.choice([1, 2, 2, 3])
-        kinds = [kind for kind in KINDS if kind != "chain" or "chains" not in self.without]
+        left_out = {"chain": "chains", "scaled": "scalars"}
+        kinds = [kind for kind in KINDS if left_out.get(kind) not in self.without]
         parts = tuple(
             Part(rng.choice(kinds), rng.choice(UNITS), rng.choice([None, None, None, None, None, None, False, True]))
             for _ in range(self.num_parts)
@@ -136,7 +138,7 @@ class _Draw:
 
     def actions(self) -> Iterator[Action]:
         """Mostly iterations, with other actions strewn in everywhere; at the end what is open is run backward."""
-        for _ in range(self.rng.choice([1, 2, 2, 3])):
+        for _ in range(self.rng.choice([1, 1, 2, 2, 3])):
             for _ in range(self.rng.choice([1, 1, 1, 2]) if "graphs" not in self.without else 1):
                 yield from self.others(0.25)
                 yield self.forward()
@@ -209,8 +211,10 @@ class _Draw:
         return ("backward", chosen, {key: value for key, value in how.items() if value})
 
 
-def _which(draw: _Draw) -> int | None:
-    return None if draw.rng.random() < 0.3 else draw.rng.randrange(20)
+def _which(draw: _Draw) -> int | str | None:
+    """All parameters, those of a part, or one."""
+    drawn = draw.rng.random()
+    return None if drawn < 0.25 else f"parts.{draw.rng.randrange(3)}." if drawn < 0.5 else draw.rng.randrange(20)
 
 
 _OTHERS: list[tuple[str, Callable[[_Draw], Action]]] = [

@@ -1,0 +1,71 @@
+"""Where the sharded side need not do what the twin does: in one place, each with its reason.
+
+An excuse allows an error of a type ("silent": no error where the twin raises) in some actions, if one of some facts holds
+about the program up to there: actions since the forward whose backward runs, tweaks of that forward, "pending" sums.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True)
+class Excuse:
+    """An error that may come.
+
+    Attributes:
+        error: its type, or "silent".
+        actions: in which it may come.
+        facts: at least one of them must hold.
+        message: a pattern that the error, as "Type: message", must match.
+        reason: why the program need not run as the twin's does.
+    """
+
+    error: str
+    actions: tuple[str, ...]
+    facts: frozenset[str]
+    reason: str
+    message: str = ""
+
+
+def _any_of(*facts: str) -> frozenset[str]:
+    return frozenset(facts)
+
+
+EXCUSES: tuple[Excuse, ...] = (
+    Excuse(
+        "StaleParametersError",
+        ("backward", "grad"),
+        _any_of("write", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
+        "weights changed between a forward and its backward: the twin uses what autograd saved, a gather cannot",
+    ),
+    Excuse(
+        "StateError",
+        ("step", "raw step", "clip", "peek", "full write", "load"),
+        _any_of("pending"),
+        "sums are pending: their gradients are not in `.grad` yet",
+    ),
+    Excuse(
+        "StateError",
+        ("forward", "toggle"),
+        _any_of("toggled", "toggle"),
+        "requires_grad changed while sums of the parameters chosen before are pending",
+        "requires_grad of parameter",
+    ),
+    Excuse(
+        "StateError",
+        ("forward", "eval", "backward", "grad"),
+        _any_of("data renorm", "copy_ renorm", "max_norm"),
+        "a write to a whole weight would be lost when it is freed",
+    ),
+)
+
+
+def excuse_for(error: str, told: str, action: str, facts: set[str]) -> Excuse | None:
+    """The excuse for an error in an action, if there is one."""
+    for excuse in EXCUSES:
+        fits = excuse.error == error and action in excuse.actions and excuse.facts & facts
+        if fits and re.search(excuse.message, told):
+            return excuse
+    return None

@@ -1,0 +1,267 @@
+"""The models that random programs of user actions train: tiny, with a place for each thing that users do in a forward.
+
+    tokens, floats -> embedding + floats -> parts in a row, each with a tweak in it and an edit behind it -> two heads
+
+A forward is told what to do by a `How`, a plain dictionary of what differs from an ordinary forward:
+
+    skip    parts that it does not run                            tweaks  by part: one of `TWEAKS`, done inside the part
+    edits   by part: one of `EDITS`, done by the root behind it   end     one of `ENDS`, done by the root before it returns
+    heads   which of both outputs the loss uses, for each rank in turns: "both", "first" or "second"
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+VOCAB, LENGTH, WIDTH, HIDDEN = 5, 3, 4, 3
+KINDS = ("mlp", "linear", "chain", "lora", "norm", "scaled")
+UNITS = ("whole", "parts", "")
+"""A part is a unit, or each linear layer in it is one, or the root owns it."""
+
+How = dict[str, Any]
+
+
+class Planned(Exception):  # noqa: N818  (no error of anybody's: users raise it on purpose)
+    """What a program raises because it is told to."""
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of a model: its kind, what of it is a unit, and whether it runs under activation checkpointing."""
+
+    kind: str
+    unit: str = "whole"
+    recompute: bool | None = None  # reentrant or not; None: not at all
+
+
+class Slots:
+    """An output that only its own code can look into."""
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: Tensor) -> None:
+        self.value = value
+
+
+class RaisesInBackward(torch.autograd.Function):
+    """The identity, until its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        raise Planned("in backward")
+
+
+BEFORE = ("add_ to input", "raise", "data renorm", "copy_ renorm", "hook on input")
+BEHIND = (
+    "mul_ output",
+    "view out",
+    "slice out",
+    "tuple out",
+    "slots out",
+    "aux",
+    "aux of weights",
+    "aux in dict",
+    "aux in list",
+    "aux in argument",
+    "raise in backward",
+    "inner grad",
+    "inner double grad",
+    "detached out",
+    "no grad",
+)
+TWEAKS = (*BEFORE, *BEHIND)
+EDITS = ("+= input", "mul_", "relu_", "drop", "raise")
+ENDS = ("mul_", "/= view", "grad", "raise")
+
+
+class Body(nn.Module):
+    """What a part computes: [batch, LENGTH, WIDTH] to the same."""
+
+    def __init__(self, part: Part) -> None:
+        super().__init__()
+        self.part = part
+        self.store: dict[str, Tensor] = {}
+        self.trail: list[Tensor] = []
+        self.aux: Tensor | None = None
+        self.first_rank = True  # of those whose batches the model is fed with in turn
+        inner = WIDTH if part.kind == "linear" else HIDDEN
+        if part.kind == "norm":
+            self.up: nn.Module = nn.LayerNorm(WIDTH)
+        elif part.kind == "scaled":
+            self.up = nn.Linear(WIDTH, WIDTH, bias=False)
+            self.scale = nn.Parameter(torch.tensor(0.7))
+        else:
+            self.up = nn.Linear(WIDTH, inner)
+        if part.kind in ("mlp", "chain", "lora"):
+            self.down = nn.Linear(inner, WIDTH)
+        if part.kind == "chain":
+            self.act = nn.ReLU(inplace=True)
+        if part.kind == "lora":
+            self.base = nn.Linear(WIDTH, WIDTH)
+            self.base.requires_grad_(False)
+
+    def linears(self) -> list[nn.Module]:
+        """The modules that are units where each linear layer is one."""
+        return [module for module in self.children() if next(module.parameters(), None) is not None]
+
+    def forward(self, x: Tensor, tweak: str, box: list[Tensor]) -> Any:
+        """`box`: a list of the caller's, for what "aux in argument" leaves there."""
+        if self.part.recompute is None:
+            return self._tweaked(x, tweak, box)
+        return checkpoint(self._tweaked, x, tweak, box, use_reentrant=self.part.recompute)
+
+    def _tweaked(self, x: Tensor, tweak: str, box: list[Tensor]) -> Any:
+        if tweak in BEFORE:
+            self._before(x, tweak)
+            return self._compute(x)
+        if tweak == "no grad":
+            with torch.no_grad():
+                return self._compute(x) + x
+        y = self._compute(x)
+        return self._behind(x, y, tweak, box) if tweak else y
+
+    def _compute(self, x: Tensor) -> Tensor:
+        kind = self.part.kind
+        if kind == "chain":
+            return self.down(self.act(self.up(x)))
+        if kind == "mlp":
+            return x + self.down(torch.tanh(self.up(x)))
+        if kind == "lora":
+            return self.base(x) + self.down(self.up(x))
+        y = self.up(x)
+        return y * self.scale if kind == "scaled" else y
+
+    def _before(self, x: Tensor, tweak: str) -> None:
+        weight: Any = self.up.weight
+        if "renorm" in tweak and not self._may_write():
+            return
+        if tweak == "add_ to input":
+            x.add_(0.1)
+        elif tweak == "raise":
+            raise Planned("in the forward of a part")
+        elif tweak == "data renorm":
+            self.up.weight.data = weight.data / 1.5  # type: ignore[union-attr]
+        elif tweak == "copy_ renorm":
+            with torch.no_grad():
+                weight.copy_(weight / 1.5)
+        else:
+            x.register_hook(lambda grad: grad * 2.0) if x.requires_grad else None
+
+    def _behind(self, x: Tensor, y: Tensor, tweak: str, box: list[Tensor]) -> Any:
+        if tweak == "mul_ output":
+            return y.mul_(0.9)
+        if tweak == "view out":
+            return y.transpose(0, 1).transpose(0, 1)
+        if tweak == "slice out":
+            return torch.cat((y, y), 0)[: y.shape[0]]
+        if tweak == "tuple out":
+            return y.chunk(2, -1)
+        if tweak == "slots out":
+            return Slots(y)
+        if tweak == "raise in backward":
+            return RaisesInBackward.apply(y)
+        if tweak == "detached out":
+            return y.detach()
+        if tweak.startswith("inner"):
+            double = tweak == "inner double grad"
+            with torch.enable_grad():
+                probe = x.detach().requires_grad_()
+                (grad,) = torch.autograd.grad(self._compute(probe).pow(2).sum(), probe, create_graph=double)
+            return y + 0.1 * grad
+        of_weights = tweak == "aux of weights" and self.part.unit != "parts"
+        aux = (self.up.weight.pow(2) if of_weights else y.pow(2)).mean()  # type: ignore[union-attr,operator]
+        if tweak == "aux in dict":
+            self.store["aux"] = aux
+        elif tweak == "aux in list":
+            self.trail.append(aux)
+        elif tweak == "aux in argument":
+            box.append(aux)
+        else:
+            self.aux = aux
+        return y
+
+    def _may_write(self) -> bool:
+        """Once for all ranks, not again when it is recomputed, and to no weights that another unit's forward shows."""
+        return self.first_rank and self.part.recompute is None and self.part.unit != "parts"
+
+    def take_aux(self) -> list[Tensor]:
+        """What forwards left beside their outputs; the module forgets it."""
+        found = [*self.store.values(), *self.trail, *([] if self.aux is None else [self.aux])]
+        self.store.clear()
+        self.trail.clear()
+        self.aux = None
+        return found
+
+
+class Net(nn.Module):
+    """Tokens and floats to two numbers per token."""
+
+    def __init__(self, parts: tuple[Part, ...], max_norm: float | None) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(VOCAB, WIDTH, max_norm=max_norm)
+        self.parts = nn.ModuleList(Body(part) for part in parts)
+        self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+
+    def forward(self, tokens: Tensor, floats: Tensor, how: How, rank: int, box: list[Tensor]) -> Tensor:
+        """[2, LENGTH] and [2, LENGTH, WIDTH] to [2, LENGTH, 2]."""
+        x = self.embedding(tokens) + floats
+        for index, part in enumerate(self.parts):
+            if index in how.get("skip", ()):
+                continue
+            out = part(x, how.get("tweaks", {}).get(index, ""), box)
+            x = self._edited(x, _opened(out), how.get("edits", {}).get(index, ""))
+        used = how.get("heads", ("both",))
+        used = used[rank % len(used)]
+        outs = [head(x) for head in self.heads]  # every rank runs both: their losses differ, not their forwards
+        logits = outs[0] + outs[1] if used == "both" else outs[used == "second"]
+        return self._ended(x, logits, how.get("end", ""))
+
+    def infer(self, *args: Any) -> Tensor:
+        """The forward under another name, for `register_forward_method`."""
+        return Net.forward(self, *args)
+
+    @staticmethod
+    def _edited(x: Tensor, y: Tensor, edit: str) -> Tensor:
+        if edit == "+= input":
+            y += x
+        elif edit == "mul_":
+            y.mul_(0.8)
+        elif edit == "relu_":
+            F.relu_(y)
+        elif edit == "raise":
+            raise Planned("in the root's forward")
+        return x if edit == "drop" else y
+
+    @staticmethod
+    def _ended(x: Tensor, logits: Tensor, end: str) -> Tensor:
+        if end == "mul_":
+            logits.mul_(0.5)
+        elif end == "/= view":
+            flat = logits.view(-1, 2)
+            flat /= 2.0
+        elif end == "grad":  # of the root, in the middle of its forward
+            (grad,) = torch.autograd.grad(logits.pow(2).sum(), x, retain_graph=True)
+            logits = logits + 0.1 * grad.mean()
+        elif end == "raise":
+            raise Planned("at the end of the root's forward")
+        return logits
+
+    def take_aux(self) -> list[Tensor]:
+        """What this forward's parts left beside their outputs."""
+        return [aux for part in self.parts for aux in part.take_aux()]  # type: ignore[operator]
+
+
+def _opened(out: Any) -> Tensor:
+    if isinstance(out, Slots):
+        return out.value
+    return torch.cat(out, -1) if isinstance(out, tuple) else out

@@ -1,0 +1,52 @@
+"""2,000 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.action_soak import run_all, table
+from tests.actions import FEATURES, SHAPES, Action, draw, smaller
+from tests.rig import Pool
+
+KNOWN: frozenset[str] = frozenset(
+    {"chains", "edits", "tweaks", "ends", "calls", "heads", "toggles", "writes", "outside", "hooks", "unshards", "graphs"}
+    | {"fails", "levels", "zeros", "max_norm", "skips"}
+)
+"""Features that programs leave out, as the engine is known to fail with them."""
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 100), (2, "2d", 50), (4, "2d", 50)])
+def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
+    pool: Pool = request.getfixturevalue(f"pool{ranks}")
+    programs = [draw(f"ci:{number}", SHAPES[mesh][ranks], KNOWN) for number in range(count)]
+    tally = run_all(pool, programs, stop_at=1)
+    assert not tally.failures, f"{table(tally, count)}\n" + "\n".join(
+        f"{program}\n{told}" for found in tally.failed.values() for program, told in found
+    )
+
+
+def test_a_seed_tells_its_program() -> None:
+    assert draw("0:1", (2,)) == draw("0:1", (2,))
+    assert draw("0:1", (2,)) != draw("0:2", (2,))
+
+
+def test_programs_have_all_actions() -> None:
+    drawn: list[Action] = [action for number in range(2000) for action in draw(f"all:{number}", (2,)).actions]
+    kinds = {action[0] for action in drawn}
+    assert len(kinds) == 22, sorted(kinds)
+
+
+def test_switches_leave_features_out() -> None:
+    plain = [draw(f"plain:{number}", (2,), frozenset(FEATURES)) for number in range(300)]
+    kinds = {action[0] for program in plain for action in program.actions}
+    assert kinds <= {"forward", "backward", "zero", "step", "clip", "flush", "eval", "peek"}
+    hows = [action[2] for program in plain for action in program.actions if action[0] in ("forward", "backward")]
+    assert not any(hows)
+
+
+def test_shrinking_ends() -> None:
+    program = draw("0:3", (2,))
+    for _ in range(1000):
+        program = next(smaller(program), program)
+    assert program.actions == ()
+    assert not list(smaller(program))

@@ -20,7 +20,7 @@ from hsdp.offload import OffloadPolicy
 from hsdp.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.registry import unit_of
-from hsdp.runtime import Runtime
+from hsdp.root import Root
 from hsdp.selection import collect_params, manage
 from hsdp.state import ModuleState, own_state
 from hsdp.stepping import watch_optimizers
@@ -118,7 +118,7 @@ def fully_shard(
         m.__class__ = sharded_class(type(m))
         put_pipeline_face(m)
     _watch_loads(unit)
-    Runtime.generation += 1
+    Root.generation += 1
     watch_optimizers()
     return module
 

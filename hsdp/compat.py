@@ -32,6 +32,7 @@ from hsdp.errors import StateError
 from hsdp.mesh import DataParallelMeshDims
 from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from hsdp.policies import MixedPrecisionPolicy
+from hsdp.root import Root
 from hsdp.runtime import Runtime
 from hsdp.state import own_state
 from hsdp.unit import Unit
@@ -122,7 +123,7 @@ class FSDP2Methods(fsdp.FSDPModule):
         flag = check_flag("set_separate_reduce_scatter_group", enable)
         for unit in self._units(recurse):
             unit.scatter_comm = twin_of(unit.shard_comm) if flag else unit.shard_comm
-        Runtime.generation += 1  # roots look again at what their units communicate over
+        Root.generation += 1  # roots look again at what their units communicate over
 
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gathers this module's unit by `comm`, see `hsdp.AllGather`; None: hsdp's own gather again."""

@@ -124,7 +124,7 @@ class Lane:
 
     @property
     def keeps_writes(self) -> bool:
-        """Whether a write to an unsharded parameter is one to the model: it is the shard itself, and no rank has another."""
+        """Whether writes to unsharded parameters change the model: they are the shards, and no rank has others."""
         return self.axes.shard_size == 1 and self.axes.replicate_size == 1 and not self._moves
 
     def local(self, index: int) -> Tensor:

@@ -142,8 +142,8 @@ class ManagedParam:
     def choose(self, wanted: bool) -> None:
         """Makes `whole` the tensor of a forward that does, or does not, want its gradient.
 
-        They are two leaves over one memory. With one that changes its mind, autograd would drop the gradients of graphs that
-        were made before.
+        They are two leaves over one memory. With one that changes its mind, autograd would drop the gradients of graphs
+        that were made before.
         """
         whole = self.whole
         assert whole is not None, "an arranged parameter has a whole one"

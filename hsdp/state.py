@@ -18,7 +18,8 @@ from torch import Tensor, nn
 from hsdp.autograd import next_node
 from hsdp.errors import StateError
 from hsdp.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
-from hsdp.runtime import Runtime, Visit
+from hsdp.root import Visit
+from hsdp.runtime import Runtime
 from hsdp.training_state import TrainingState, training_state, unentered
 from hsdp.unit import Residency, Unit
 
@@ -76,9 +77,7 @@ class ModuleState:
             raise
         return output
 
-    def after_forward(
-        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int
-    ) -> tuple[Any, bool]:
+    def after_forward(self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int) -> tuple[Any, bool]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
         Args:

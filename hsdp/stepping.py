@@ -18,6 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hsdp.errors import StateError
 from hsdp.param import originals
 from hsdp.registry import unit_of
+from hsdp.root import Root
 from hsdp.runtime import Runtime
 from hsdp.unit import Unit
 
@@ -29,7 +30,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     """The units whose parameters the optimizer steps; looked up once."""
     count = sum(len(group["params"]) for group in optimizer.param_groups)
     held = _units_of_optimizer.get(optimizer)
-    if held is None or held[:2] != (count, Runtime.generation):
+    if held is None or held[:2] != (count, Root.generation):
         params = [param for group in optimizer.param_groups for param in group["params"]]
         stale = next((originals[param] for param in params if param in originals), None)
         if stale is not None and (owner := stale[0]()) is not None:
@@ -40,7 +41,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
         units = {unit for param in params if (unit := unit_of(param)) is not None}
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
-        held = _units_of_optimizer[optimizer] = (count, Runtime.generation, refs)
+        held = _units_of_optimizer[optimizer] = (count, Root.generation, refs)
     return held[2]
 
 

@@ -53,16 +53,16 @@ def unentered(unit: Unit, what: str) -> StateError:
     """The error of a backward that runs through a unit without having entered it by an output of its forward."""
     return StateError(
         f"unit {unit.name!r}: a gradient of its {what} arrived, but none had entered the unit through what its forward "
-        "returned, left on its modules or put into an argument: a tensor went out by a way that cannot be seen (a global, a "
-        "closure), and its backward ran before the parameters were gathered. Return that tensor from the forward, or keep it "
-        "in an attribute of the module, and call the unit's module, not functions on its parameters"
+        "returned, left on its modules or put into an argument. A tensor went out by a way that cannot be seen (a "
+        "global, a closure), and its backward ran before the parameters were gathered. Return that tensor from the "
+        "forward, or keep it in an attribute of the module; call the unit's module, not functions on its parameters"
     )
 
 
 def written(unit: Unit, name: str) -> StateError:
     """The error of a write to a whole parameter, which would be lost with it."""
     return StateError(
-        f"unit {unit.name!r}: its forward wrote to parameter {name!r} (an in-place operation, an assignment to .data, or an "
+        f"unit {unit.name!r}: its forward wrote to parameter {name!r} (in place, by an assignment to .data, or as an "
         "embedding with max_norm). The forward sees a gathered copy, so the write would be lost, or differ between ranks; "
         "change the sharded parameter between iterations, or use hsdp.full_params(model, writeback='rank0')"
     )
@@ -71,6 +71,7 @@ def written(unit: Unit, name: str) -> StateError:
 def stale(unit: Unit) -> StaleParametersError:
     """The error of a backward whose parameters are not those of its forward any more."""
     return StaleParametersError(
-        f"unit {unit.name!r}: the parameters were changed (optimizer step, load_state_dict, .to() or in place) between a "
-        "forward and its backward, so its gradients would be wrong; run backward before the change, or forward again after it"
+        f"unit {unit.name!r}: its parameters were changed (optimizer step, load_state_dict, .to(), in place) between "
+        "a forward and its backward, so its gradients would be wrong; run backward before the change, or forward again "
+        "after it"
     )

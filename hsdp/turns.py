@@ -66,7 +66,7 @@ class Turns:
     def begin(self, answers: bool) -> None:
         """The root's backward begins. Called inside its graph task.
 
-        `answers`: it is the backward of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
+        `answers`: it is that of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
         """
         self._queue = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         self._again, self._visits, self._expected = [], {}, {}

@@ -482,9 +482,7 @@ class Unit:
 
     def will_get_gradients(self) -> bool:
         """Whether the present graph task will make a gradient of one of the unit's parameters."""
-        return any(
-            wanted and will_execute(param.node) for param, wanted in zip(self.params, self.trainable, strict=True)
-        )
+        return any(wanted and will_execute(param.node) for param, wanted in zip(self.params, self.trainable, strict=True))
 
     def begin_task(self, task: int) -> None:
         """Asks the engine which of the unit's gradients graph task `task` will make."""

@@ -257,8 +257,6 @@ def check_derivatives(env: RankEnv, name: str, reshard: bool | None) -> None:
 
 
 @pytest.mark.parametrize("reshard", [True, None])
-@pytest.mark.parametrize(
-    "name", ["another forward between", "in one backward", "in the forward", "in the forward, twice"]
-)
+@pytest.mark.parametrize("name", ["another forward between", "in one backward", "in the forward", "in the forward, twice"])
 def test_rule_12_graphs_of_gradients(pool2: Pool, name: str, reshard: bool | None) -> None:
     pool2.run(check_derivatives, name, reshard)

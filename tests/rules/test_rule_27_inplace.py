@@ -5,7 +5,6 @@ from __future__ import annotations
 from functools import partial
 
 import pytest
-import torch
 from torch import Tensor, nn
 
 import hsdp
@@ -48,10 +47,9 @@ def run(model: nn.Module, rank: int) -> None:
     logits.square().sum().backward()
 
 
-def check(env: RankEnv, shape: tuple[int, ...], how: str, frozen: tuple[int, ...], reshard: bool | None, prefetch: int) -> None:
+def check(env: RankEnv, shape: tuple[int, ...], how: str, frozen: tuple[int, ...], reshard: bool | None) -> None:
     plain, model = (seeded(partial(InPlace, how, frozen)) for _ in range(2))
-    policy = hsdp.CommPolicy(prefetch=prefetch)
-    shard(model, env.mesh(shape), reshard_after_forward=reshard, comm_policy=policy)
+    shard(model, env.mesh(shape), reshard_after_forward=reshard, comm_policy=hsdp.CommPolicy(prefetch=2))
     for _ in range(3):
         check_grads(model, plain, run, env.rank, env.world_size)
         check_rest(model)
@@ -64,4 +62,4 @@ def check(env: RankEnv, shape: tuple[int, ...], how: str, frozen: tuple[int, ...
 def test_rule_27_outputs(
     request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, frozen: tuple[int, ...], reshard: bool | None
 ) -> None:
-    pool_for(request, shape).run(check, shape, how, frozen, reshard, 2)
+    pool_for(request, shape).run(check, shape, how, frozen, reshard)

@@ -40,7 +40,7 @@ def check_noticed(env: RankEnv, shape: tuple[int, ...], name: str, reshard: bool
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape), reshard_after_forward=reshard)
     loss = loss_of(model, env.rank)
     NOTICED[name](model)
-    with pytest.raises(StaleParametersError, match="unit '(blocks|.*Deep)"):
+    with pytest.raises(StaleParametersError, match=r"unit '(blocks|.*Deep)"):
         loss.backward()
     del loss
     NOTICED[name](plain)
@@ -116,7 +116,7 @@ def check_written(env: RankEnv, shape: tuple[int, ...], how: str, reshard: bool 
     plain, model = seeded(Model), shard(seeded(Model), env.mesh(shape), reshard_after_forward=reshard)
     blocks: Any = model.blocks
     blocks[1].how = how
-    with torch.set_grad_enabled(grad), pytest.raises(StateError, match="unit 'blocks.1'.*(weight|bias)"):
+    with torch.set_grad_enabled(grad), pytest.raises(StateError, match=r"unit 'blocks.1'.*(weight|bias)"):
         model(floats(env.rank))
     blocks[1].how = ""
     if shape[-1] > 1:  # with one shard rank the write went to the shard itself

@@ -39,14 +39,15 @@ class Pass:
 
     Attributes:
         number: how many there were before.
-        left: the units in the order in which their forwards ended, with whether gradients can enter them.
+        left: the units in the order in which their forwards ended, each with the visit that its last one has in backward;
+            None if no gradient can enter it.
     """
 
     __slots__ = ("left", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, bool] = {}
+        self.left: dict[Unit, Visit | None] = {}
 
 
 class Visit:

@@ -11,7 +11,7 @@ import torch
 from hsdp.agreement import STEP
 from hsdp.backward import Backwards
 from hsdp.pipeline import Reduction
-from hsdp.root import Pass
+from hsdp.root import Pass, Visit
 from hsdp.training_state import TrainingState, expect
 from hsdp.unit import Residency, Unit
 
@@ -46,14 +46,14 @@ class Runtime(Backwards):
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
 
-    def leave_forward(self, unit: Unit, keep: bool, more: bool, watched: bool) -> None:
+    def leave_forward(self, unit: Unit, keep: bool, more: bool, visit: Visit | None) -> None:
         """`unit`'s forward ended.
 
         Args:
             unit: the unit.
             keep: its parameters stay whole.
             more: other modules of it are still to run.
-            watched: gradients can enter it through something that the forward left.
+            visit: that of its backward; None if no gradient can enter it.
 
         Raises:
             StateError: the forward wrote to a whole parameter.
@@ -62,7 +62,8 @@ class Runtime(Backwards):
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
         left = self.forward_pass.left
-        left[unit] = left.pop(unit, False) or watched
+        before = left.pop(unit, None)
+        left[unit] = visit or before
         if more:
             return
         unit.state = TrainingState.IDLE

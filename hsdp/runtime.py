@@ -184,6 +184,8 @@ class Runtime:
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
             if unused and not unit.pinned:
                 unit.reshard()
+        # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
+        self.streams.finish_host_reads()
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
@@ -402,6 +404,7 @@ class Runtime:
                 unit.reshard()
         for unit in self.units:
             unit.gradients.commit()
+        self.streams.finish_host_reads()
         self._opened = {}
         self._unfinished = False
 

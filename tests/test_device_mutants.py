@@ -101,9 +101,13 @@ def gradients_land_before_their_all_reduce() -> Any:
     return _unjoined("all-reduce")
 
 
-@mutant("trains mlp")
-def gradients_land_before_their_reduce_scatter() -> Any:
-    return _unjoined("landing")
+@mutant("compute on users streams")
+def the_default_stream_waits_in_place_of_the_current_one() -> Any:
+    def join(streams: Streams, event: Any) -> None:
+        if event is not None:
+            streams._module().default_stream(streams.device).wait_event(event)
+
+    return mock.patch.object(Streams, "join", join)
 
 
 @mutant("trains mlp", TWO_AXES)

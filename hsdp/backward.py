@@ -263,6 +263,7 @@ class Backwards(Root):
                 self._release(unit)
         for unit in self.units:
             unit.gradients.commit()
+        self.streams.finish_host_reads()
         self._opened = {}
         self._entered = set()
         self._unfinished = False

@@ -87,6 +87,8 @@ class Runtime(Backwards):
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
             if unused and not unit.pinned:
                 self._release(unit)
+        # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
+        self.streams.finish_host_reads()
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""

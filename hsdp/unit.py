@@ -212,6 +212,7 @@ class Unit:
         self._sharded = [param.sharded for param in self.params]
         register(self._sharded, self, self._registered)
         self._variant = 0
+        self._reads_host = any(lane.shard.device != lane.device for lane in self.lanes)
         for lane in self.lanes:
             lane.arrange()
             self._variant ^= lane.variant
@@ -285,6 +286,8 @@ class Unit:
         with self.streams.on("gather"):
             for lane in self.lanes:
                 lane.fill_gather()
+            if self._reads_host:
+                self.streams.note_host_read()
             outputs = [tensor for lane in self.lanes for tensor in lane.outputs]
             inputs = [tensor for lane in self.lanes for tensor in lane.inputs]
             if inputs:
@@ -296,6 +299,8 @@ class Unit:
         assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
         transfers = [transfer for lane in self.lanes for transfer in lane.prepare_parts()]
         with self.streams.on("gather"):
+            if self._reads_host:
+                self.streams.note_host_read()
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
             self._flight = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
         self.residency = Residency.GATHERING

@@ -1,4 +1,4 @@
-"""What goes wrong around a checkpoint is told at once, with its true cause, on all ranks; nothing that is there is passed over."""
+"""What goes wrong around a checkpoint is told at once, with its true cause, on all ranks; nothing is passed over."""
 
 from __future__ import annotations
 

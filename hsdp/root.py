@@ -27,7 +27,8 @@ from hsdp.registry import class_name
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState
 from hsdp.turns import Turns
-from hsdp.unit import Residency, Unit, Version
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency, Version
 from hsdp.wording import dotted
 
 if TYPE_CHECKING:

@@ -13,7 +13,8 @@ from hsdp.backward import Backwards
 from hsdp.pipeline import Reduction
 from hsdp.root import Pass, Visit
 from hsdp.training_state import TrainingState, expect
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class Runtime(Backwards):

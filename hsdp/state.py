@@ -21,7 +21,8 @@ from hsdp.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
 from hsdp.root import Visit
 from hsdp.runtime import Runtime
 from hsdp.training_state import TrainingState, training_state, unentered
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class ModuleState:

@@ -16,7 +16,7 @@ import hsdp
 from hsdp.flight import flying
 from hsdp.pipeline import ReductionPipeline
 from hsdp.registry import _managed
-from hsdp.unit import Residency
+from hsdp.whole_params import Residency
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, never_done, seeded, step
 from tests.sharded import shard

@@ -116,7 +116,6 @@ HOSTILE_GLOBALS = [
     "builtins.set",
     "builtins.bytearray",
     "hsdp.checkpoint.pickles._Machine",
-    "importlib.import_module",
     "torch.distributed.checkpoint.metadata.MetadataIndex",
     "torch.distributed.checkpoint.metadata.Metadata",
     "torch.distributed.checkpoint.metadata.TensorProperties",

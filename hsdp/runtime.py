@@ -12,7 +12,7 @@ from hsdp.agreement import STEP
 from hsdp.backward import Backwards
 from hsdp.pipeline import Reduction
 from hsdp.root import Pass, Visit
-from hsdp.training_state import TrainingState, expect
+from hsdp.training_state import TrainingState, expect, refuse_assigned
 from hsdp.unit import Unit
 from hsdp.whole_params import Residency
 
@@ -24,6 +24,7 @@ class Runtime(Backwards):
         """A forward of the root begins."""
         self.recover("a backward pass did not end")
         self.adopt()
+        refuse_assigned(self.units, "forward")
         self.turns.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
         self._graphs = [graph for graph in self._graphs if graph() is not None]

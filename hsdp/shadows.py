@@ -37,6 +37,7 @@ class Shadows:
                 self._entries.append((entry[1], name, param))
                 self._registered.append((module._parameters, name, param.sharded, param.local))
         self._modules = list(modules.values())
+        self._wrappers = [(param, param.sharded, _wrapper_of(param.sharded)) for param in params]
 
     def choose(self) -> None:
         """Takes the whole parameters that forwards are to see from now on (`ManagedParam.choose`)."""
@@ -79,6 +80,24 @@ class Shadows:
             if sharded._local_tensor is not local or registered.get(name) is not sharded:
                 return True
         return False
+
+    def assigned(self) -> str | None:
+        """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.
+
+        torch gives such a DTensor another wrapper and leaves its local tensor as it was.
+        """
+        found = None
+        for at, (param, sharded, wrapper) in enumerate(self._wrappers):
+            if (now := _wrapper_of(sharded)) != wrapper:
+                self._wrappers[at] = (param, sharded, now)
+                if sharded._local_tensor is param.local:  # type: ignore[attr-defined]
+                    found = param.fqn
+        return found
+
+
+def _wrapper_of(tensor: Tensor) -> int:
+    """What tells a DTensor's own storage, which has no memory, from those of others that are alive."""
+    return int(tensor.untyped_storage()._cdata)
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:

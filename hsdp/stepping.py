@@ -20,6 +20,7 @@ from hsdp.param import originals
 from hsdp.registry import unit_of
 from hsdp.root import Root
 from hsdp.runtime import Runtime
+from hsdp.training_state import refuse_assigned
 from hsdp.unit import Unit
 
 _units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
@@ -82,10 +83,10 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
-    for ref in _units_of(optimizer):
-        unit = ref()
-        if unit is not None:
-            check_communicated(unit, "the optimizer's step")
+    units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
+    refuse_assigned(units, "the optimizer's step")
+    for unit in units:
+        check_communicated(unit, "the optimizer's step")
 
 
 def check_communicated(unit: Unit, before: str) -> None:

@@ -7,6 +7,7 @@ IDLE --full_params--> FULL_PARAMS --> IDLE
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from hsdp.errors import StaleParametersError, StateError
@@ -40,6 +41,17 @@ def expect(unit: Unit, what: str, *expected: TrainingState) -> None:
     state = training_state(unit)
     if state not in expected:
         raise wrong_state(unit, what, f"{state.name} ({state.value})", *expected)
+
+
+def refuse_assigned(units: Iterable[Unit], what: str) -> None:
+    """Raises StateError, once, if somebody assigned to the `.data` of a sharded parameter: the values are lost."""
+    found = [(unit, name) for unit in units if (name := unit.assigned()) is not None]
+    if found:
+        unit, name = found[0]
+        raise StateError(
+            f"{what}: the .data of parameter {name!r} of unit {unit.name!r} was assigned to, which changes nothing in a "
+            "DTensor; write into it instead (param.data.copy_(...), or in place under torch.no_grad())"
+        )
 
 
 def wrong_state(unit: Unit, what: str, found: str, *expected: TrainingState) -> StateError:

@@ -251,6 +251,10 @@ class WholeParams:
         """Whether somebody replaced or moved a parameter since hsdp last looked."""
         return self._shadows.disturbed()
 
+    def assigned(self) -> str | None:
+        """The name of a sharded parameter whose `.data` somebody assigned to since hsdp last looked."""
+        return self._shadows.assigned()
+
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
         self.epoch += 1

@@ -34,6 +34,7 @@ def _any_of(*facts: str) -> frozenset[str]:
 
 
 EXCUSES: tuple[Excuse, ...] = (
+    Excuse("StateError", ("write",), _any_of("write"), "torch loses what is assigned to .data", r"\.data of parameter"),
     Excuse(
         "StaleParametersError",
         ("backward", "grad"),

@@ -128,9 +128,9 @@ class _Play:
     # -- one action ----------------------------------------------------------------------------------------------
 
     def one(self, at: int, action: Action) -> None:
-        facts = self.note(action)
+        facts, kind = self.note(action), action[0]
         ours, error = _attempt(self.sharded, at, action)
-        if error is not None and action[0] in ("step", "raw step", "clip"):
+        if error is not None and kind in ("step", "raw step", "clip"):
             self.refused(action, error, facts, None)
             return
         self.twin.remember()
@@ -142,6 +142,8 @@ class _Play:
         for side in (self.sharded, self.twin):
             for slot in self.slots_of(action):
                 side.slots.pop(slot, None)
+            if kind == "backward" and "penalty" in action[-1]:
+                side.zero(at, "none")  # autograd takes back nothing of what it gave to sharded parameters itself
         if error is None:
             told = f"{type(twins_error).__name__}: {twins_error}"
             if excuse_for("silent", told, action[0], facts) is None:

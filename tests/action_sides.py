@@ -112,7 +112,7 @@ class Side:
                 total = torch.stack([losses[rank][0] for losses in kept]).sum() * self.share
                 if "penalty" in how and rank == self.ranks[-1]:
                     total = total + how["penalty"] * self.squares("local")
-                total.backward()  # type: ignore[no-untyped-call]
+                total.backward(retain_graph=bool(how.get("retain")))  # type: ignore[no-untyped-call]
         return []
 
     @contextmanager
@@ -124,7 +124,8 @@ class Side:
 
         handles: list[Any] = []
         if kind == "step":
-            handles = [p.register_post_accumulate_grad_hook(self.step_one) for p in self.params.values()]
+            trained = [p for p in self.params.values() if p.requires_grad]
+            handles = [p.register_post_accumulate_grad_hook(self.step_one) for p in trained]
         elif kind:
             param = self.chosen(which)[0][1]
             if param.requires_grad:
@@ -385,6 +386,11 @@ class Sharded(Side):
             for param in self.model.parameters():
                 param.mul_(0.95)
         return []
+
+    def write(self, at: int, kind: str, which: int | str | None) -> Values:
+        """torch loses what is assigned to the `.data` of a DTensor: the next forward is refused."""
+        super().write(at, kind, which)
+        return self.eval(at, {}) if kind == "data set" else []
 
     def step(self, at: int) -> Values:
         self.model.flush()

@@ -81,6 +81,26 @@ def test_rule_32_writes_to_data(pool2: Pool, reshard: bool | None) -> None:
     pool2.run(check_data, (2,), reshard)
 
 
+def check_assigned(env: RankEnv, shape: tuple[int, ...], then: str) -> None:
+    """An assignment to `.data` is lost by torch: it is refused once, and the model goes on with the weights that it has."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    weight: Any = model.get_parameter("blocks.1.weight")
+    weight.data = weight.data * 2.0
+    with pytest.raises(StateError, match=r"the \.data of parameter 'weight'"):
+        optimizer.step() if then == "step" else model(floats(env.rank))
+    weight.data.copy_(weight.data * 2.0)
+    with torch.no_grad():
+        plain.get_parameter("blocks.1.weight").mul_(2.0)
+    optimizer.step()
+    torch.testing.assert_close(model(floats(env.rank)), plain(floats(env.rank)))
+
+
+@pytest.mark.parametrize("then", ["step", "forward"])
+def test_rule_32_assigned_data_is_refused(pool2: Pool, then: str) -> None:
+    pool2.run(check_assigned, (2,), then)
+
+
 class Writes(nn.Linear):
     """A unit that writes to its own weights when it is told to."""
 

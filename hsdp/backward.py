@@ -98,7 +98,8 @@ class Backwards(Root):
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
-        begins = visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit)
+        first_node = None if visit is None else visit.first_node
+        begins = visit is not None and (unit not in self._opened or self._opened[unit][0] != first_node)
         # A unit that is open may begin another visit: that of an earlier forward.
         passed = self._pass_to(unit, visit) if begins or not unit.open else []
         if begins:
@@ -112,14 +113,14 @@ class Backwards(Root):
             self.turns.visit(unit)
         if unit.open:
             if visit is not None or unit not in self._opened:
-                self._opened[unit] = (visit, task)
+                self._opened[unit] = (first_node, task)
             return
         self.pipeline.advance()
         if visit is not None and not unit.settings.unshard_in_backward:
-            self._opened[unit] = (visit, task)
+            self._opened[unit] = (first_node, task)
             return
         self._open(unit, self._ahead(unit))
-        self._opened[unit] = (visit, task)
+        self._opened[unit] = (first_node, task)
 
     def _pass_to(self, unit: Unit, visit: Visit | None) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
@@ -149,16 +150,13 @@ class Backwards(Root):
 
         They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run.
         """
-        assert self._behind is not None, "an order belongs to a forward"
-        visit = self._behind.left[unit]
-        assert visit is not None, "no gradient enters a unit without a visit"
         self._backward.move_to(unit)
         for other in (unit, *self._ahead(unit)):
             if other.residency is Residency.SHARDED:
                 other.launch()
         unit.retained = unit.retained or self._keeps_graph
         self.turns.visit(unit)
-        self._opened[unit] = (visit, graph_task())
+        self._opened[unit] = (self._first_node_of(unit), graph_task())
 
     def _pass_over_rest(self) -> None:
         for unit in self._backward.rest():
@@ -166,8 +164,10 @@ class Backwards(Root):
             self._pass_over(unit)
 
     def _first_node_of(self, unit: Unit) -> int:
-        visit = self._behind.left[unit] if self._behind is not None else None
-        return 0 if visit is None else visit.first_node
+        assert self._behind is not None, "an order belongs to a forward"
+        first_node = self._behind.left[unit]
+        assert first_node is not None, f"no gradient can enter unit {unit.name!r}"
+        return first_node
 
     def _end_visits_behind(self, node: int) -> None:
         """Ends the visits that are over when an autograd node is about to run.
@@ -175,8 +175,8 @@ class Backwards(Root):
         The engine runs nodes that were made later first. So units whose forward began after the node was made have run
         all of theirs, also those that only hand gradients through frozen weights.
         """
-        for unit, (visit, _) in list(self._opened.items()):
-            if visit is not None and visit.first_node > node:
+        for unit, (first_node, _) in list(self._opened.items()):
+            if first_node is not None and first_node > node:
                 self._end_visit(unit)
 
     def _end_visit(self, unit: Unit) -> None:

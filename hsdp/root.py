@@ -40,15 +40,15 @@ class Pass:
 
     Attributes:
         number: how many there were before.
-        left: the units in the order in which their forwards ended, each with the visit that its last one has in backward;
-            None if no gradient can enter it.
+        left: the units in the order in which their forwards ended, each with the number of the first autograd node of its
+            last one; None if no gradient can enter it.
     """
 
     __slots__ = ("left", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, Visit | None] = {}
+        self.left: dict[Unit, int | None] = {}
 
 
 class Visit:
@@ -102,7 +102,7 @@ class Root:
         self._keeps_graph = False
         self._tasks: dict[int, weakref.ref[Token]] = {}
         self._reduces = True
-        self._opened: dict[Unit, tuple[Visit | None, int]] = {}
+        self._opened: dict[Unit, tuple[int | None, int]] = {}
         self._generation = -1
         self._shard_agreements: list[Agreement] = []
         self._backward_agreements: list[Agreement] = []

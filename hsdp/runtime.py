@@ -65,7 +65,7 @@ class Runtime(Backwards):
         """
         left = self.forward_pass.left
         before = left.pop(unit, None)
-        left[unit] = visit or before
+        left[unit] = before if visit is None else visit.first_node
         if more:
             return
         unit.state = TrainingState.IDLE

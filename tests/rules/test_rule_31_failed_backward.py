@@ -120,7 +120,7 @@ def check_lost(env: RankEnv, shape: tuple[int, ...], failing: str, zeros: bool) 
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for act in acts:
-            with pytest.raises(hsdp.StateError, match=r"unit 'blocks\.\d'|unit 'HSDPDeep.*lost"):
+            with pytest.raises(hsdp.StateError, match=r"unit 'blocks\.\d'|unit 'Deep.*lost"):
                 act()
     optimizer.zero_grad(set_to_none=not zeros)
     step(model, env.rank, 3)

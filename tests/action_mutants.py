@@ -35,7 +35,6 @@ from hsdp.param import ManagedParam
 from hsdp.pipeline import ReductionPipeline
 from hsdp.root import Root
 from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
 from hsdp.undo import Undo
 from hsdp.unit import Unit
 from hsdp.whole_guard import WholeGuard

@@ -277,13 +277,19 @@ class Search:
             failure, found = next(iter(tally.failed.items()))
             program = found[0][0]
             at = left.index(program)
-            if program.seed not in self.good and run_all(self.pool, [program]).failures:
-                self.bad.add(program.seed)
+            if not self._tells(program, name):
                 left = left[at + 1 :]
                 continue
-            self.good.add(program.seed)
             return 1 + self.programs.index(program), program.seed, failure
         return 0, "", ""
+
+    def _tells(self, program: Program, name: str) -> bool:
+        """Whether a program, alone, fails with the bug and passes without it: in company it may fail for another's sake."""
+        if program.seed not in self.good and run_all(self.pool, [program]).failures:
+            self.bad.add(program.seed)
+            return False
+        self.good.add(program.seed)
+        return bool(run_all(self.pool, [program], runner=(run_planted, name)).failures)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -10,7 +10,8 @@ from hsdp.autograd import graph_task, queue_callback
 from hsdp.pipeline import Reduction
 from hsdp.root import Root, Token, Visit
 from hsdp.training_state import TrainingState, expect, stale
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class Backwards(Root):
@@ -97,12 +98,15 @@ class Backwards(Root):
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
-        passed = [] if unit.open else self._pass_to(unit, visit)
         begins = visit is not None and (unit not in self._opened or self._opened[unit][0] is not visit)
+        # A unit that is open may begin another visit: that of an earlier forward.
+        passed = self._pass_to(unit, visit) if begins or not unit.open else []
         if begins:
             self._end_visits_behind(node)
         for other in passed:
             self._pass_over(other)
+            if begins:
+                self._end_visits_behind(node)
         self._backward.move_to(unit)
         if begins:
             self.turns.visit(unit)
@@ -124,11 +128,12 @@ class Backwards(Root):
         if self._behind is None or behind.number < self._behind.number:
             # The engine runs what was made later first: with several forwards behind one backward, the last one's.
             # Units that stayed whole have their place in the order too: it is that of the reductions.
-            for other in self._backward.rest():
-                self._pass_over(other)
+            self._pass_over_rest()
             self._backward.end()
             self._backward.begin(
-                (other, watched) for other, watched in reversed(behind.left.items()) if other.settings.unshard_in_backward
+                (other, left is not None)
+                for other, left in reversed(behind.left.items())
+                if other.settings.unshard_in_backward
             )
             self._behind = behind
         return self._backward.before(unit)
@@ -142,20 +147,27 @@ class Backwards(Root):
     def _pass_over(self, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
 
-        They gather it, gather ahead from there, and reduce its gradients before they enter the next unit.
+        They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run.
         """
+        assert self._behind is not None, "an order belongs to a forward"
+        visit = self._behind.left[unit]
+        assert visit is not None, "no gradient enters a unit without a visit"
         self._backward.move_to(unit)
         for other in (unit, *self._ahead(unit)):
             if other.residency is Residency.SHARDED:
                 other.launch()
-        # A unit around others may still hand gradients on behind them. A unit with gradients to come runs later than the
-        # order of the forwards says.
-        if unit in self._parents or (self._reduces and unit.will_get_gradients()):
-            return
-        if self._reduces and unit.in_turn:
-            self.turns.visit(unit)
-            self._make_ready(unit)
-        self._release(unit)
+        unit.retained = unit.retained or self._keeps_graph
+        self.turns.visit(unit)
+        self._opened[unit] = (visit, graph_task())
+
+    def _pass_over_rest(self) -> None:
+        for unit in self._backward.rest():
+            self._end_visits_behind(self._first_node_of(unit))
+            self._pass_over(unit)
+
+    def _first_node_of(self, unit: Unit) -> int:
+        visit = self._behind.left[unit] if self._behind is not None else None
+        return 0 if visit is None else visit.first_node
 
     def _end_visits_behind(self, node: int) -> None:
         """Ends the visits that are over when an autograd node is about to run.
@@ -225,8 +237,7 @@ class Backwards(Root):
                 self._end_visit(unit)
 
     def _end_backward(self) -> None:
-        for unit in self._backward.rest():
-            self._pass_over(unit)
+        self._pass_over_rest()
         if self._reduces:
             left = self.turns.end()
             for unit in (*left, *(u for u in self.units if u not in left)):
@@ -253,6 +264,7 @@ class Backwards(Root):
                 self._release(unit)
         for unit in self.units:
             unit.gradients.commit()
+        self.streams.finish_host_reads()
         self._opened = {}
         self._entered = set()
         self._unfinished = False

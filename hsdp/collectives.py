@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import ast
+import functools
 import hashlib
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -91,10 +93,7 @@ class Comm:
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.streams.active)
             return Flight(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
         for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
-            if len(ins) == 1:
-                works.append(group._allgather_base(outs[0], ins[0], self._all_gather_options))
-            else:
-                works.append(group.allgather_into_tensor_coalesced(outs, ins, self._all_gather_options))
+            works += _start_gather(group, outs, ins, self._all_gather_options)
         return Flight(self, "all-gather", owner, works, (outputs, inputs), finish)
 
     def reduce_scatter(
@@ -121,10 +120,7 @@ class Comm:
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
             for outs, ins in _by_dtype(outputs, inputs):
-                if len(ins) == 1:
-                    works.append(group._reduce_scatter_base(outs[0], ins[0], self._reduce_scatter_options))
-                else:
-                    works.append(group.reduce_scatter_tensor_coalesced(outs, ins, self._reduce_scatter_options))
+                works += _start_scatter(group, outs, ins, self._reduce_scatter_options)
         self._sum_in_place(group, works, whole)
         return Flight(self, "reduce-scatter", owner, works, (outputs, inputs, whole), finish)
 
@@ -140,8 +136,7 @@ class Comm:
     def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> Flight:
         """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
         group = self._ready(op, "all-to-all", owner)
-        pairs, options = zip(outputs, inputs, strict=True), self._all_to_all_options
-        works = [group.alltoall_base(output, sent, [], [], options) for output, sent in pairs]
+        works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         return Flight(self, "all-to-all", owner, works, (outputs, inputs))
 
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
@@ -161,8 +156,8 @@ class Comm:
         # gloo's own reduce-scatter clones its input and all-reduces it: twice the bytes. An all-to-all and a local sum
         # move what is needed, and sum in a fixed order over ranks.
         received = [torch.empty_like(tensor) for tensor in inputs]
-        options, size = self._all_to_all_options, self.size
-        works += [group.alltoall_base(r, i, [], [], options) for r, i in zip(received, inputs, strict=True)]
+        size = self.size
+        works += _start_all_to_all(group, received, inputs, self._all_to_all_options)
 
         def sum_locally() -> None:
             for output, parts in zip(outputs, received, strict=True):
@@ -175,10 +170,10 @@ class Comm:
     def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
         for alike, _ in _by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
-                if len(same) == 1:
-                    works.append(group.allreduce(same, self._all_reduce_options))
+                if len(same) > 1 and (coalesced := _names_of(group)["all_reduce_coalesced"]):
+                    works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
                 else:
-                    works.append(group.allreduce_coalesced(same, self._all_reduce_coalesced_options))
+                    works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
 
     def _calls(self, first: list[Tensor], second: list[Tensor], alone: int) -> list[tuple[list[Tensor], list[Tensor]]]:
         """How pairs of tensors share calls: all in one, but on gloo large ones go alone.
@@ -213,6 +208,66 @@ class Comm:
         if self.agreement is not None:
             self.agreement.alike("broadcast", owner.name, "")
             dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "gather": ("all_gather_single", "_allgather_base"),
+    "gather_coalesced": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    "scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
+    "scatter_coalesced": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall_base"),
+    "all_reduce_coalesced": ("allreduce_coalesced",),
+}
+"""A process group's methods: their name in new versions of torch, and the one in old ones."""
+
+
+def _names_of(group: Any) -> dict[str, str | None]:
+    """Under which name a group has each of the methods in `_NAMES`; None: under none."""
+    kind: Any = type(group)
+    return _names_in(kind)
+
+
+@functools.cache
+def _names_in(kind: Any) -> dict[str, str | None]:
+    """The same for a class of groups.
+
+    A class written in Python (torch's threaded groups, torchft's managed ones) counts with what it defines by itself, under
+    the name of whatever torch it was written for: the methods that it inherits need a backend, which it may not have.
+    """
+    own = {name for base in kind.__mro__ if base not in ProcessGroup.__mro__ for name in vars(base)}
+    if not own.intersection(("allgather", "allreduce", *(name for names in _NAMES.values() for name in names))):
+        own = set(dir(kind))  # one of torch's own
+    return {verb: next((name for name in names if name in own), None) for verb, names in _NAMES.items()}
+
+
+def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    names = _names_of(group)
+    if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single := names["gather"]:
+        return [getattr(group, single)(output, mine, options) for output, mine in pairs]
+    return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
+
+
+def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    names = _names_of(group)
+    if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single := names["scatter"]:
+        return [getattr(group, single)(output, whole, options) for output, whole in pairs]
+    return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
+
+
+def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    pairs = zip(outputs, inputs, strict=True)
+    if single := _names_of(group)["all_to_all"]:
+        return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
+    size = group.size()
+    return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
 
 
 def direct_bytes(backend: str) -> tuple[int, int]:
@@ -250,15 +305,19 @@ def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
     return _shared_group("part", dist.get_process_group_ranks(group)[first : first + size])
 
 
-_shared_groups: dict[tuple[str, tuple[int, ...]], ProcessGroup] = {}
+_shared_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroup]]
+_shared_groups = weakref.WeakKeyDictionary()
+"""By the default group, which is each thread's own where ranks are threads."""
 
 
 def _shared_group(purpose: str, ranks: list[int]) -> ProcessGroup:
     """The group of some ranks for one purpose; they all call it. Made once, and again if it was destroyed meanwhile."""
-    key = (purpose, tuple(ranks))
-    found = _shared_groups.get(key)
+    world = dist.group.WORLD
+    assert world is not None, "groups are made beside a default group"
+    known, key = _shared_groups.setdefault(world, {}), (purpose, tuple(ranks))
+    found = known.get(key)
     if found is None or found not in dist.distributed_c10d._world.pg_map:
-        found = _shared_groups[key] = dist.new_group(ranks, use_local_synchronization=True)
+        found = known[key] = dist.new_group(ranks, use_local_synchronization=True)
     return found
 
 
@@ -288,9 +347,15 @@ def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tens
 def backend_name(group: ProcessGroup, device: torch.device) -> str:
     """The name of the backend that serves a device in a group: "gloo", "nccl", ...
 
+    A group written in Python, which may have no backends, goes by its own name. It never passes for gloo, whose habits
+    (waiting in ticks, a reduce-scatter that is better avoided) are those of torch's own.
+
     Raises:
         ValueError: none does.
     """
+    if type(group) is not ProcessGroup:
+        own = str(group.name()).lower()
+        return own if own not in ("", "gloo") else type(group).__name__.lower()
     try:
         name = group._get_backend(device).name()
     except RuntimeError as error:

@@ -62,6 +62,7 @@ class UnshardHandle(_UnshardHandle):
         """Waits until the module shows its whole parameters."""
         for unit in self._units:
             unit.show()
+            unit.streams.finish_host_reads()
         self._units = []
 
 

@@ -20,8 +20,9 @@ from hsdp.replicas import ReplicaReduce
 from hsdp.runtime import Runtime
 from hsdp.state import own_state
 from hsdp.training_state import TrainingState, expect
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
 from hsdp.whole import check_idle
+from hsdp.whole_params import Residency
 
 T = TypeVar("T")
 

@@ -27,7 +27,8 @@ from hsdp.registry import class_name
 from hsdp.streams import Streams
 from hsdp.training_state import TrainingState
 from hsdp.turns import Turns
-from hsdp.unit import Residency, Unit, Version
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency, Version
 from hsdp.wording import dotted
 
 if TYPE_CHECKING:
@@ -39,14 +40,15 @@ class Pass:
 
     Attributes:
         number: how many there were before.
-        left: the units in the order in which their forwards ended, with whether gradients can enter them.
+        left: the units in the order in which their forwards ended, each with the visit that its last one has in backward;
+            None if no gradient can enter it.
     """
 
     __slots__ = ("left", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, bool] = {}
+        self.left: dict[Unit, Visit | None] = {}
 
 
 class Visit:

@@ -11,9 +11,10 @@ import torch
 from hsdp.agreement import STEP
 from hsdp.backward import Backwards
 from hsdp.pipeline import Reduction
-from hsdp.root import Pass
+from hsdp.root import Pass, Visit
 from hsdp.training_state import TrainingState, expect, refuse_assigned
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class Runtime(Backwards):
@@ -47,14 +48,14 @@ class Runtime(Backwards):
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
 
-    def leave_forward(self, unit: Unit, keep: bool, more: bool, watched: bool) -> None:
+    def leave_forward(self, unit: Unit, keep: bool, more: bool, visit: Visit | None) -> None:
         """`unit`'s forward ended.
 
         Args:
             unit: the unit.
             keep: its parameters stay whole.
             more: other modules of it are still to run.
-            watched: gradients can enter it through something that the forward left.
+            visit: that of its backward; None if no gradient can enter it.
 
         Raises:
             StateError: the forward wrote to a whole parameter.
@@ -63,7 +64,8 @@ class Runtime(Backwards):
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
         left = self.forward_pass.left
-        left[unit] = left.pop(unit, False) or watched
+        before = left.pop(unit, None)
+        left[unit] = visit or before
         if more:
             return
         unit.state = TrainingState.IDLE
@@ -87,6 +89,8 @@ class Runtime(Backwards):
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
             if unused and not unit.pinned:
                 self._release(unit)
+        # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
+        self.streams.finish_host_reads()
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""

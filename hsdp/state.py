@@ -21,7 +21,8 @@ from hsdp.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
 from hsdp.root import Visit
 from hsdp.runtime import Runtime
 from hsdp.training_state import TrainingState, training_state, unentered
-from hsdp.unit import Residency, Unit
+from hsdp.unit import Unit
+from hsdp.whole_params import Residency
 
 
 class ModuleState:
@@ -65,9 +66,9 @@ class ModuleState:
             args, kwargs = self._take_inputs(runtime, args, kwargs)
             first_node = next_node()
             output = call(*args, **kwargs)
-            output, watched = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
+            output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
             runtime.depth, unit.calls = depth, calls
-            self._leave(module, runtime, watched)
+            self._leave(module, runtime, visit)
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth, unit.calls = depth, calls
@@ -77,7 +78,9 @@ class ModuleState:
             raise
         return output
 
-    def after_forward(self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int) -> tuple[Any, bool]:
+    def after_forward(
+        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int
+    ) -> tuple[Any, Visit | None]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
         Args:
@@ -87,15 +90,15 @@ class ModuleState:
             first_node: the number that autograd gave, or would have given, to the first node of this forward.
 
         Returns:
-            The outputs, and whether gradients can enter the unit through one of them.
+            The outputs, and the visit that gradients make which enter the unit; None if they cannot.
         """
         dtype = self.unit.mp_policy.output_dtype
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         output = self._own_output(output)
-        return output, torch.is_grad_enabled() and self._watch(output, arguments, runtime, first_node)
+        return output, self._watch(output, arguments, runtime, first_node) if torch.is_grad_enabled() else None
 
-    def _leave(self, module: nn.Module, runtime: Runtime, watched: bool) -> None:
+    def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
         unit = self.unit
         self._run.add(id(module))
         is_root = runtime.depth == 0
@@ -103,11 +106,11 @@ class ModuleState:
         keep = reshard is False or (reshard is None and unit is runtime.root)
         if torch.is_grad_enabled() and any(unit.trainable):
             # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
-            keep = keep or not watched
+            keep = keep or visit is None
         more = len(self._run) < len(self.modules) or unit.calls > 0
         if not more:
             self._run.clear()
-        runtime.leave_forward(unit, keep, more, watched)
+        runtime.leave_forward(unit, keep, more, visit)
         if is_root:
             self._run.clear()
             runtime.end_forward()
@@ -149,8 +152,8 @@ class ModuleState:
             )
         return output
 
-    def _watch(self, output: Any, arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> bool:
-        """Hooks every node through which gradients will enter the unit; returns whether there is one."""
+    def _watch(self, output: Any, arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> Visit | None:
+        """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
         # A recomputation is a part of the backward under way.
         behind = None if runtime.in_backward() else runtime.forward_pass
         visit, watched = Visit(self.unit.version, first_node, behind), False
@@ -159,7 +162,7 @@ class ModuleState:
             for node in entry_nodes(tensor, first_node):
                 node.register_prehook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
                 watched = True
-        return watched
+        return visit if watched else None
 
     def _left_behind(self, runtime: Runtime) -> SideOutputs:
         if self._side_outputs is None or self._side_outputs[0] != runtime.generation:

@@ -33,6 +33,7 @@ class Streams:
         self.device = device
         self.active = device.type not in ("cpu", "meta")
         self._streams: dict[StreamName, Any] = {}
+        self._host_reads: dict[int, Event] = {}
 
     def _module(self) -> Any:
         # Looked up when used, not when imported: a test can put a recording device module in its place.
@@ -78,6 +79,18 @@ class Streams:
         event = self._module().Event(enable_timing=True)
         event.record(self._module().current_stream(self.device))
         return event
+
+    def note_host_read(self) -> None:
+        """What the current stream holds so far copies from host memory that users may write: `finish_host_reads` waits."""
+        if (event := self.mark()) is not None:
+            # Streams keep their order: the last event of each stands for all before it.
+            self._host_reads[self._module().current_stream(self.device).stream_id] = event
+
+    def finish_host_reads(self) -> None:
+        """The host waits until no copy from host memory is under way."""
+        for event in self._host_reads.values():
+            event.synchronize()
+        self._host_reads.clear()
 
     def synchronize(self) -> None:
         """The host waits for all streams of the device."""

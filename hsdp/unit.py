@@ -1,14 +1,11 @@
 """A unit: the parameter group that one `fully_shard` call manages, gathered, opened, closed and reduced as one.
 
-    SHARDED --launch--> GATHERING --finish--> WHOLE --reshard--> SHARDED
-
-A unit is *open* when its whole parameters lie in front of the sharded ones in their modules. Gradients arrive one by one
-in autograd's accumulation hooks and leave together as the operands of one reduction.
+Its whole parameters are those of whole_params.py. Gradients arrive one by one in autograd's accumulation hooks and leave
+together as the operands of one reduction.
 """
 
 from __future__ import annotations
 
-import enum
 import weakref
 import zlib
 from operator import or_
@@ -19,10 +16,9 @@ from torch import Tensor, nn
 
 from hsdp.autograd import will_execute
 from hsdp.collectives import Comm, subgroup
-from hsdp.debug import DEBUG
-from hsdp.errors import DivergenceError, ExtensionError, StateError
+from hsdp.errors import StateError
 from hsdp.extension import ExtensionLane
-from hsdp.flight import Flight, abandon
+from hsdp.flight import Flight
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane, LaneKind, thresholds_for
 from hsdp.mesh import MeshAxes
@@ -33,41 +29,27 @@ from hsdp.registry import forget, register
 from hsdp.settings import UnitSettings
 from hsdp.shadows import Shadows
 from hsdp.streams import Streams
-from hsdp.training_state import TrainingState, expect, stale, unentered, written
+from hsdp.training_state import TrainingState, expect, stale, unentered
 from hsdp.whole_guard import WholeGuard
+from hsdp.whole_params import NO_VERSION, Residency, Version, WholeParams
 
 if TYPE_CHECKING:
     from hsdp.runtime import Runtime
 
 _gradient_edge = torch.autograd.graph.get_gradient_edge
 
-Version = tuple[int, int]
-"""See `Unit.version`."""
-_NO_VERSION: Version = (-1, -1)
 
-
-class Residency(enum.Enum):
-    """Where a unit's whole parameters are."""
-
-    SHARDED = "sharded"
-    GATHERING = "gathering"
-    WHOLE = "whole"
-
-
-class Unit:
+class Unit(WholeParams):
     """A parameter group.
 
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
-        residency: where the whole parameters are; `pinned`: a user's asynchronous `unshard` asked to keep them;
-            `retained`: a graph of gradients (`create_graph=True`) reads them.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
-        epoch: raised whenever its sharded parameters change in a way that is known (optimizer step, load, move).
-        gathered_version, forward_version: `version` at the last gather and forward; a gather is valid for one version.
+        forward_version: `version` at the last forward.
         gradients: this rank's gradients, on their way to `.grad`.
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
             earlier one whose backward or whose sums are still to come.
@@ -76,7 +58,6 @@ class Unit:
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         in_turn: in the backward under way it has a turn to come.
         visits: how often backwards visited it, by the number of its forwards that waited for theirs.
-        part_comm: the smaller group over which whole parameters stay sharded after forward, if any.
     """
 
     def __init__(
@@ -113,7 +94,7 @@ class Unit:
         self.residency = Residency.SHARDED
         self.open = self.pinned = self.retained = False
         self.epoch = 0
-        self.gathered_version = self.forward_version = _NO_VERSION
+        self.gathered_version = self.forward_version = NO_VERSION
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self.calls = 0
@@ -212,6 +193,7 @@ class Unit:
         self._sharded = [param.sharded for param in self.params]
         register(self._sharded, self, self._registered)
         self._variant = 0
+        self._reads_host = any(lane.shard.device != lane.device for lane in self.lanes)
         for lane in self.lanes:
             lane.arrange()
             self._variant ^= lane.variant
@@ -258,117 +240,6 @@ class Unit:
             self.name = name
             self.op = zlib.crc32(name.encode()) << 2
 
-    def launch(self) -> None:
-        """Starts the gather of the whole parameters: SHARDED -> GATHERING.
-
-        Raises:
-            StateError: a parameter was replaced by something that is not its equal, or is still on the meta device.
-        """
-        assert self.residency is Residency.SHARDED, f"unit {self.name!r} is {self.residency.value}, expected sharded"
-        if self.disturbed():
-            self.rebuild()
-        self._check_materialised()
-        if self._kept_version == self.version:
-            self._launch_parts()
-            return
-        try:
-            for lane in self.lanes:
-                lane.prepare_gather()
-            self._flight = self._start_gather()
-        except (ExtensionError, DivergenceError):  # nothing is on its way
-            self._release()
-            raise
-        self.residency = Residency.GATHERING
-        self.gathered_version = self.version
-
-    def _start_gather(self) -> Flight:
-        with self.streams.on("gather"):
-            for lane in self.lanes:
-                lane.fill_gather()
-            outputs = [tensor for lane in self.lanes for tensor in lane.outputs]
-            inputs = [tensor for lane in self.lanes for tensor in lane.inputs]
-            if inputs:
-                return self.shard_comm.all_gather(self, self.op ^ self._variant, outputs, inputs, self._unpack)
-            return self.shard_comm.local("cast", self)
-
-    def _launch_parts(self) -> None:
-        """The gather for backward, from the smaller group that the whole parameters stayed sharded over."""
-        assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
-        transfers = [transfer for lane in self.lanes for transfer in lane.prepare_parts()]
-        with self.streams.on("gather"):
-            outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
-            self._flight = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
-        self.residency = Residency.GATHERING
-        self.gathered_version = self.version
-
-    def keep_part(self) -> None:
-        """Closes the unit after forward; its whole parameters stay, sharded over the smaller group, for the backward."""
-        if self.part_comm is None or self.residency is not Residency.WHOLE:
-            self.reshard()
-            return
-        if self.open:
-            self.hide()
-        for lane in self.lanes:
-            lane.keep_part(self.axes.shard_rank % self._parts)
-        self._kept_version = self.gathered_version
-        self.residency = Residency.SHARDED
-
-    @property
-    def holds_whole(self) -> bool:
-        """Whether whole parameters, or parts of them, are there or on their way."""
-        return self.residency is not Residency.SHARDED or self._kept_version is not None
-
-    def _unpack(self) -> None:
-        with torch.no_grad():
-            for lane in self.lanes:
-                lane.unpack()
-
-    def finish(self) -> None:
-        """Waits for the gather: GATHERING -> WHOLE."""
-        assert self._flight is not None and self.residency is Residency.GATHERING, f"unit {self.name!r} is not gathering"
-        # If this raises, the gather may still be writing: the unit keeps the flight, and nothing is freed.
-        self._flight.wait()
-        self._flight = None
-        self.residency = Residency.SHARDED
-        try:
-            for lane in self.lanes:
-                lane.assemble()
-        except BaseException:
-            self._release()
-            raise
-        for lane in self.lanes:
-            lane.release_transients()
-        self.residency = Residency.WHOLE
-        self._guard.opened()
-
-    def discard_gather(self) -> None:
-        """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
-        flight, self._flight = self._flight, None
-        self.hide()
-        self.residency = Residency.SHARDED
-        if flight is not None and not flight.done():
-            abandon(flight)
-            self.rebuild()
-            return
-        self._release()
-
-    def _release(self) -> None:
-        """Frees what a gather that came to nothing allocated."""
-        for lane in self.lanes:
-            lane.release_transients()
-            lane.release_whole()
-
-    def show(self) -> None:
-        """Opens the unit: whole parameters in front of the sharded ones, gathered first if they are not whole."""
-        if self.residency is Residency.SHARDED:
-            self.launch()
-        if self.residency is Residency.GATHERING:
-            self.finish()
-        if self.open:
-            return
-        self._shadows.show()
-        self.open = True
-
     def begin_forward(self, afresh: bool) -> None:
         """A forward of one of its modules begins; `afresh` as in `choose_trainable`."""
         self.forward_version = self.version
@@ -403,84 +274,9 @@ class Unit:
             self._shadows.show()
 
     @property
-    def version(self) -> Version:
-        """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
-        autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both."""
-        return self.epoch, sum([tensor._version for tensor in self._versioned])
-
-    @property
     def frozen(self) -> bool:
         """Whether forwards see a parameter that wants no gradient."""
         return not all(self._wanted)
-
-    def check_unwritten(self) -> None:
-        """Raises StateError if somebody wrote to the whole parameters since they were gathered."""
-        if self.residency is Residency.WHOLE and (name := self._guard.written()) is not None:
-            raise written(self, name)
-
-    def reshard(self) -> None:
-        """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
-        self.pinned = self.retained = False
-        if self.open:
-            self.hide()
-        if self.residency is Residency.GATHERING:
-            self.finish()
-        self._kept_shards = None
-        if self.residency is Residency.WHOLE:
-            for lane in self.lanes:
-                lane.release_whole()
-            self.residency = Residency.SHARDED
-        if self._kept_version is not None:
-            self._kept_version = None
-            for lane in self.lanes:
-                lane.drop_part()
-
-    def keep(self) -> None:
-        """Closes the unit after forward; its whole parameters stay where they are for the backward."""
-        self.hide()
-        self.note_shards()
-
-    def note_shards(self) -> None:
-        """Notes the values of the shards behind whole parameters that stay, for `as_kept`."""
-        if self.axes.device.type == "cpu" or DEBUG:
-            self._kept_shards = [lane.fingerprint() for lane in self.lanes]
-
-    def as_kept(self) -> bool:
-        """Whether the shards behind whole parameters that were kept have their values of then.
-
-        Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
-        in debug mode only.
-        """
-        kept = self._kept_shards
-        return kept is None or self.open or kept == [lane.fingerprint() for lane in self.lanes]
-
-    def hide(self) -> None:
-        """Closes the unit; whole parameters stay where they are."""
-        self._shadows.hide()
-        self.open = False
-
-    def name_of_whole(self, tensor: Tensor) -> str | None:
-        """The parameter whose whole tensor `tensor` is, or looks into."""
-        return self._shadows.name_of(tensor)
-
-    def disturbed(self) -> bool:
-        """Whether somebody replaced or moved a parameter since hsdp last looked."""
-        return self._shadows.disturbed()
-
-    def assigned(self) -> str | None:
-        """The name of a sharded parameter whose `.data` somebody assigned to since hsdp last looked."""
-        return self._shadows.assigned()
-
-    def weights_changed(self) -> None:
-        """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
-        self.epoch += 1
-
-    def _check_materialised(self) -> None:
-        if self.lanes and self.lanes[0].shard.is_meta:
-            raise StateError(
-                f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
-                "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
-            )
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

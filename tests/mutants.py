@@ -426,7 +426,7 @@ def keeps_whole_parameters() -> Any:
     return mock.patch.object(Runtime, "_end_visit", return_value=None)
 
 
-@mutant(Check(rule_24.check_landing, ((4,), 1), world=4), kill="AssertionError")
+@mutant(Check(rule_24.check_landing, ((4,), 2), world=4), kill="AssertionError")
 def lands_at_the_end_only() -> Any:
     return mock.patch.object(ReductionPipeline, "advance", return_value=None)
 

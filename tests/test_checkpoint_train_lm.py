@@ -15,6 +15,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from hsdp.checkpoint.lock import LOCK, unlock
 from hsdp.examples import train_lm
 from hsdp.examples.launch import EXIT_INTERRUPTED, JobError
 from hsdp.examples.options import parse_options
@@ -48,7 +49,11 @@ def train(env: RankEnv, out: str, flags: str, stop_after: int | None = None) -> 
     """The job as its processes run it; returns the exit code."""
     options = parse_options([*FLAGS.split(), "--out", out, *flags.split()], env.world_size)
     stop: Any = StopAfter(stop_after)
-    return train_lm.run(options, torch.device("cpu"), stop)
+    try:
+        return train_lm.run(options, torch.device("cpu"), stop)
+    finally:
+        if options.checkpoint_dir is not None:
+            unlock(Path(options.checkpoint_dir))  # as the end of the process would
 
 
 def curve(out: Path) -> list[dict[str, float]]:
@@ -77,7 +82,7 @@ def test_a_run_that_was_stopped_goes_on_by_itself(
     for stop_after, expected in [(10, EXIT_INTERRUPTED), (3, EXIT_INTERRUPTED), (None, 0), (None, 0)]:
         assert pool2.run(train, str(tmp_path), flags, stop_after) == [expected] * 2
     assert curve(tmp_path) == undisturbed
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000020", "step-000024"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [LOCK, "step-000020", "step-000024"]
 
 
 def test_it_goes_on_with_fewer_ranks_and_with_more(
@@ -130,7 +135,7 @@ def test_torchrun_restarts_it_after_sigkill(tmp_path: Path, undisturbed: list[di
     assert [line.split()[4] for line in resumed] == ["4,", "4,"], done.stdout
     assert done.stderr.count("exitcode: -9") == 2, done.stderr[-4000:]
     assert curve(tmp_path) == undisturbed
-    assert sorted(os.listdir(tmp_path / "checkpoints")) == ["step-000020", "step-000024"]
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [LOCK, "step-000020", "step-000024"]
 
 
 def test_ranks_of_a_new_life_do_not_hear_the_dead() -> None:

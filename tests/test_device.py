@@ -14,28 +14,11 @@ from tests.rig import Pool
 from tests.sharded import mesh_id
 from tests.support.device import MODES
 
-DEFERRED = "what is deferred runs on a side stream that nothing keeps in order"
-KNOWN = {
-    # Defects: a test of these may fail, which depends on timing where no race is told.
-    "accumulating, deferred": DEFERRED,
-    "accumulating, deferred and offloaded": DEFERRED,
-    "accumulating, deferred and bucketed": DEFERRED,
-    "bf16 accumulating and offloaded": DEFERRED,
-    "the recommended loop": DEFERRED,
-    "the recommended loop in fp32": DEFERRED,
-    "mixed accumulation": DEFERRED,
-    "gradients set to none between micro batches": DEFERRED,
-    "gradients zeroed between micro batches": DEFERRED,
-    "written after an evaluation": "copies to the device are still under way",
-    "written after a forward without a backward": "copies to the device are still under way",
-}
 RUNS = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 
 
 @pytest.mark.parametrize(("name", "shape"), RUNS, ids=lambda value: value if isinstance(value, str) else mesh_id(value))
 def test_numbers_are_right_and_nothing_races(request: pytest.FixtureRequest, name: str, shape: Shape) -> None:
-    if name in KNOWN:
-        request.applymarker(pytest.mark.xfail(reason=KNOWN[name]))
     at = RUNS.index((name, shape))
     pool: Pool = request.getfixturevalue(f"device{math.prod(shape)}")
     pool.run(run_case, name, shape, list(MODES)[at % len(MODES)], at)

@@ -135,7 +135,7 @@ def from_json(data: bytes) -> Index:
         CheckpointError: it is damaged, or contradicts itself.
     """
     try:
-        body = json.loads(data)
+        body = json.loads(data.decode())  # json itself would guess an encoding
         files = [_file_name(name) for name in body["files"]]
 
         def place(packed: Any) -> Place:

@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 def kind_of(optimizer: Optimizer) -> str:
     """The optimizer's class, or the one of PyTorch's that it is a subclass of."""
     for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim.") and cls is not Optimizer:
+        if cls.__module__.startswith("torch.optim") and cls is not Optimizer:
             return cls.__name__
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
@@ -61,7 +61,7 @@ def _family(dtype: torch.dtype) -> tuple[bool, bool]:
 def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any] | None:
     """The state that one step makes; None for classes that are not PyTorch's, whose steps may do anything."""
     cls: Any = next(cls for cls in type(optimizer).__mro__ if not cls.__name__.startswith("Local"))
-    if not cls.__module__.startswith("torch.optim."):
+    if not cls.__module__.startswith("torch.optim"):
         return None
     probe: Any = object.__new__(cls)
     ghost = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"))

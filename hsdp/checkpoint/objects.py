@@ -75,7 +75,7 @@ def unpack(data: bytes | memoryview) -> Any:
         (size,) = struct.unpack_from("<Q", view)
         if size > len(view) - 8:
             raise ValueError("it ends early")
-        return _Unpacker(view[8 + size :]).unpack(json.loads(bytes(view[8 : 8 + size])), 0)
+        return _Unpacker(view[8 + size :]).unpack(json.loads(bytes(view[8 : 8 + size]).decode()), 0)
     except CheckpointError:
         raise
     except Exception as error:  # constructors of dates, arrays and the like raise what they like

@@ -184,7 +184,7 @@ class OptimizerStaging:
         return staged
 
     def _place(self, param: Tensor, value: Described, held: Any, scalar: bool, reuse: bool) -> Tensor:
-        ours = reuse and type(self._optimizer).__module__.startswith("torch.optim.")  # others may share or copy theirs
+        ours = reuse and type(self._optimizer).__module__.startswith("torch.optim")  # others may share or copy theirs
         fits = isinstance(held, Tensor) and (tuple(held.shape), held.dtype) == (value.shape, value.dtype)
         if ours and fits and block_of(held).is_contiguous():
             return plain(held)  # type: ignore[no-any-return]

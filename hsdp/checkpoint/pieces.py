@@ -144,7 +144,8 @@ class Piece:
         header = part.read(30)
         if len(header) != 30 or header[:4] != b"PK\x03\x04":
             raise CheckpointError(f"{entry.filename[:100]!r} is not where it should be in it")
-        start = entry.header_offset + 30 + sum(struct.unpack_from("<HH", header, 26))
+        names: tuple[int, int] = struct.unpack_from("<HH", header, 26)
+        start = entry.header_offset + 30 + sum(names)
         if not 0 <= start <= start + entry.file_size <= self._place.length:
             raise CheckpointError(f"{entry.filename[:100]!r} reaches out of it")
         return self._place.start + start
@@ -248,7 +249,7 @@ class _Part(io.RawIOBase):
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
         self._stream.seek(self._start + self._at)
-        count: int = self._stream.readinto(view[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
+        count = self._stream.readinto(view[: max(0, self._length - self._at)])  # type: ignore[attr-defined]
         self._at += count
         return int(count)
 

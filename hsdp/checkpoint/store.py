@@ -45,7 +45,7 @@ INDEX = "index.json"
 EXTRA = "extra.bin"
 
 Progress = Callable[[int, int], object]
-"""Called with the bytes that this rank has written or read so far, and those it will in all."""
+"""Called with the bytes that this rank has written or read so far, and those in all."""
 
 _FORMAT = "hsdp-checkpoint"
 _VERSION = 2
@@ -245,7 +245,7 @@ def read_manifest(path: Path) -> Manifest:
     """
     file = path / MANIFEST
     try:
-        fields = json.loads(read_file(file))
+        fields = json.loads(read_file(file).decode())
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"{file} is damaged: it is not JSON ({str(error)[:200]})") from None
     if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
@@ -366,11 +366,7 @@ def begin(directory: Path, step: int) -> Path:
 
 
 def check_space(directory: Path, needed: int) -> None:
-    """Refuses what cannot fit, before the first byte is written.
-
-    Raises:
-        CheckpointError: the file system has less room than that; tells both.
-    """
+    """Raises CheckpointError, which tells both sizes, if `needed` bytes cannot fit on the file system of `directory`."""
     free = free_bytes(directory)
     if free is not None and needed > free:
         raise CheckpointError(

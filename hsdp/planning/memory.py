@@ -97,6 +97,7 @@ class _Ledger:
         self._copies = 2 if backend == "gloo" else 1  # gloo's all-to-all receives beside what it sends
         self._stashed: set[int] = set()
         self._deferred: set[int] = set()
+        self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
         self._staging: dict[int, int] = {}
         self._parted: set[int] = set()
         self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
@@ -115,6 +116,7 @@ class _Ledger:
             Verb.DEFER: self._defer,
             Verb.ALL_REDUCE: self._all_reduce,
             Verb.LAND: self._land,
+            Verb.COMMIT: self._commit,
         }
 
     def play(self, verb: Verb, index: int) -> None:
@@ -217,19 +219,23 @@ class _Ledger:
         self._add("reduction", -self._copies * unit.total("scatter_inputs"))
 
     def _defer(self, unit: UnitPlan, index: int) -> None:
+        if index in self._deferred:
+            self._replaced += unit.total("partial_bytes")
         for lane in unit.lanes:
-            if index not in self._deferred:
-                alike = lane.kind.accumulate == lane.kind.reduce
-                self._add("sums", lane.partial_bytes)
-                if not alike:
-                    self.note(self._here)
+            self._add("sums", lane.partial_bytes)
+            if lane.kind.accumulate != lane.kind.reduce:
+                self.note(self._here)
             self._add("reduction", -sum(lane.operands))
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
         if index in self._deferred:
-            self._add("sums", -unit.total("partial_bytes"))
+            self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
+
+    def _commit(self, unit: UnitPlan, index: int) -> None:
+        self._add("sums", -self._replaced)
+        self._replaced = 0
 
     def _land(self, unit: UnitPlan, index: int) -> None:
         for lane in unit.lanes:

@@ -34,6 +34,7 @@ class Verb(enum.Enum):
     DEFER = "adds the shards to sums that are all-reduced later"
     ALL_REDUCE = "starts an all-reduce, joined by what was deferred"
     LAND = "waits for the all-reduce; its gradients are there"
+    COMMIT = "ends its backward: what it would go back to is freed"
 
 
 class Event(NamedTuple):
@@ -151,6 +152,7 @@ class _Rehearsal:
         self._drain()
         for unit in range(len(self.units)):
             self._free(unit)
+        self._emit(Verb.COMMIT, 0)
 
     def _backward_order(self, unit: int) -> list[int]:
         """Units in the order in which their backward begins."""

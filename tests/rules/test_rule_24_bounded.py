@@ -16,7 +16,7 @@ import hsdp
 from hsdp.flight import flying
 from hsdp.pipeline import ReductionPipeline
 from hsdp.registry import _managed
-from hsdp.unit import Residency
+from hsdp.whole_params import Residency
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, never_done, seeded, step
 from tests.sharded import shard
@@ -140,6 +140,6 @@ def check_landing(env: RankEnv, shape: tuple[int, ...], waiting: int) -> None:
     assert landed == [2 * max(0, at - waiting) for at in range(1, 9)], landed
 
 
-@pytest.mark.parametrize(("shape", "waiting"), [((4,), 1), ((2, 2), 3)], ids=["shards", "replicas"])
+@pytest.mark.parametrize(("shape", "waiting"), [((4,), 2), ((2, 2), 3)], ids=["shards", "replicas"])
 def test_rule_24_sums_land_at_fixed_points(pool4: Pool, shape: tuple[int, ...], waiting: int) -> None:
     pool4.run(check_landing, shape, waiting)

@@ -1,0 +1,265 @@
+"""Bugs of streams, events and memory, planted: each is found on the emulated device, by numbers or by the race detector."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import hsdp.compat
+import hsdp.flight
+import hsdp.gradients
+import hsdp.module
+import hsdp.pipeline
+from hsdp.collectives import Comm
+from hsdp.flight import Flight
+from hsdp.lane import Lane
+from hsdp.pipeline import ReductionPipeline
+from hsdp.streams import Streams
+from hsdp.unit import Unit
+from tests.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
+from tests.planting import replaced
+from tests.rig import Pool, RankEnv
+from tests.sharded import mesh_id
+
+Plant = Callable[[], Any]
+FOUND = r"\d+ races|differ|not close|memory is gone"
+MUTANTS: dict[str, tuple[Plant, str, Shape, str]] = {}
+
+
+def mutant(case: str, shape: Shape = ONE_AXIS, mode: str = "none") -> Callable[[Plant], Plant]:
+    """Registers a function that plants a bug, with the case that has to find it."""
+
+    def register(plant: Plant) -> Plant:
+        MUTANTS[plant.__name__.replace("_", " ")] = (plant, case, shape, mode)
+        return plant
+
+    return register
+
+
+def _only_on(names: set[str], waits: bool) -> Any:
+    """Side streams of these names start their work without waiting for what they are told to wait for."""
+
+    def change(method: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def on(streams: Streams, name: Any, event: Any) -> Iterator[None]:
+            if name not in names or (event is not None) != waits:
+                with method(streams, name, event):
+                    yield
+                return
+            with streams._module().stream(streams._stream(name)):
+                yield
+
+        return on
+
+    return replaced(Streams, "_on", change)
+
+
+@mutant("trains mlp")
+def gathers_do_not_wait_for_the_optimizer() -> Any:
+    return _only_on({"gather"}, waits=False)
+
+
+@mutant("trains mlp")
+def reduce_scatters_do_not_wait_for_gradients() -> Any:
+    return _only_on({"scatter"}, waits=False)
+
+
+@mutant("trains mlp", TWO_AXES)
+def all_reduces_do_not_wait_for_reduce_scatters() -> Any:
+    return _only_on({"replicate"}, waits=True)
+
+
+@mutant("offloaded", ONE_AXIS)
+def copies_to_the_host_do_not_wait_for_reductions() -> Any:
+    return _only_on({"replicate"}, waits=True)
+
+
+def _unjoined(kind: str) -> Any:
+    def change(wait: Callable[..., None]) -> Callable[..., None]:
+        def go(flight: Flight) -> None:
+            if flight.kind == kind:
+                flight._event = None
+            wait(flight)
+
+        return go
+
+    return replaced(Flight, "wait", change)
+
+
+@mutant("trains mlp")
+def compute_does_not_wait_for_gathers() -> Any:
+    return _unjoined("all-gather")
+
+
+@mutant("trains mlp", TWO_AXES)
+def gradients_land_before_their_all_reduce() -> Any:
+    return _unjoined("all-reduce")
+
+
+@mutant("compute on users streams")
+def the_default_stream_waits_in_place_of_the_current_one() -> Any:
+    def join(streams: Streams, event: Any) -> None:
+        if event is not None:
+            streams._module().default_stream(streams.device).wait_event(event)
+
+    return mock.patch.object(Streams, "join", join)
+
+
+@mutant("trains mlp", TWO_AXES)
+def all_reduces_wait_for_the_reduce_scatter_before_theirs() -> Any:
+    def change(after: Callable[..., Any]) -> Callable[..., Any]:
+        def go(streams: Streams, name: Any, event: Any) -> Any:
+            before = streams.__dict__.get("last", event)
+            streams.last = event  # type: ignore[attr-defined]
+            return after(streams, name, before)
+
+        return go
+
+    return replaced(Streams, "after", change)
+
+
+@mutant("trains mlp")
+def whole_gradients_are_freed_in_the_middle_of_their_reduce_scatter() -> Any:
+    return _unjoined("reduce-scatter")
+
+
+@mutant("fusion packed")
+def a_flight_s_event_comes_before_what_follows_its_collective() -> Any:
+    def change(settle: Callable[..., None]) -> Callable[..., None]:
+        def go(flight: Flight) -> None:
+            streams = flight._comm.streams
+            event = streams.mark()
+            settle(flight)
+            streams.mark = lambda: (streams.__dict__.pop("mark"), event)[1]  # type: ignore[method-assign]
+
+        return go
+
+    return replaced(Flight, "_settle", change)
+
+
+@mutant("trains mlp")
+def events_are_recorded_on_the_default_stream() -> Any:
+    def mark(streams: Streams) -> Any:
+        module = streams._module()
+        event = module.Event()
+        event.record(module.default_stream(streams.device))
+        return event
+
+    return mock.patch.object(Streams, "mark", mark)
+
+
+@mutant("trains mlp")
+def gathers_allocate_on_their_own_stream() -> Any:
+    prepare = Lane.prepare_gather
+
+    def fill(method: Callable[..., None]) -> Callable[..., None]:
+        return lambda lane: (prepare(lane), method(lane))[1]
+
+    patches = [mock.patch.object(Lane, "prepare_gather", lambda lane: None), replaced(Lane, "fill_gather", fill)]
+    return _all(patches)
+
+
+@contextmanager
+def _all(patches: list[Any]) -> Iterator[None]:
+    with patches[0], patches[1]:
+        yield
+
+
+@mutant("fusion packed")
+def staging_is_freed_when_its_gather_was_launched() -> Any:
+    def change(launch: Callable[..., None]) -> Callable[..., None]:
+        return lambda unit: (launch(unit), [lane.release_transients() for lane in unit.lanes])[0]
+
+    return replaced(Unit, "launch", change)
+
+
+@mutant("fusion direct")
+def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any:
+    def change(start: Callable[..., None]) -> Callable[..., None]:
+        def go(pipeline: ReductionPipeline) -> None:
+            filling = list(pipeline._filling)
+            start(pipeline)
+            for bucket in pipeline._holding:
+                bucket.scatter._keep = None
+            for reduction in filling:
+                for part in reduction.parts:
+                    part.release_inputs()
+
+        return go
+
+    return replaced(ReductionPipeline, "_start_scatter", change)
+
+
+@mutant("fusion packed")
+def packed_parameters_are_unpacked_on_the_compute_stream_at_once() -> Any:
+    def change(unpack: Callable[..., None]) -> Callable[..., None]:
+        def go(unit: Unit) -> None:
+            module = unit.streams._module()
+            with module.stream(module.default_stream(unit.streams.device)):
+                unpack(unit)
+
+        return go
+
+    return replaced(Unit, "_unpack", change)
+
+
+@mutant("all-reduce hooks on a stream of their own")
+def hooks_on_a_stream_of_their_own_are_not_waited_for() -> Any:
+    def on_stream(hook: Callable[[Any], None], stream: Any) -> Callable[[Any], None]:
+        def there(tensor: Any) -> None:
+            with hsdp.compat.torch.get_device_module(tensor.device).stream(stream):
+                hook(tensor)
+
+        return there
+
+    return mock.patch.object(hsdp.module, "on_stream", on_stream)
+
+
+@mutant("offloaded", mode="slow compute")
+def the_host_does_not_wait_for_offloaded_gradients() -> Any:
+    return mock.patch.object(hsdp.pipeline, "host_wait", lambda device: None)
+
+
+@mutant("written after an evaluation", mode="slow compute")
+def the_host_does_not_wait_for_copies_from_its_memory() -> Any:
+    return mock.patch.object(Streams, "finish_host_reads", lambda streams: None)
+
+
+@mutant("trains mlp", TWO_AXES)
+def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        def go(comm: Comm, *args: Any) -> None:
+            init(comm, *args)
+            for name, options in vars(comm).items():
+                if name.endswith("_options"):
+                    options.asyncOp = True
+
+        return go
+
+    return _all([replaced(Comm, "__init__", change), mock.patch.object(hsdp.flight, "wait_for", lambda *args: None)])
+
+
+@mutant("the recommended loop", TWO_AXES)
+def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
+    return _unjoined("reduce-scatter")
+
+
+def _mutated(env: RankEnv, name: str) -> None:
+    plant, case, shape, mode = MUTANTS[name]
+    with plant():
+        run_case(env, case, shape, mode, seed=1)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
+    size = 2 if MUTANTS[name][2] == ONE_AXIS else 4
+    pool: Pool = request.getfixturevalue(f"device{size}")
+    outcomes = pool.run_raw(_mutated, name, timeout=60.0)
+    told = [f"{one.error}: {one.message}" for one in outcomes if not one.ok]
+    assert told, f"the mutant lives on a mesh of {mesh_id(MUTANTS[name][2])}"
+    assert any(re.search(FOUND, text) for text in told), f"found for another reason: {told}"

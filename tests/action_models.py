@@ -178,7 +178,7 @@ class Body(nn.Module):
                 probe = x.detach().requires_grad_()
                 (grad,) = torch.autograd.grad(self._compute(probe).pow(2).sum(), probe, create_graph=double)
             return y + 0.1 * grad
-        of_weights = tweak == "aux of weights" and self.part.unit != "parts"
+        of_weights = tweak != "aux" and self.part.unit != "parts"  # a gradient of the output would not enter by that alone
         aux = (self.up.weight.pow(2) if of_weights else y.pow(2)).mean()  # type: ignore[union-attr,operator]
         if tweak == "aux in dict":
             self.store["aux"] = aux

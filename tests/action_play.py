@@ -118,6 +118,8 @@ class _Play:
             return not pending  # what is visible is scaled, and sums are not
         if kind == "set" and action[1] in ("gradient_sync", "all_reduce"):
             self.synced = action[2]
+        if kind == "backward" and "penalty" in action[2] and action[2].get("hook", ("",))[0] == "step":
+            return False  # autograd hands on the penalty's gradient first: the optimizer steps before the units' backward
         if kind == "backward" and "hook" in action[2]:
             # Hooks on sharded parameters run when gradients are complete, the twin's in each backward.
             return self.synced and not pending and action[2].get("context", "") in ("", "last")

@@ -60,7 +60,7 @@ class Side:
 
     def squares(self, kind: str) -> Tensor:
         """The sum of the squares of all trained parameters."""
-        return torch.stack([p.pow(2).sum() for p in self.params.values() if p.requires_grad]).sum()
+        return sum((p.pow(2).sum() for p in self.params.values() if p.requires_grad), torch.zeros((), dtype=torch.float64))
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -365,9 +365,10 @@ class Sharded(Side):
 
     def squares(self, kind: str) -> Tensor:
         params: Any = [p for p in self.params.values() if p.requires_grad]
+        nothing = torch.zeros((), dtype=torch.float64)
         if kind == "full":
-            return torch.stack([p.pow(2).sum().full_tensor() for p in params]).sum()
-        return torch.stack([p.to_local().pow(2).sum() for p in params]).sum()
+            return sum((p.pow(2).sum().full_tensor() for p in params), nothing)
+        return sum((p.to_local().pow(2).sum() for p in params), nothing)
 
     def call(self, call: str) -> Any:
         if call.startswith("unshard"):

@@ -34,7 +34,8 @@ WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
-OPTIMIZERS = ("sgd", "adamw", "adamw foreach", "adamw fused")
+OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
+"""Mostly the cheapest: DTensors propagate the shardings of each list of parameters anew."""
 SHAPES: dict[str, dict[int, tuple[int, ...]]] = {"1d": {2: (2,), 4: (4,)}, "2d": {2: (2, 1), 4: (2, 2)}}
 """Meshes by their kind and the number of ranks."""
 

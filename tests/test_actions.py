@@ -1,4 +1,4 @@
-"""2,000 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
+"""350 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
 
 from __future__ import annotations
 
@@ -8,17 +8,11 @@ from tests.action_soak import run_all, table
 from tests.actions import FEATURES, SHAPES, Action, draw, smaller
 from tests.rig import Pool
 
-KNOWN: frozenset[str] = frozenset(
-    {"chains", "edits", "tweaks", "ends", "calls", "heads", "toggles", "writes", "outside", "hooks", "unshards", "graphs"}
-    | {"fails", "levels", "zeros", "max_norm", "skips"}
-)
-"""Features that programs leave out, as the engine is known to fail with them."""
 
-
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 100), (2, "2d", 50), (4, "2d", 50)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 200), (2, "2d", 75), (4, "2d", 75)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     pool: Pool = request.getfixturevalue(f"pool{ranks}")
-    programs = [draw(f"ci:{number}", SHAPES[mesh][ranks], KNOWN) for number in range(count)]
+    programs = [draw(f"ci:{number}", SHAPES[mesh][ranks]) for number in range(count)]
     tally = run_all(pool, programs, stop_at=1)
     assert not tally.failures, f"{table(tally, count)}\n" + "\n".join(
         f"{program}\n{told}" for found in tally.failed.values() for program, told in found

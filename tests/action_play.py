@@ -19,6 +19,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hsdp import HSDPModule
 from tests.action_excuses import excuse_for
 from tests.action_fsdp2 import FSDP2
 from tests.action_models import Planned
@@ -219,6 +220,8 @@ class _Play:
     def compare(self) -> None:
         """This rank's shards of parameters and gradients; all ranks learn whether all are right."""
         wrong = [f"the {self.late}"] if self.late else []
+        if isinstance(self.sharded.model, HSDPModule):
+            self.sharded.model.pending_gradients()  # joins reductions that run on behind a backward
         for name, param in self.sharded.params.items():
             other = self.twin.params[name]
             if not isinstance(param, DTensor):

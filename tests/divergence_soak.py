@@ -141,8 +141,6 @@ RUNNING = (
     "skips a unit",
     "runs a unit twice",
     "runs units in another order",
-    "loss from inside",
-    "cuts the graph",
     "forward only",
     "eval instead",
     "one micro-batch more",
@@ -156,9 +154,9 @@ RUNNING = (
     "skips the step",
 )
 NEEDS_REPLICAS = frozenset({"without all-reduce"})
-HARMLESS_IN_A_REPLICA = frozenset(
-    {"runs a unit twice", "loss from inside", "cuts the graph", "without sync", "without all-reduce"}
-)
+HARMLESS = ("loss from inside", "cuts the graph")
+"""What a rank may do alone: its backward passes over units that it does not reach."""
+HARMLESS_IN_A_REPLICA = frozenset({"runs a unit twice", "without sync", "without all-reduce"})
 """What all ranks of a replica may do together: its gradients are its own affair, as its data are.
 
 Neither communicating nor stepping makes the replica late by a step, and replicas stay equal; the others miss it at the end.
@@ -253,8 +251,7 @@ def draw(rng: random.Random) -> Case:
         barred |= HARMLESS_IN_A_REPLICA
     ways = [way for way in (*BUILDING, *RUNNING) if way not in barred]
     way, step = rng.choice(ways), rng.randrange(5)
-    # A loss from the last block leaves nothing but parameters of the root unused, as a rank may.
-    return Case(way, shape, who, step, rng.randrange(3 if way == "loss from inside" else 4))
+    return Case(way, shape, who, step, rng.randrange(4))
 
 
 def main() -> int:

@@ -33,7 +33,7 @@ from hsdp.checkpoint.models import ModelReading
 from hsdp.checkpoint.objects import Packed, unpack_extras
 from hsdp.checkpoint.optimizers import OptimizerReading
 from hsdp.checkpoint.own import read_own
-from hsdp.checkpoint.ranks import LostContactError, Ranks
+from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -276,9 +276,9 @@ def _load(
             return None
         try:
             return _Load(ranks, what, job, *found).run()
-        except LostContactError:
-            raise
         except CheckpointError:
+            if ranks.lost_contact:
+                raise
             # The run that saves here may have pruned it meanwhile; then there is a later one.
             gone = ranks.one(what, lambda: found[0] != job.path and not found[0].exists())
             if not left or not gone:

@@ -27,10 +27,6 @@ _CPU = torch.device("cpu")
 _TAG = 0x68736470  # "hsdp"
 
 
-class LostContactError(CheckpointError):
-    """A rank does not answer any more: there is no use in asking anything else."""
-
-
 @dataclass(frozen=True)
 class _Failure:
     """What went wrong on one rank."""
@@ -55,6 +51,7 @@ class Ranks:
         self.group: ProcessGroup | None = None
         self._talk: ProcessGroup | None = None
         self.rank, self.size = 0, 1
+        self.lost_contact = False
         if dist.is_available() and dist.is_initialized():
             self.group = process_group if process_group is not None else dist.group.WORLD
             self.rank, self.size = dist.get_rank(self.group), dist.get_world_size(self.group)
@@ -179,7 +176,8 @@ class Ranks:
         try:
             return exchange()
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
-            raise LostContactError(
+            self.lost_contact = True  # there is no use in asking anything else
+            raise CheckpointError(
                 f"{what}: rank {self.rank} of {self.size} lost contact with the others, one of which may have died or "
                 f"raised (see its log): {error}"
             ) from error

@@ -226,11 +226,14 @@ class Backwards(Root):
         del self._tasks[task]
         if not self._tasks:
             try:
+                self._ending = True
                 self._end_backward()
             except BaseException:
                 if not self.streams.active:
                     self._roll_back(at_once=True)
                 raise
+            finally:
+                self._ending = False
             return
         for unit, (_, opened_in) in list(self._opened.items()):
             if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it

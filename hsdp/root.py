@@ -99,6 +99,7 @@ class Root:
         self._entered: set[Unit] = set()
         self._graphs: list[weakref.ref[Visit]] = []
         self._unfinished = False
+        self._ending = False
         self._keeps_graph = False
         self._tasks: dict[int, weakref.ref[Token]] = {}
         self._reduces = True

@@ -101,9 +101,9 @@ class Runtime(Backwards):
     def settle(self) -> None:
         """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.
 
-        Not inside a backward, where an optimizer's step is that of a hook.
+        Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
         """
-        if not self.in_backward():
+        if not self._ending and not self.in_backward():
             self.recover()
             if len(self.pipeline):
                 self.drain()

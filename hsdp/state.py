@@ -20,9 +20,8 @@ from hsdp.errors import StateError
 from hsdp.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
 from hsdp.root import Visit
 from hsdp.runtime import Runtime
-from hsdp.training_state import TrainingState, training_state, unentered
+from hsdp.training_state import TrainingState, training_state
 from hsdp.unit import Unit
-from hsdp.whole_params import Residency
 
 
 class ModuleState:
@@ -48,7 +47,7 @@ class ModuleState:
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
             runtime.enter_backward(unit, None, creates_graph=False)
             unit.choose_trainable(afresh=False)
-            args, kwargs = self._take_inputs(runtime, args, kwargs)
+            args, kwargs = self._cast_inputs(args, kwargs)
             first_node = next_node()
             try:
                 unit.calls = calls + 1
@@ -63,7 +62,7 @@ class ModuleState:
         try:
             runtime.depth, unit.calls = depth + 1, calls + 1
             runtime.enter_forward(unit)
-            args, kwargs = self._take_inputs(runtime, args, kwargs)
+            args, kwargs = self._cast_inputs(args, kwargs)
             first_node = next_node()
             output = call(*args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
@@ -169,29 +168,6 @@ class ModuleState:
             modules = [module for ref in self.modules if (module := ref()) is not None]
             self._side_outputs = runtime.generation, SideOutputs(modules)
         return self._side_outputs[1]
-
-    def _take_inputs(self, runtime: Runtime, args: Any, kwargs: Any) -> tuple[Any, Any]:
-        args, kwargs = self._cast_inputs(args, kwargs)
-        if self.unit.frozen and torch.is_grad_enabled():
-            args = [self._gate(runtime, value) for value in args]
-            kwargs = {name: self._gate(runtime, value) for name, value in kwargs.items()}
-        return args, kwargs
-
-    def _gate(self, runtime: Runtime, value: Any) -> Any:
-        """An input behind a node of its own, which tells of a gradient that passed through frozen parameters unseen.
-
-        A trained parameter tells by its own gradient that a backward ran through the unit.
-        """
-        if not isinstance(value, Tensor) or not value.requires_grad:
-            return value
-        value, unit = value.view_as(value), self.unit
-
-        def left(grads: Any) -> None:
-            if unit.residency is not Residency.WHOLE and not runtime.has_entered(unit):
-                raise unentered(unit, "inputs")
-
-        value.grad_fn.register_prehook(left)
-        return value
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.unit.mp_policy

@@ -273,11 +273,6 @@ class Unit(WholeParams):
         if self.open:
             self._shadows.show()
 
-    @property
-    def frozen(self) -> bool:
-        """Whether forwards see a parameter that wants no gradient."""
-        return not all(self._wanted)
-
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def will_get_gradients(self) -> bool:

@@ -221,7 +221,8 @@ class _Play:
         """This rank's shards of parameters and gradients; all ranks learn whether all are right."""
         wrong = [f"the {self.late}"] if self.late else []
         if isinstance(self.sharded.model, HSDPModule):
-            self.sharded.model.pending_gradients()  # joins reductions that run on behind a backward
+            for runtime in self.sharded.model._runtimes():
+                runtime.settle()  # joins reductions that run on behind a backward
         for name, param in self.sharded.params.items():
             other = self.twin.params[name]
             if not isinstance(param, DTensor):

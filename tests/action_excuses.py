@@ -63,6 +63,14 @@ EXCUSES: tuple[Excuse, ...] = (
 )
 
 
+def both_refuse(error: str, twins: str) -> bool:
+    """Whether torch refuses a graph of gradients on both sides because the weights in it changed: an optimizer stepped.
+
+    On the twin autograd's version check finds that. Here the step freed the whole weights that the graph reads.
+    """
+    return "storage of size 0" in error and "modified by an inplace operation" in twins
+
+
 def excuse_for(error: str, told: str, action: str, facts: set[str]) -> Excuse | None:
     """The excuse for an error in an action, if there is one."""
     for excuse in EXCUSES:

@@ -1,4 +1,4 @@
-"""350 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
+"""180 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from tests.actions import FEATURES, SHAPES, Action, draw, smaller
 from tests.rig import Pool
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 200), (2, "2d", 75), (4, "2d", 75)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 100), (2, "2d", 40), (4, "2d", 40)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     pool: Pool = request.getfixturevalue(f"pool{ranks}")
     programs = [draw(f"ci:{number}", SHAPES[mesh][ranks]) for number in range(count)]

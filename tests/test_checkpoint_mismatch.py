@@ -231,3 +231,14 @@ def test_a_difference_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Path
     assert told[0] == told[1]
     assert "on rank 1: checkpoint" in told[0]
     assert "the model has 'mine', which the checkpoint does not have" in told[0]
+
+
+def test_an_extra_state_that_does_not_fit_together_is_found_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = WithExtraState(), WithExtraState()
+    monkeypatch.setattr("hsdp.checkpoint.models._path_below", lambda *args: ("a",) if "calls" in args[1] else ("a", "b"))
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="has a part of a module's extra state twice"):
+        checkpoint.load(saved(tmp_path, source), model)
+    cm.assert_equal({name: value.detach() for name, value in model.named_parameters()}, before)

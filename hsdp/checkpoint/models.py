@@ -117,11 +117,14 @@ class ModelReading:
             self._reader.tensor(self._keys[name], target)
 
     def check(self) -> None:
-        """Names that stand for one parameter must have been saved with one value.
+        """Compares values: names that stand for one parameter must have one, parts of extra states must fit together.
 
         Raises:
-            CheckpointError: they were not; names them.
+            CheckpointError: they do not; names them.
         """
+        # Tensors in them are read later, into the very tensors that are put in place here.
+        present = [extra for extra in self._extras.values() if not extra.missing]
+        self._states = {extra.entry.raw_name: extra.assembled() for extra in present}
         first: dict[nn.Parameter, str] = {}
         for raw_name, param in self._model.named_parameters(remove_duplicate=False):
             name = clean_name(raw_name)
@@ -136,8 +139,7 @@ class ModelReading:
 
     def finish(self) -> None:
         """Gives the model what was not read into it, and runs its hooks: a sharded model learns of new parameters there."""
-        extras = {extra.entry.raw_name: extra.finish() for extra in self._extras.values() if not extra.missing}
-        self._model.load_state_dict({**self._staged, **extras}, strict=False)
+        self._model.load_state_dict({**self._staged, **self._states}, strict=False)
 
 
 def is_extra_state(name: str) -> bool:
@@ -210,8 +212,8 @@ class _ExtraState:
             else:
                 reader.tensor(self._prefix + key, place)
 
-    def finish(self) -> Any:
-        """The state, put together again."""
+    def assembled(self) -> Any:
+        """The state, put together again; the values are there by now."""
         if not self._parts:
             return self.entry.value
         return _assemble([(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts])

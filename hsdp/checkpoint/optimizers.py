@@ -312,12 +312,13 @@ class OptimizerReading:
         for (name, entry), key in self._keys.items():
             if self._state[name][entry] is None:
                 self._state[name][entry] = self._reader.values[self._prefix + key]
-        self._groups = self._staging.groups(self._hyperparameters())
-        self._staging.check(self._state, self._groups)
+        groups = self._staging.groups(self._hyperparameters())
+        self._staging.check(self._state, groups)
+        self._whole = self._staging.state_dict(self._state, groups)
 
     def finish(self) -> None:
         """Hands the optimizer its state, which has been read by now."""
-        commit_optimizer(self._optimizer, self._staging.state_dict(self._state, self._groups))
+        commit_optimizer(self._optimizer, self._whole)
 
     def _hyperparameters(self) -> dict[str, dict[str, Any]]:
         """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
@@ -348,7 +349,9 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
         *above, last = key.split(".")
         place = nested
         for part in above:
-            place = place.setdefault(part, {})
+            place = place.setdefault(part, {}) if isinstance(place, dict) else place
+        if not isinstance(place, dict) or last in place:
+            raise CheckpointError(f"the checkpoint has a part of the optimizer's {key!r} twice")
         place[last] = value
     return nested
 

@@ -26,9 +26,9 @@ CASE = make_case("odd")
 STEPS = 2
 
 
-def _train(rank: int, mesh: Any, twin: Twin, **options: Any) -> nn.Module:
+def _train(plain: nn.Module, rank: int, mesh: Any, twin: Twin, **options: Any) -> nn.Module:
     """Compares losses and shards: `full_tensor` needs a C++ backend, and DTensor's operators are slow in threads."""
-    model = shard(CASE.model(), mesh, **options)
+    model = shard(plain, mesh, **options)
     losses = train(model, CASE, rank, STEPS, optim.local(sgd(model.parameters())))
     torch.testing.assert_close(losses, twin.losses[:, rank], rtol=1e-11, atol=1e-11)
     for name, param in model.named_parameters():
@@ -54,6 +54,7 @@ def check_threads(env: Any, twin: Twin) -> None:
     threaded._install_threaded_pg()
     torch._C._distributed_c10d._set_thread_isolation_mode(True)
     store, errors = dist.HashStore(), []
+    models = [CASE.model() for _ in range(8)]  # not in the threads, which share the random generator that it seeds
 
     def run(rank: int) -> None:
         try:
@@ -61,8 +62,8 @@ def check_threads(env: Any, twin: Twin) -> None:
             torch.autograd.set_multithreading_enabled(False)
             mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
             assert backend_name(mesh.get_group("shard"), mesh_device) == "threaded"
-            _train(rank, mesh, twin)
-            model: Any = _train(rank, None, twin, reshard_after_forward=2)
+            _train(models.pop(), rank, mesh, twin)
+            model: Any = _train(models.pop(), rank, None, twin, reshard_after_forward=2)
             model.set_separate_reduce_scatter_group()
             groups = {unit.scatter_comm.group for unit in model._units()} | {u.part_comm.group for u in model._units()}
             assert all(dist.get_rank(group) == rank % group.size() for group in groups), "another thread's group"
@@ -150,7 +151,7 @@ def check_users_group(env: RankEnv, kind: type[Basic], twin: Twin) -> None:
     group: Any = dist.new_group(ranks, backend=name)
     assert type(group) is kind and backend_name(group, torch.device("cpu")) == name, "gloo's habits are not its own"
     mesh = dist.DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))
-    model: Any = _train(env.rank, mesh, twin)
+    model: Any = _train(CASE.model(), env.rank, mesh, twin)
     assert {"allgather", "reduce_scatter"} <= set(group.calls), group.calls
     assert ("old" in group.calls) == (kind is OldNames)
     comm = model._units()[0].shard_comm

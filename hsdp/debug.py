@@ -10,5 +10,5 @@ from __future__ import annotations
 
 import os
 
-DEBUG = os.environ.get("HSDP_DEBUG", "0") not in ("", "0")
+ON = os.environ.get("HSDP_DEBUG", "0") not in ("", "0")
 """Whether the debug mode is on, as of the import of hsdp."""

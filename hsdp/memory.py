@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 from torch.utils import dlpack
 
-from hsdp.debug import DEBUG
+from hsdp import debug
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -67,12 +67,12 @@ class Arena:
         """Makes the memory present; its content is undefined. Allocates on the current stream."""
         if self._storage.nbytes() != self._bytes:
             self._storage.resize_(self._bytes)
-            if DEBUG:
+            if debug.ON:
                 self._poison()
 
     def free(self) -> None:
         """Gives the memory back."""
-        if DEBUG and self._storage.nbytes():
+        if debug.ON and self._storage.nbytes():
             self._poison()
         self._storage.resize_(0)
 

@@ -48,37 +48,52 @@ class Runtime(Backwards):
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
 
-    def leave_forward(self, unit: Unit, keep: bool, more: bool, visit: Visit | None) -> None:
-        """`unit`'s forward ended.
+    def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
+        """The forward of one of `unit`'s modules ended.
 
         Args:
             unit: the unit.
-            keep: its parameters stay whole.
             more: other modules of it are still to run.
             visit: that of its backward; None if no gradient can enter it.
 
         Raises:
             StateError: the forward wrote to a whole parameter.
-
-        Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
-        gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
         left = self.forward_pass.left
         before = left.pop(unit, None)
         left[unit] = before if visit is None else visit.first_node
-        if more:
-            return
+        if not more:
+            self._close(unit, hidden=visit is None and any(unit.trainable))
+
+    def _close(self, unit: Unit, hidden: bool) -> None:
+        """`unit`'s forward ended: its whole parameters go, or stay for its backward.
+
+        Args:
+            unit: the unit.
+            hidden: it trains, but no output that anybody sees carries gradients: one went out by another way.
+
+        Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
+        gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
+        """
+        unit.ran.clear()
         unit.state = TrainingState.IDLE
         unit.check_unwritten()
-        if unit.settings.reshard_after_forward is None and torch.is_grad_enabled() and self._forward.is_last(unit):
-            keep = True
-        if keep or unit.retained:
-            unit.keep()
+        if not torch.is_grad_enabled():
+            if self._stays(unit):
+                unit.keep()
+            else:
+                unit.reshard()
             return
-        if torch.is_grad_enabled():
-            unit.keep_part()
+        last = unit.settings.reshard_after_forward is None and self._forward.is_last(unit)
+        if self._stays(unit) or hidden or last:
+            unit.keep()
         else:
-            unit.reshard()
+            unit.keep_part()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether `unit` stays whole after its forward in any case."""
+        reshard = unit.settings.reshard_after_forward
+        return unit.retained or reshard is False or (reshard is None and unit is self.root)
 
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
@@ -86,6 +101,9 @@ class Runtime(Backwards):
         self.turns.end_forward()
         grad = torch.is_grad_enabled()
         for unit in self.units:
+            if unit.state is TrainingState.FORWARD and not unit.calls:
+                # Not all of its modules were called, some were again after all of them had been, or a forward raised.
+                self._close(unit, hidden=False)
             unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
             if unused and not unit.pinned:
                 self._release(unit)
@@ -96,6 +114,8 @@ class Runtime(Backwards):
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
         self._forward.cancel()
         self.turns.forget_forwards()
+        for unit in self.units:
+            unit.ran.clear()
         self._reshard_all()
 
     def settle(self) -> None:

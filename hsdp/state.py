@@ -37,7 +37,6 @@ class ModuleState:
         self.modules = [weakref.ref(module) for module in modules]
         self._own_runtime: Runtime | None = None
         self._side_outputs: tuple[int, SideOutputs] | None = None
-        self._run: set[int] = set()
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
@@ -72,7 +71,6 @@ class ModuleState:
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth, unit.calls = depth, calls
             if depth == 0:
-                self._run.clear()
                 runtime.forget_forward()
             raise
         return output
@@ -99,19 +97,10 @@ class ModuleState:
 
     def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
         unit = self.unit
-        self._run.add(id(module))
-        is_root = runtime.depth == 0
-        reshard = unit.settings.reshard_after_forward
-        keep = reshard is False or (reshard is None and unit is runtime.root)
-        if torch.is_grad_enabled() and any(unit.trainable):
-            # No visible output carries gradients, though parameters do: they hide somewhere we cannot hook.
-            keep = keep or visit is None
-        more = len(self._run) < len(self.modules) or unit.calls > 0
-        if not more:
-            self._run.clear()
-        runtime.leave_forward(unit, keep, more, visit)
-        if is_root:
-            self._run.clear()
+        unit.ran.add(id(module))
+        more = len(unit.ran) < len(self.modules) or unit.calls > 0
+        runtime.leave_forward(unit, more, visit)
+        if runtime.depth == 0:
             runtime.end_forward()
 
     def user_opens(self) -> None:

@@ -54,6 +54,7 @@ class Unit(WholeParams):
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
             earlier one whose backward or whose sums are still to come.
         calls: forward calls of its modules under way.
+        ran: identities of its modules whose forward ended while others of them were still to run.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
         ready: its gradients are complete and wait for the unit's turn to be reduced.
         in_turn: in the backward under way it has a turn to come.
@@ -98,6 +99,7 @@ class Unit(WholeParams):
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self.calls = 0
+        self.ran: set[int] = set()
         self._kept_shards: list[int] | None = None
         self._guard = WholeGuard(())
         self._flight: Flight | None = None

@@ -13,7 +13,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from hsdp.debug import DEBUG
+from hsdp import debug
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 
@@ -41,7 +41,7 @@ class WholeGuard:
 
     def opened(self) -> None:
         """The unsharded parameters were just filled."""
-        if DEBUG:
+        if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
     def written(self) -> str | None:

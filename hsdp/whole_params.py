@@ -12,8 +12,8 @@ import enum
 import torch
 from torch import Tensor
 
+from hsdp import debug
 from hsdp.collectives import Comm
-from hsdp.debug import DEBUG
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.flight import Flight, abandon
 from hsdp.lane import Lane
@@ -226,7 +226,7 @@ class WholeParams:
 
     def note_shards(self) -> None:
         """Notes the values of the shards behind whole parameters that stay, for `as_kept`."""
-        if self.axes.device.type == "cpu" or DEBUG:
+        if self.axes.device.type == "cpu" or debug.ON:
             self._kept_shards = [lane.fingerprint() for lane in self.lanes]
 
     def as_kept(self) -> bool:

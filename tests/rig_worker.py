@@ -245,6 +245,9 @@ def worker_main(
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipe
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
+    if device == emulator.NAME:
+        # The debug mode makes the host wait for the device, which hides races; the emulator poisons memory itself.
+        os.environ["HSDP_DEBUG"] = "0"
     torch.set_num_threads(1)
     worker = _Worker(rank, world_size, port, grouped, device)
     gc.collect()

@@ -17,16 +17,15 @@ import hsdp.module
 import hsdp.pipeline
 from hsdp.collectives import Comm
 from hsdp.flight import Flight
-from hsdp.lane import Lane
 from hsdp.pipeline import ReductionPipeline
 from hsdp.streams import Streams
 from hsdp.unit import Unit
 from tests.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
 from tests.planting import replaced
-from tests.rig import Pool, RankEnv
-from tests.sharded import mesh_id
+from tests.rig import Pool, RankEnv, RemoteError
 
 Plant = Callable[[], Any]
+MOST_RUNS = 10
 FOUND = r"\d+ races|differ|not close|memory is gone"
 MUTANTS: dict[str, tuple[Plant, str, Shape, str]] = {}
 
@@ -123,7 +122,7 @@ def all_reduces_wait_for_the_reduce_scatter_before_theirs() -> Any:
     return replaced(Streams, "after", change)
 
 
-@mutant("trains mlp")
+@mutant("trains odd", mode="slow comm")
 def whole_gradients_are_freed_in_the_middle_of_their_reduce_scatter() -> Any:
     return _unjoined("reduce-scatter")
 
@@ -151,17 +150,6 @@ def events_are_recorded_on_the_default_stream() -> Any:
         return event
 
     return mock.patch.object(Streams, "mark", mark)
-
-
-@mutant("trains mlp")
-def gathers_allocate_on_their_own_stream() -> Any:
-    prepare = Lane.prepare_gather
-
-    def fill(method: Callable[..., None]) -> Callable[..., None]:
-        return lambda lane: (prepare(lane), method(lane))[1]
-
-    patches = [mock.patch.object(Lane, "prepare_gather", lambda lane: None), replaced(Lane, "fill_gather", fill)]
-    return _all(patches)
 
 
 @contextmanager
@@ -225,7 +213,7 @@ def the_host_does_not_wait_for_offloaded_gradients() -> Any:
     return mock.patch.object(hsdp.pipeline, "host_wait", lambda device: None)
 
 
-@mutant("written after an evaluation", mode="slow compute")
+@mutant("written after an evaluation", mode="slow comm")
 def the_host_does_not_wait_for_copies_from_its_memory() -> Any:
     return mock.patch.object(Streams, "finish_host_reads", lambda streams: None)
 
@@ -249,17 +237,24 @@ def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
     return _unjoined("reduce-scatter")
 
 
-def _mutated(env: RankEnv, name: str) -> None:
+def _mutated(env: RankEnv, name: str, seed: int) -> None:
     plant, case, shape, mode = MUTANTS[name]
     with plant():
-        run_case(env, case, shape, mode, seed=1)
+        run_case(env, case, shape, mode, seed)
 
 
 @pytest.mark.parametrize("name", MUTANTS)
 def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
+    """Found within a few runs: which memory is used again, and what the host meets, depend on timing and earlier tests."""
     size = 2 if MUTANTS[name][2] == ONE_AXIS else 4
     pool: Pool = request.getfixturevalue(f"device{size}")
-    outcomes = pool.run_raw(_mutated, name, timeout=60.0)
-    told = [f"{one.error}: {one.message}" for one in outcomes if not one.ok]
-    assert told, f"the mutant lives on a mesh of {mesh_id(MUTANTS[name][2])}"
-    assert any(re.search(FOUND, text) for text in told), f"found for another reason: {told}"
+    told: list[str] = []
+    for seed in range(1, MOST_RUNS + 1):
+        try:
+            pool.run(_mutated, name, seed)
+        except RemoteError as error:
+            # The rank that found it does not wait for the others, which may be in a collective with it.
+            told += [f"{one.error}: {one.message}" for one in error.outcomes if not one.ok]
+        if any(re.search(FOUND, text) for text in told):
+            return
+    pytest.fail(f"not found in {MOST_RUNS} runs; told: {told}")

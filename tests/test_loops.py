@@ -92,6 +92,31 @@ def check_raw_gradients(env: RankEnv) -> None:
     check_rest(model)
 
 
+def check_lists_called_unevenly(env: RankEnv) -> None:
+    """A unit of two modules, one of which runs once more than the other, or alone: its forward ends all the same."""
+    plain, model = seeded(Deep), seeded(Deep)
+    blocks: Any = model.blocks
+    hsdp.fully_shard([blocks[0], blocks[1]], mesh=env.mesh(2))
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    with torch.no_grad():
+        for net in (plain, model):
+            net.blocks.append(net.blocks[1])
+        assert torch.equal(model(floats(env.rank)), plain(floats(env.rank)))
+        model.flush()  # type: ignore[operator]
+        check_rest(model)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    check_rest(model)
+    for net in (plain, model):
+        net.zero_grad()
+        del net.blocks[1:]
+    check_grads(model, plain, step, env.rank, env.world_size)
+    check_rest(model)
+
+
+def test_a_unit_of_several_modules_ends_its_forward_whichever_run(pool2: Pool) -> None:
+    pool2.run(check_lists_called_unevenly)
+
+
 def test_raw_local_gradients_can_be_looked_at(pool2: Pool) -> None:
     pool2.run(check_raw_gradients)
 

@@ -136,10 +136,6 @@ class Gradients:
         self._made[key] = found  # the last one: the first goes first
         return found
 
-    def plans(self) -> list[ReducePlan]:
-        """One plan per lane that has trainable parameters."""
-        return self._plans
-
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[LaneReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 

@@ -81,6 +81,10 @@ class HSDPModule(FSDP2Methods):
         return f"{own}, {told}" if own else told
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        for unit in self._units():
+            if unit.runtime is not None:
+                unit.runtime.settle()
+            unit.gradients.refuse_pending(unit.name, "moving or casting the model")
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
         unit = own_state(self).unit
         # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.

@@ -1,8 +1,8 @@
 """The tensors that lead into and out of a forward: where autograd enters a unit's backward, and where it leaves it.
 
     visible outputs        what the forward returns: in nested containers, dataclasses and objects, with slots too
-    side outputs           what the forward leaves on its modules (`self.aux_loss = ...`) or puts into a list or dict
-                           that it was called with
+    side outputs           what the forward leaves on its modules (`self.aux_loss = ...`), in containers and objects that
+                           they hold, or in containers and objects that it was called with
     entry nodes            the autograd nodes behind them, as of the end of the forward
 
 Hooks go on nodes and not on tensors: an in-place operation on an output that is a view (that of `nn.Linear` for 3-D
@@ -12,18 +12,19 @@ inputs) gives the tensor a new node that leads around the old one, straight to t
 from __future__ import annotations
 
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import fields, is_dataclass, replace
-from itertools import islice
+from itertools import chain, islice
 from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
 
 _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
-_CONTAINERS = (list, tuple, dict)
+_CONTAINERS = (list, tuple, set, frozenset, deque)
 _MOST_ITEMS = 64
-"""How many of the last items of a module's list are looked through after each forward."""
+"""How many of the last items of a container are looked through for side outputs after each forward."""
 
 
 def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
@@ -32,23 +33,34 @@ def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
         yield value
     elif depth == 0 or isinstance(value, _NO_TENSORS):
         return
-    elif isinstance(value, (tuple, list, set, frozenset)):
+    elif isinstance(value, _CONTAINERS):
         for item in value:
             yield from tensors_in(item, depth - 1)
     elif isinstance(value, dict):
         for item in value.values():
             yield from tensors_in(item, depth - 1)
     else:
-        for item in getattr(value, "__dict__", {}).values():
+        for item in _attributes(value):
             yield from tensors_in(item, depth - 1)
-        for name in _slots_of(type(value)):
-            yield from tensors_in(getattr(value, name, None), depth - 1)
 
 
-def _slots_of(cls: type) -> Iterator[str]:
-    for base in cls.__mro__:
-        slots = base.__dict__.get("__slots__", ())
-        yield from (slots,) if isinstance(slots, str) else slots
+def _attributes(value: Any) -> Iterator[Any]:
+    """What an object holds, in its dict and in slots."""
+    slots = (getattr(value, name, None) for name in _slots_of(type(value)))
+    return chain(getattr(value, "__dict__", {}).values(), slots)
+
+
+_slots: dict[type, list[str]] = {}
+
+
+def _slots_of(cls: type) -> list[str]:
+    found = _slots.get(cls)
+    if found is None:
+        found = _slots[cls] = []
+        for base in cls.__mro__:
+            names = base.__dict__.get("__slots__", ())
+            found += (names,) if isinstance(names, str) else names
+    return found
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
@@ -120,8 +132,9 @@ class SideOutputs:
     def tensors(self, arguments: Sequence[Any], first_node: int) -> Iterator[Tensor]:
         """Tensors that a forward left behind, with autograd nodes made since the one with number `first_node`."""
         for argument in arguments:
-            if isinstance(argument, (list, dict)):
+            if not isinstance(argument, Tensor):
                 yield from _made_since(argument, first_node)
+        objects: set[int] = set()  # a config or a collector of losses is often that of many modules
         for entry in self._modules:
             ref, size, names = entry
             module = ref()
@@ -134,8 +147,10 @@ class SideOutputs:
                 entry[1:] = len(held), names
             for name in names:
                 value = held.get(name)
-                if value is not None and not isinstance(value, nn.Parameter):
-                    yield from _made_since(value, first_node)
+                if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
+                    continue
+                objects.add(id(value))
+                yield from _made_since(value, first_node)
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)
@@ -144,12 +159,38 @@ _OF_MODULES = frozenset(nn.Module().__dict__)
 def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
     if name in _OF_MODULES or name in module._parameters:
         return False
-    return value is None or isinstance(value, (Tensor, *_CONTAINERS))
+    if value is None or isinstance(value, (Tensor, *_CONTAINERS, dict)):
+        return True
+    if isinstance(value, (int, float)):  # `self.aux_loss = 0.0` until there is one
+        return not isinstance(value, bool) and not type(module).__module__.startswith("torch.nn.")
+    return _is_object(value)
 
 
-def _made_since(value: Any, first_node: int) -> Iterator[Tensor]:
-    if isinstance(value, list) and len(value) > _MOST_ITEMS:
-        value = list(islice(reversed(value), _MOST_ITEMS))
-    for tensor in tensors_in(value, 3):
-        if (node := tensor.grad_fn) is not None and node._sequence_nr() >= first_node:
-            yield tensor
+def _is_object(value: Any) -> bool:
+    """Whether it is an object of somebody's class, neither torch's nor a function or class itself."""
+    if isinstance(value, _NO_TENSORS) or callable(value):
+        return False
+    of = type(value).__module__.partition(".")[0]
+    return of not in ("builtins", "torch") and (hasattr(value, "__dict__") or bool(_slots_of(type(value))))
+
+
+def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:
+    items: Any
+    if isinstance(value, Tensor):
+        if (node := value.grad_fn) is not None and node._sequence_nr() >= first_node:
+            yield value
+        return
+    if depth == 0 or isinstance(value, _NO_TENSORS):
+        return
+    if isinstance(value, dict):
+        items = value.values() if len(value) <= _MOST_ITEMS else islice(reversed(value.values()), _MOST_ITEMS)
+    elif isinstance(value, _CONTAINERS):
+        items = value
+        if isinstance(value, (list, tuple, deque)) and len(value) > _MOST_ITEMS:
+            items = islice(reversed(value), _MOST_ITEMS)
+    elif _is_object(value):
+        items = _attributes(value)
+    else:
+        return
+    for item in items:
+        yield from _made_since(item, first_node, depth - 1)

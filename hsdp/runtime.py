@@ -149,7 +149,7 @@ class Runtime(Backwards):
 
     def stepped(self) -> None:
         """An optimizer stepped parameters of this root: every rank does, between the same passes."""
-        # In a backward it is a hook's optimizer, which runs when a reduction lands: that depends on this rank's timing.
+        # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
         if not self._unfinished:
             self.turns.awaited = 0  # what was forward before would be stale
             for unit in self.units:

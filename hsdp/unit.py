@@ -148,14 +148,33 @@ class Unit(WholeParams):
         self._arrange()
 
     def rebuild(self) -> None:
-        """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
+        """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised.
+
+        Raises:
+            StateError: gradient sums are pending. Those of parameters that were replaced by others went with them.
+        """
         if self.lent:
             expect(self, "use of the sharded parameters", TrainingState.IDLE)
+        self._adopt()
+        self.gradients.refuse_pending(self.name, "use of parameters that were moved, cast or replaced")
+        self._renew()
+
+    def _adopt(self) -> None:
         self.reshard()
         self.weights_changed()
         for param in self.params:
             if param.moved():
                 param.adopt(self.name)
+
+    def renew(self) -> None:
+        """Makes the buffers anew. Gradient sums that are pending are lost, and said to be."""
+        owes = self.gradients.is_pending()
+        self._adopt()
+        self._renew()
+        if owes:
+            self.gradients.lose()
+
+    def _renew(self) -> None:
         devices = self.devices()
         if len(devices) != 1:
             raise StateError(
@@ -272,6 +291,8 @@ class Unit(WholeParams):
         self._wanted = wanted
         self._shadows.choose()
         self._guard = WholeGuard(self.lanes)
+        if self.residency is not Residency.WHOLE:
+            self._guard.freed()
         if self.open:
             self._shadows.show()
 

@@ -4,6 +4,10 @@ An unsharded parameter is a copy that is freed at the end of its use. A forward 
 `weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
 than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
 version counter, its storage, offset and shape, and in debug mode its content.
+
+Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill. Meanwhile its version
+counter says that it was modified: autograd, which compares the counters of what it saved, then refuses a backward that
+reads it, by whatever way that backward came.
 """
 
 from __future__ import annotations
@@ -17,6 +21,11 @@ from hsdp import debug
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 
+_FILLED, _FREED = 0, 1
+"""Versions of an unsharded parameter: the same one in every use, as graphs of several forwards may wait for it."""
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
 
 class WholeGuard:
     """What the unsharded parameters of a unit look like while nobody but the engine wrote to them.
@@ -28,7 +37,6 @@ class WholeGuard:
 
     def __init__(self, lanes: Sequence[Lane]) -> None:
         self._watched: list[tuple[str, Tensor, Tensor]] = []
-        self._versions: list[int] = []
         self._content: list[Tensor] = []
         for lane in lanes:
             if lane.shard.is_meta or lane.kind.extension or lane.keeps_writes:
@@ -37,23 +45,29 @@ class WholeGuard:
                 assert param.whole is not None, "a lane that is not on the meta device has unsharded parameters"
                 block = block_of(param.whole)
                 self._watched.append((param.fqn, block, block.detach()))
-        self._versions = [block._version for _, block, _ in self._watched]
+        self._blocks = tuple(block for _, block, _ in self._watched)
+        self._filled, self._freed = (_FILLED,) * len(self._blocks), (_FREED,) * len(self._blocks)
+
+    def freed(self) -> None:
+        """The unsharded parameters are not to be read until they are filled again."""
+        _set_versions(self._blocks, self._freed)
 
     def opened(self) -> None:
-        """The unsharded parameters were just filled."""
+        """The unsharded parameters were just filled: what a forward saved of them is what it was."""
+        _set_versions(self._blocks, self._filled)
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
     def written(self) -> str | None:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write."""
         found = None
-        for slot, (name, block, there) in enumerate(self._watched):
+        for name, block, there in self._watched:
             # Not `is_set_to`, which third-party devices answer by way of a copy on the host.
             if block.data_ptr() != there.data_ptr() or block.shape != there.shape or block.stride() != there.stride():
                 block.data = there
                 found = name
-            elif block._version != self._versions[slot]:
-                self._versions[slot] = block._version
+            elif block._version != _FILLED:
+                _set_versions((block,), (_FILLED,))
                 found = name
         if self._content:
             content, self._content = self._content, []

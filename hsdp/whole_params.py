@@ -76,6 +76,10 @@ class WholeParams:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
         raise AssertionError("a unit says how")
 
+    def renew(self) -> None:
+        """Makes the buffers anew, whatever is pending."""
+        raise AssertionError("a unit says how")
+
     def launch(self) -> None:
         """Starts the gather of the whole parameters: SHARDED -> GATHERING.
 
@@ -132,6 +136,7 @@ class WholeParams:
             self.hide()
         for lane in self.lanes:
             lane.keep_part(self.axes.shard_rank % self._parts)
+        self._guard.freed()
         self._kept_version = self.gathered_version
         self.residency = Residency.SHARDED
 
@@ -170,7 +175,7 @@ class WholeParams:
         self.residency = Residency.SHARDED
         if flight is not None and not flight.done():
             abandon(flight)
-            self.rebuild()
+            self.renew()
             return
         self._release()
 
@@ -211,6 +216,7 @@ class WholeParams:
             self.finish()
         self._kept_shards = None
         if self.residency is Residency.WHOLE:
+            self._guard.freed()
             for lane in self.lanes:
                 lane.release_whole()
             self.residency = Residency.SHARDED

@@ -26,16 +26,16 @@ import hsdp.verification
 import hsdp.whole
 from hsdp.gradients import Gradients
 from hsdp.lane import Lane
-from hsdp.memory import Arena
 from hsdp.order import Order
 from hsdp.param import ManagedParam
 from hsdp.runtime import Runtime
 from hsdp.state import ModuleState
 from hsdp.unit import Unit
+from hsdp.whole_guard import WholeGuard
 from tests import test_feature_rows as rows
 from tests import test_loops as loops
 from tests import test_training_state as states
-from tests.planting import WRONG_NUMBERS, Check, mutant, replaced
+from tests.planting import WRONG_NUMBERS, Check, mutant, replaced, versions_told_by
 from tests.rules import test_rule_01_ownership as rule_01
 from tests.rules import test_rule_02_ties as rule_02
 from tests.rules import test_rule_03_mixtures as rule_03
@@ -47,6 +47,7 @@ from tests.rules import test_rule_08_prefetch as rule_08
 from tests.rules import test_rule_09_resharding as rule_09
 from tests.rules import test_rule_10_completion as rule_10
 from tests.rules import test_rule_17_clipping as rule_17
+from tests.rules import test_rule_28_side_channels as side_channels
 
 NOT_REFUSED = "DID NOT RAISE|did not match"
 _lend = importlib.import_module("hsdp.full_params")  # the package has a function of this name
@@ -146,14 +147,14 @@ def frees_nothing() -> Any:
     return mock.patch.object(Lane, "release_whole", return_value=None)
 
 
-@mutant(Check(rule_09.check_freed), kill="inplace operation")
-def shares_a_version_counter() -> Any:
-    return mock.patch.object(Arena, "alias", lambda arena, start, stop: arena.tensor[start:stop])
+@mutant(Check(side_channels.check_loud_alone, world=2), kill="AssertionError")
+def lets_freed_parameters_be_read() -> Any:
+    return mock.patch.object(WholeGuard, "freed", return_value=None)
 
 
 @mutant(Check(rule_09.check_changed, ("step",)), kill=NOT_REFUSED)
 def does_not_count_epochs() -> Any:
-    return mock.patch.object(Unit, "epoch", property(lambda unit: 0, lambda unit, value: None), create=True)
+    return versions_told_by(lambda unit: (0, 0))
 
 
 @mutant(Check(rule_10.check_reductions_start_at_once, ("tokens",)), kill="AssertionError")
@@ -201,9 +202,7 @@ def keeps_no_part() -> Any:
 
 @mutant(Check(rows.check_reshard, (None,), world=4), kill="AssertionError")
 def frees_the_root_too() -> Any:
-    return replaced(
-        Runtime, "leave_forward", lambda leave: lambda runtime, unit, keep, more: leave(runtime, unit, False, more)
-    )
+    return mock.patch.object(Runtime, "_stays", return_value=False)
 
 
 @mutant(Check(rows.check_precision, (torch.bfloat16,)), kill="dtype")
@@ -294,12 +293,12 @@ def has_no_other_entrance() -> Any:
 
 @mutant(Check(rows.check_optimizer_in_backward, ((2,),)), kill="AssertionError")
 def runs_no_hooks_of_parameters() -> Any:
-    return mock.patch.object(hsdp.gradients, "_run_hooks", return_value=None)
+    return mock.patch.object(hsdp.gradients, "run_hooks", return_value=None)
 
 
 @mutant(Check(rows.check_gradient_hooks, ((2,),)))
 def runs_no_hooks_of_gradients() -> Any:
-    return mock.patch.object(hsdp.gradients, "_run_grad_hooks", return_value=None)
+    return mock.patch.object(hsdp.gradients, "run_grad_hooks", return_value=None)
 
 
 # -- loops ----------------------------------------------------------------------------------------------------------

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
+
+from hsdp.unit import Unit
 
 WRONG_NUMBERS = "differ|not close"
 Plant = Callable[[], AbstractContextManager[Any]]
@@ -59,3 +61,10 @@ def remembering(owner: type, name: str) -> Any:
     """Patches a method so that every object it was called on is held, until the mutant is gone."""
     held: list[Any] = []
     return replaced(owner, name, lambda call: lambda one, *args: (held.append(one), call(one, *args))[1])
+
+
+@contextmanager
+def versions_told_by(version: Callable[[Any], tuple[int, int]]) -> Iterator[None]:
+    """Units tell the versions of their parameters so, and do not look at the values of those that stay whole."""
+    with mock.patch.object(Unit, "version", property(version)), mock.patch.object(Unit, "as_kept", return_value=True):
+        yield

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -102,3 +103,29 @@ def check_list_on_meta(env: RankEnv) -> None:
 
 def test_rule_06_a_unit_of_several_modules_leaves_the_meta_device(pool2: Pool) -> None:
     pool2.run(check_list_on_meta)
+
+
+def check_pending(env: RankEnv, level: str) -> None:
+    """Sums that wait for later micro-batches would go with the buffers: moving is refused until they are summed."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh((2, 2)))
+    run = lambda one, rank: one(floats(rank)).square().mean().backward()  # noqa: E731
+    model.set_requires_all_reduce(level == "local")
+    with model.no_sync() if level == "local" else nullcontext():
+        run(model, env.rank)
+    model.set_requires_all_reduce(True)
+    with pytest.raises(hsdp.StateError, match=r"moving or casting the model: unit .* not summed over all ranks"):
+        model.float()
+    assert {param.dtype for param in model.parameters()} == {torch.float64}, "it was refused before anything changed"
+    name, param = "last.weight", model.get_parameter("last.weight")
+    model.load_state_dict({name: param.detach().clone()}, assign=True, strict=False)
+    with pytest.raises(hsdp.StateError, match=r"moved, cast or replaced: unit .* not summed over all ranks \(last.bias\)"):
+        run(model, env.rank)
+    # A parameter that replaces another has no gradient: nothing is pending for it.
+    model.load_state_dict({name: param.detach() for name, param in model.named_parameters()}, assign=True)
+    check_grads(model, plain, run, env.rank, env.world_size)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("level", ["local", "scatter"])
+def test_rule_06_moving_with_pending_sums_is_refused(pool4: Pool, level: str) -> None:
+    pool4.run(check_pending, level)

@@ -87,8 +87,9 @@ class Backwards(Root):
         task = self.enter_task()
         if not unit.open and unit.disturbed():
             raise stale(unit)
+        version = unit.version
         if visit is not None:
-            if visit.version != unit.version or not unit.as_kept():
+            if visit.version != version or not unit.as_kept():
                 raise stale(unit)
             if creates_graph:
                 # The whole parameters are part of the new graph, which keeps that of the forward alive: they stay.
@@ -119,7 +120,7 @@ class Backwards(Root):
         if visit is not None and not unit.settings.unshard_in_backward:
             self._opened[unit] = (first_node, task)
             return
-        self._open(unit, self._ahead(unit))
+        self._open(unit, version, self._ahead(unit), versions_of_forward=True)
         self._opened[unit] = (first_node, task)
 
     def _pass_to(self, unit: Unit, visit: Visit | None) -> list[Unit]:
@@ -187,7 +188,6 @@ class Backwards(Root):
             self._make_ready(unit)
         if not self._keeps_graph:
             del self._opened[unit]
-            unit.check_unwritten()
             if unit.settings.reshard_after_backward:
                 self._release(unit)
 

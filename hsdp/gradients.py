@@ -330,8 +330,8 @@ class Gradients:
             noted = len(self._undo)
             if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
                 self._assign(plan, values, used, undoable)
-            run_hooks(plan.params, used)
-            self._undo.forget_taken(noted)
+            if run_hooks(plan.params, used):
+                self._undo.forget_taken(noted)
 
     def _settle(self, parts: list[LaneReduction]) -> bool:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""

@@ -50,10 +50,13 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
             local.copy_(other.to_local())
 
 
-def run_hooks(params: list[ManagedParam], used: list[bool]) -> None:
-    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward, say)."""
+def run_hooks(params: list[ManagedParam], used: list[bool]) -> bool:
+    """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
+    ran = False
     for param, was_used in zip(params, used, strict=True):
         hooks: Any = param.sharded._post_accumulate_grad_hooks
         if hooks and was_used:
+            ran = True
             for hook in list(hooks.values()):
                 hook(param.sharded)
+    return ran

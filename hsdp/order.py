@@ -68,6 +68,7 @@ class BackwardOrder:
 
     def __init__(self) -> None:
         self._expected: list[Unit] = []
+        self._places: dict[Unit, int] = {}
         self._certain: dict[Unit, bool] = {}
         self._entered: set[Unit] = set()
         self._absent: set[Unit] = set()
@@ -78,6 +79,7 @@ class BackwardOrder:
         """Starts a backward over `units` that have to be gathered, with whether gradients can enter each."""
         self._certain = dict(units)
         self._expected = [unit for unit, certain in self._certain.items() if certain or unit not in self._absent]
+        self._places = {unit: place for place, unit in enumerate(self._expected)}
         self._entered = set()
         self._at = 0
 
@@ -87,7 +89,8 @@ class BackwardOrder:
         There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
         """
         self._entered.add(unit)
-        return self._between(self._expected.index(unit, self._at)) if unit in self._expected[self._at :] else []
+        place = self._places.get(unit, -1)
+        return self._between(place) if place > self._at else []
 
     def rest(self) -> list[Unit]:
         """The units that are left, and that other ranks may have entered."""
@@ -99,8 +102,9 @@ class BackwardOrder:
 
     def move_to(self, unit: Unit) -> None:
         """`unit` is entered or passed over now."""
-        if unit in self._expected[self._at :]:
-            self._at = self._expected.index(unit, self._at) + 1
+        place = self._places.get(unit, -1)
+        if place >= self._at:
+            self._at = place + 1
 
     def next_units(self, window: int) -> list[Unit]:
         """The `window` units that are gathered next."""
@@ -116,5 +120,5 @@ class BackwardOrder:
 
     def cancel(self) -> None:
         """Gives the backward up: nothing is learnt from it."""
-        self._expected, self._certain, self._entered = [], {}, set()
+        self._expected, self._places, self._certain, self._entered = [], {}, {}, set()
         self._at = 0

@@ -167,11 +167,11 @@ def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an object of somebody's class, neither torch's nor a function or class itself."""
+    """Whether it is an object of somebody's class, neither torch's nor ours, nor a function."""
     if isinstance(value, _NO_TENSORS) or callable(value):
         return False
     of = type(value).__module__.partition(".")[0]
-    return of not in ("builtins", "torch") and (hasattr(value, "__dict__") or bool(_slots_of(type(value))))
+    return of not in ("builtins", "torch", "hsdp") and (hasattr(value, "__dict__") or bool(_slots_of(type(value))))
 
 
 def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:

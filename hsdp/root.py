@@ -149,14 +149,18 @@ class Root:
         for child_name, child in module.named_children():
             self._collect(child, parent, dotted(name, child_name))
 
-    def _open(self, unit: Unit, ahead: list[Unit]) -> None:
-        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != unit.version:
+    def _open(self, unit: Unit, version: Version, ahead: list[Unit], versions_of_forward: bool = False) -> None:
+        """Opens `unit`, whose version is `version` now, and gathers others ahead.
+
+        `versions_of_forward`: the others are taken to have their versions of the forward; what is entered is looked at.
+        """
+        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != version:
             unit.reshard()
         if unit.residency is Residency.SHARDED:
-            unit.launch()
+            unit.launch(version)
         for other in ahead:
             if other.residency is Residency.SHARDED:
-                other.launch()
+                other.launch(other.forward_version if versions_of_forward else None)
         unit.show()
 
     def _release(self, unit: Unit) -> None:

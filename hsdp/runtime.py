@@ -46,7 +46,8 @@ class Runtime(Backwards):
         unit.begin_forward(afresh=not self.turns.awaited)
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
-        self._open(unit, ahead if unit.settings.forward_prefetch is None else unit.settings.forward_prefetch)
+        chosen = unit.settings.forward_prefetch
+        self._open(unit, unit.forward_version, ahead if chosen is None else chosen)
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

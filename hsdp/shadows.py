@@ -12,6 +12,8 @@ from torch import Tensor, nn
 from hsdp.inner import block_of
 from hsdp.param import ManagedParam, refresh_flat_weights
 
+_storage_of = torch._C._storage_address  # type: ignore[attr-defined]
+
 
 class Shadows:
     """What opening, closing and checking a unit go through, resolved once: places, not lookups.
@@ -37,7 +39,10 @@ class Shadows:
                 self._entries.append((entry[1], name, param))
                 self._registered.append((module._parameters, name, param.sharded, param.local))
         self._modules = list(modules.values())
-        self._wrappers = [(param, param.sharded, _wrapper_of(param.sharded)) for param in params]
+        # What tells a DTensor's own storage, which has no memory, from those of others that are alive.
+        self._params = list(params)
+        self._sharded = [param.sharded for param in params]
+        self._wrappers = list(map(_storage_of, self._sharded))
 
     def choose(self) -> None:
         """Takes the whole parameters that forwards are to see from now on (`ManagedParam.choose`)."""
@@ -86,18 +91,15 @@ class Shadows:
 
         torch gives such a DTensor another wrapper and leaves its local tensor as it was.
         """
+        now = list(map(_storage_of, self._sharded))
+        if now == self._wrappers:
+            return None
         found = None
-        for at, (param, sharded, wrapper) in enumerate(self._wrappers):
-            if (now := _wrapper_of(sharded)) != wrapper:
-                self._wrappers[at] = (param, sharded, now)
-                if sharded._local_tensor is param.local:  # type: ignore[attr-defined]
-                    found = param.fqn
+        for param, sharded, before, after in zip(self._params, self._sharded, self._wrappers, now, strict=True):
+            if before != after and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
+                found = param.fqn
+        self._wrappers = now
         return found
-
-
-def _wrapper_of(tensor: Tensor) -> int:
-    """What tells a DTensor's own storage, which has no memory, from those of others that are alive."""
-    return int(tensor.untyped_storage()._cdata)
 
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:

@@ -144,7 +144,7 @@ class ModuleState:
         """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
         # A recomputation is a part of the backward under way.
         behind = None if runtime.in_backward() else runtime.forward_pass
-        visit, watched = Visit(self.unit.version, first_node, behind), False
+        visit, watched = Visit(self.unit.forward_version, first_node, behind), False
         left = self._left_behind(runtime).tensors(arguments, first_node)
         for tensor in chain(tensors_in(output), left):
             for node in entry_nodes(tensor, first_node):

@@ -324,8 +324,6 @@ class Unit(WholeParams):
         inner = param.inner
         if inner is not None:
             grad = inner.block_of_grad(grad)
-        if self.version != self.forward_version:
-            raise stale(self)
         task = runtime.enter_task()
         remaining = self.remaining
         if task not in remaining:
@@ -335,6 +333,9 @@ class Unit(WholeParams):
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:
+            # Entering a unit compares versions; one that is whole since its forward may be trained without.
+            if not runtime.has_entered(self) and self.version != self.forward_version:
+                raise stale(self)
             runtime.completed(self)
 
     def factor(self) -> float:

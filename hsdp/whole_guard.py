@@ -45,6 +45,8 @@ class WholeGuard:
                 assert param.whole is not None, "a lane that is not on the meta device has unsharded parameters"
                 block = block_of(param.whole)
                 self._watched.append((param.fqn, block, block.detach()))
+        # Third-party devices answer `is_set_to` by way of a copy on the host.
+        self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same
         self._blocks = tuple(block for _, block, _ in self._watched)
         self._filled, self._freed = (_FILLED,) * len(self._blocks), (_FREED,) * len(self._blocks)
 
@@ -62,8 +64,7 @@ class WholeGuard:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write."""
         found = None
         for name, block, there in self._watched:
-            # Not `is_set_to`, which third-party devices answer by way of a copy on the host.
-            if block.data_ptr() != there.data_ptr() or block.shape != there.shape or block.stride() != there.stride():
+            if not self._same(block, there):
                 block.data = there
                 found = name
             elif block._version != _FILLED:
@@ -75,6 +76,10 @@ class WholeGuard:
                 if not torch.equal(_bits(block), _bits(then)):
                     found = name
         return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
 
 
 def _bits(tensor: Tensor) -> Tensor:

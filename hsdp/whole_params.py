@@ -8,6 +8,7 @@ A unit is *open* when its whole parameters lie in front of the sharded ones in t
 from __future__ import annotations
 
 import enum
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -27,6 +28,7 @@ from hsdp.whole_guard import WholeGuard
 Version = tuple[int, int]
 """See `Unit.version`."""
 NO_VERSION: Version = (-1, -1)
+_version_of = attrgetter("_version")
 
 
 class Residency(enum.Enum):
@@ -80,8 +82,11 @@ class WholeParams:
         """Makes the buffers anew, whatever is pending."""
         raise AssertionError("a unit says how")
 
-    def launch(self) -> None:
+    def launch(self, version: Version | None = None) -> None:
         """Starts the gather of the whole parameters: SHARDED -> GATHERING.
+
+        Args:
+            version: `version`, if the caller has just asked for it.
 
         Raises:
             StateError: a parameter was replaced by something that is not its equal, or is still on the meta device.
@@ -89,9 +94,11 @@ class WholeParams:
         assert self.residency is Residency.SHARDED, f"unit {self.name!r} is {self.residency.value}, expected sharded"
         if self.disturbed():
             self.rebuild()
+            version = None
         self._check_materialised()
-        if self._kept_version == self.version:
-            self._launch_parts()
+        version = version or self.version
+        if self._kept_version == version:
+            self._launch_parts(version)
             return
         try:
             for lane in self.lanes:
@@ -101,7 +108,7 @@ class WholeParams:
             self._release()
             raise
         self.residency = Residency.GATHERING
-        self.gathered_version = self.version
+        self.gathered_version = version
 
     def _start_gather(self) -> Flight:
         with self.streams.on("gather"):
@@ -115,7 +122,7 @@ class WholeParams:
                 return self.shard_comm.all_gather(self, self.op ^ self._variant, outputs, inputs, self._unpack)
             return self.shard_comm.local("cast", self)
 
-    def _launch_parts(self) -> None:
+    def _launch_parts(self, version: Version) -> None:
         """The gather for backward, from the smaller group that the whole parameters stayed sharded over."""
         assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
         transfers = [transfer for lane in self.lanes for transfer in lane.prepare_parts()]
@@ -125,7 +132,7 @@ class WholeParams:
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
             self._flight = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
         self.residency = Residency.GATHERING
-        self.gathered_version = self.version
+        self.gathered_version = version
 
     def keep_part(self) -> None:
         """Closes the unit after forward; its whole parameters stay, sharded over the smaller group, for the backward."""
@@ -200,7 +207,7 @@ class WholeParams:
     def version(self) -> Version:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
         autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both."""
-        return self.epoch, sum([tensor._version for tensor in self._versioned])
+        return self.epoch, sum(map(_version_of, self._versioned))
 
     def check_unwritten(self) -> None:
         """Raises StateError if somebody wrote to the whole parameters since they were gathered."""

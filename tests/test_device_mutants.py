@@ -161,7 +161,7 @@ def _all(patches: list[Any]) -> Iterator[None]:
 @mutant("fusion packed")
 def staging_is_freed_when_its_gather_was_launched() -> Any:
     def change(launch: Callable[..., None]) -> Callable[..., None]:
-        return lambda unit: (launch(unit), [lane.release_transients() for lane in unit.lanes])[0]
+        return lambda unit, *version: (launch(unit, *version), [lane.release_transients() for lane in unit.lanes])[0]
 
     return replaced(Unit, "launch", change)
 

@@ -286,7 +286,7 @@ class Recorder:
         if self._gathered.get(unit):  # most units are resharded more often than they are whole
             self._measure(unit)
 
-    def _measure(self, unit: Unit) -> None:
+    def _measure(self, unit: Unit, *_: object) -> None:
         held = 0
         for lane in unit.lanes:
             held += lane.transient_bytes

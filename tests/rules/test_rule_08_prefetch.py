@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -25,9 +26,9 @@ def ahead() -> Iterator[list[tuple[str, ...]]]:
     waiting: dict[str, None] = {}
     launch, show = Unit.launch, Unit.show
 
-    def launched(unit: Unit) -> None:
+    def launched(unit: Unit, *version: Any) -> None:
         waiting[unit.name] = None
-        launch(unit)
+        launch(unit, *version)
 
     def shown(unit: Unit) -> None:
         show(unit)

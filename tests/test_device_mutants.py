@@ -251,7 +251,7 @@ def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
     told: list[str] = []
     for seed in range(1, MOST_RUNS + 1):
         try:
-            pool.run(_mutated, name, seed)
+            pool.run(_mutated, name, seed, timeout=20.0)
         except RemoteError as error:
             # The rank that found it does not wait for the others, which may be in a collective with it.
             told += [f"{one.error}: {one.message}" for one in error.outcomes if not one.ok]

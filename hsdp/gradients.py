@@ -272,6 +272,8 @@ class Gradients:
                     found[param.fqn] = (
                         "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
                     )
+        if self.lost:
+            found.update(dict.fromkeys(self._witnesses.names(), "lost with a backward that failed"))
         return found
 
     def local_sums(self) -> dict[str, Tensor]:

@@ -135,12 +135,18 @@ class HSDPModule(FSDP2Methods):
     def reshard(self) -> None:
         """Frees the whole parameters of this module's unit.
 
+        Those that a graph of gradients (`create_graph=True`) reads are freed when that graph is gone.
+
         Raises:
             StateError: the unit computes with them, or is lent to `full_params`.
         """
         for unit in self._units(recurse=False):
             expect(unit, "reshard", TrainingState.IDLE, TrainingState.BACKWARD_POST)
-            unit.reshard()
+            if unit.retained and unit.runtime is not None and unit.runtime.has_graphs():
+                unit.pinned = False
+                unit.keep()
+            else:
+                unit.reshard()
 
     def _runtimes(self) -> list[Runtime]:
         found = {unit.runtime: None for unit in self._units() if unit.runtime is not None}
@@ -226,7 +232,8 @@ class HSDPModule(FSDP2Methods):
         """Parameters whose gradient sums have not been summed over all ranks, and how far those came.
 
         Returns:
-            By parameter name, "on this rank", "in the shard group", or both.
+            By parameter name, "on this rank", "in the shard group", or both; "lost with a backward that failed" until
+            gradients are zeroed.
         """
         return self._by_name(lambda unit: unit.gradients.pending())
 

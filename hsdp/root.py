@@ -163,6 +163,11 @@ class Root:
                 other.launch(other.forward_version if versions_of_forward else None)
         unit.show()
 
+    def has_graphs(self) -> bool:
+        """Whether a graph of gradients (`create_graph=True`) is alive, which reads whole parameters."""
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return bool(self._graphs)
+
     def _release(self, unit: Unit) -> None:
         """Frees the whole parameters of a unit, unless its forward is under way or a graph of gradients will read them."""
         if not unit.calls and not unit.retained:
@@ -171,6 +176,7 @@ class Root:
     def _reshard_all(self) -> None:
         for unit in self.units:
             unit.state = TrainingState.IDLE
+            unit.undo_writes()
             try:
                 unit.reshard()
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up

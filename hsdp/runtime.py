@@ -27,12 +27,12 @@ class Runtime(Backwards):
         refuse_assigned(self.units, "forward")
         self.turns.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
-        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        graphs = self.has_graphs()
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:
                 expect(unit, "forward", TrainingState.IDLE)
-            stays = unit.pinned or (unit.retained and self._graphs)
+            stays = unit.pinned or (unit.retained and graphs)
             if unit.holds_whole and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
                 unit.reshard()
         self._forward.begin()
@@ -114,7 +114,7 @@ class Runtime(Backwards):
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
         self._forward.cancel()
-        self.turns.forget_forwards()
+        self.turns.forget_forward()
         for unit in self.units:
             unit.ran.clear()
         self._reshard_all()

@@ -37,6 +37,7 @@ class Turns:
         self._expected: dict[Unit, int] = {}
         self._queue: deque[Unit] = deque()
         self._again: list[Unit] = []
+        self._before: tuple[dict[Unit, bool], dict[Unit, int]] = {}, {}
         self._retained = False
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -45,6 +46,7 @@ class Turns:
         """A forward of the root begins."""
         if not self.awaited:
             self._entered, self._calls = {}, {}
+        self._before = dict(self._entered), dict(self._calls)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
@@ -55,6 +57,10 @@ class Turns:
     def end_forward(self) -> None:
         """The root's forward ended."""
         self.awaited += torch.is_grad_enabled()
+
+    def forget_forward(self) -> None:
+        """The root's forward raised: its backward will not come, those of earlier forwards may."""
+        self._entered, self._calls = self._before
 
     def forget_forwards(self) -> None:
         """No backward of an earlier forward will come."""

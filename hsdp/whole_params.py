@@ -214,6 +214,11 @@ class WholeParams:
         if self.residency is Residency.WHOLE and (name := self._guard.written()) is not None:
             raise written(self.name, name)
 
+    def undo_writes(self) -> None:
+        """Whole parameters that somebody gave other memory have theirs again; of an iteration that failed anyway."""
+        if self.residency is Residency.WHOLE:
+            self._guard.written()
+
     def reshard(self) -> None:
         """Closes the unit and frees the whole parameters: -> SHARDED. A gather under way is waited for first."""
         self.pinned = self.retained = False

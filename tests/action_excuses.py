@@ -34,6 +34,20 @@ def _any_of(*facts: str) -> frozenset[str]:
 
 
 EXCUSES: tuple[Excuse, ...] = (
+    Excuse(
+        "silent",
+        ("backward",),
+        _any_of("toggle", "toggled"),
+        "a recomputation under hsdp sees the parameters as its forward did; on the twin it saves other tensors",
+        "^CheckpointError",
+    ),
+    Excuse(
+        "silent",
+        ("backward", "grad"),
+        _any_of("copy_ renorm", "data renorm", "max_norm"),
+        "a forward that writes to its weights is refused, and its write taken back; what the twin keeps is its version",
+        "modified by an inplace operation",
+    ),
     Excuse("StateError", ("write",), _any_of("write"), "torch loses what is assigned to .data", r"\.data of parameter"),
     Excuse(
         "StaleParametersError",
@@ -42,10 +56,24 @@ EXCUSES: tuple[Excuse, ...] = (
         "weights changed between a forward and its backward: the twin uses what autograd saved, a gather cannot",
     ),
     Excuse(
+        "RuntimeError",
+        ("backward", "grad"),
+        _any_of("write", "step", "load", "step in backward"),
+        "the weights that a graph of gradients reads changed: they are gathered anew for others, and autograd says so",
+        "modified by an inplace operation",
+    ),
+    Excuse(
         "StateError",
         ("step", "raw step", "clip", "peek", "full write", "load"),
         _any_of("pending"),
         "sums are pending: their gradients are not in `.grad` yet",
+    ),
+    Excuse(
+        "StateError",
+        ("backward", "flush", "grad"),
+        _any_of("lost"),
+        "sums went with a backward that failed",
+        "they are lost",
     ),
     Excuse(
         "StateError",
@@ -61,14 +89,6 @@ EXCUSES: tuple[Excuse, ...] = (
         "a write to a whole weight would be lost when it is freed",
     ),
 )
-
-
-def both_refuse(error: str, twins: str) -> bool:
-    """Whether torch refuses a graph of gradients on both sides because the weights in it changed: an optimizer stepped.
-
-    On the twin autograd's version check finds that. Here the step freed the whole weights that the graph reads.
-    """
-    return "storage of size 0" in error and "modified by an inplace operation" in twins
 
 
 def excuse_for(error: str, told: str, action: str, facts: set[str]) -> Excuse | None:

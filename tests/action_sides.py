@@ -345,6 +345,10 @@ class Sharded(Side):
         """Whether gradient sums wait to be communicated."""
         return bool(self.model.pending_gradients())
 
+    def lost(self) -> bool:
+        """Whether sums went with a backward that failed: whoever would take gradients for complete is refused."""
+        return any(how.startswith("lost") for how in self.model.pending_gradients().values())
+
     def like(self, whole: Tensor, param: Tensor) -> Tensor:
         assert isinstance(param, DTensor)
         return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
@@ -391,7 +395,7 @@ class Sharded(Side):
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         """torch loses what is assigned to the `.data` of a DTensor: the next forward is refused."""
         super().write(at, kind, which)
-        return self.eval(at, {}) if kind == "data set" else []
+        return self.eval(at, {}) if kind == "data set" and list(self.chosen(which)) else []
 
     def step(self, at: int) -> Values:
         self.model.flush()

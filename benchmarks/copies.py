@@ -5,7 +5,7 @@ Two tables:
     measured   units of large weights on a fake process group; operators that move bytes without computing are counted
                (`tests.counting`), less those of the plain model; allocations come from torch's profiler
     planned    blocks of published models on 8, 12 and 64 ranks: bytes that the plan of `hsdp.layout` sends, over
-               the formulas of LIMITS.md; nothing is run, as no machine here holds them
+               the formulas of docs/formulas.md; nothing is run, as no machine here holds them
 
 That tensors are the same memory is asserted in tests/test_copies.py: outputs of gathers are the whole parameters, inputs of
 reduce-scatters the gradients that autograd made, their outputs what `.grad` holds.
@@ -235,7 +235,7 @@ def measured_table(rows: Sequence[tuple[str, str, str, Counts]]) -> str:
 
 
 def over_formula(counts: Counts, shape: tuple[int, ...], width: int) -> dict[str, float]:
-    """Bytes sent over LIMITS.md's formulas, by kind of collective; `width`: bytes of a gathered element."""
+    """Bytes sent over docs/formulas.md's formulas, by kind of collective; `width`: bytes of a gathered element."""
     shards, replicas = shape[-1], WORLD // shape[-1]
     part = (shards - 1) / shards
     formula = {

@@ -6,7 +6,7 @@ needs: whole parameters, gradients on their way, buffers of collectives.
     transient = peak of (bytes alive - bytes alive before the pass - gradients landed so far)       / U
 
 U is one unit gathered: its elements in the compute dtype. It must be the same for any number of layers. Beside it
-stands LIMITS.md's formula; FSDP2 runs the same model. The process group is fake (4 ranks): its collectives never say that
+stands docs/formulas.md's formula; FSDP2 runs the same model. The process group is fake (4 ranks): its collectives never say that
 they are done until somebody waits, which is how a slow link looks, so queues fill up to their bounds. With `--gloo` four
 processes run, and hsdp holds what its reduce-scatter of all-to-all and sum receives besides.
 """
@@ -145,7 +145,7 @@ def measure(setup: Setup, layers: int, mesh: DeviceMesh) -> Peaks:
 
 
 def formula(setup: Setup) -> tuple[float, float]:
-    """LIMITS.md's bounds in units of U, for forward and backward of hsdp with its default policy but for prefetch.
+    """docs/formulas.md's bounds in units of U, for forward and backward of hsdp with its default policy but for prefetch.
 
     gathered + gradients being made + reductions that hold whole gradients + shards of reductions under way
     """

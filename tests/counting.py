@@ -79,7 +79,7 @@ class Call:
 
     @property
     def wire_bytes(self) -> float:
-        """What a rank sends (and receives), by the formulas of LIMITS.md; 0 for kinds that have none there."""
+        """What a rank sends (and receives), by the formulas of docs/formulas.md; 0 for kinds that have none there."""
         if self.kind not in _WIRE:
             return 0.0
         operand, factor = _WIRE[self.kind]

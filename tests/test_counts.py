@@ -1,4 +1,4 @@
-"""Collectives per unit and step, and their bytes, are those of the formulas in LIMITS.md.
+"""Collectives per unit and step, and their bytes, are those of the formulas in docs/formulas.md.
 
 P parameters, S shard ranks, R replicas, A micro-batches, k gathers per micro-batch (2 = freed after forward, 1 = kept):
 
@@ -26,7 +26,7 @@ from tests.rig import Pool, RankEnv, fake_world
 from tests.sharded import mesh_id, shard
 
 WORLDS: list[tuple[int, ...]] = [(8,), (2, 4), (4, 2), (1, 8), (8, 1)]
-PADDING = 1.03  # what LIMITS.md allows bytes to be above the formula
+PADDING = 1.03  # what docs/formulas.md allows bytes to be above the formula
 
 
 def _sizes(shape: tuple[int, ...]) -> tuple[int, int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import inspect
 import pydoc
+import re
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -82,3 +84,13 @@ def test_pydoc_reads_like_documentation() -> None:
         assert said in text
     assert "no_sync" in text
     assert "micro-batch" in text
+
+
+def test_every_rule_names_its_tests() -> None:
+    root = Path(__file__).parents[1]
+    rows = re.findall(r"^\| (\d+) \| .+ \| (`[^`]+`|none yet) \|$", (root / "docs" / "rules.md").read_text(), re.MULTILINE)
+    assert [int(number) for number, _ in rows] == list(range(1, len(rows) + 1))
+    named = {told.strip("`"): int(number) for number, told in rows if told != "none yet"}
+    assert not [path for path in named if not (root / path).is_file()]
+    for path in sorted((root / "tests" / "rules").glob("test_rule_*.py")):
+        assert path.relative_to(root).as_posix() in named, f"docs/rules.md does not name {path.name}"

@@ -60,7 +60,7 @@ def _place(name: str) -> tuple[int, int]:
             return floor, ordered.index(name)
     if name in _TOP or name == "examples":
         return len(_UNORDERED) + len(_ORDERED), 0
-    raise AssertionError(f"hsdp/{name}.py stands on no floor: add it to the table of DESIGN.md section 3 and here")
+    raise AssertionError(f"hsdp/{name}.py stands on no floor: add it to the table here")
 
 
 def _imports(tree: ast.AST) -> Iterator[str]:

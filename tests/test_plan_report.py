@@ -65,7 +65,7 @@ def test_a_large_world_is_planned_from_a_laptop() -> None:
     assert plan.fits
     assert "layers.0..78 (each of 79)" in text, "the last one is another: it is gathered once"
     assert "8 replicas x 64 shards (64 nodes of 8)" in text
-    # LIMITS.md's formulas; flags and padding are next to nothing here.
+    # docs/formulas.md's formulas; flags and padding are next to nothing here.
     gathered, kept = plan.numel, plan.units[0].numel + plan.units[-1].numel
     sent = {one.kind: one.sent for one in plan.collectives}
     assert sent["all-gather"] == pytest.approx((2 * gathered - kept) * 2 * 63 / 64, rel=1e-3)

@@ -1,1 +1,1 @@
-"""One test file per rule of RULES.md, named after the rule."""
+"""One test file per rule of docs/rules.md, named after the rule."""

@@ -6,9 +6,9 @@ needs: whole parameters, gradients on their way, buffers of collectives.
     transient = peak of (bytes alive - bytes alive before the pass - gradients landed so far)       / U
 
 U is one unit gathered: its elements in the compute dtype. It must be the same for any number of layers. Beside it
-stands docs/formulas.md's formula; FSDP2 runs the same model. The process group is fake (4 ranks): its collectives never say that
-they are done until somebody waits, which is how a slow link looks, so queues fill up to their bounds. With `--gloo` four
-processes run, and hsdp holds what its reduce-scatter of all-to-all and sum receives besides.
+stands the formula of docs/formulas.md; FSDP2 runs the same model. The process group is fake (4 ranks): its collectives
+never say that they are done until somebody waits, which is how a slow link looks, so queues fill up to their bounds. With
+`--gloo` four processes run, and hsdp holds what its reduce-scatter of all-to-all and sum receives besides.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""420 random programs of user actions against the twin, in float64; `tests.action_soak` runs more, and shrinks."""
+"""A share of 840 random programs of user actions against the twin, in float64; `tests.action_soak` runs more."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ import pytest
 from tests.action_soak import run_all, table
 from tests.actions import FEATURES, SHAPES, Action, draw, smaller
 from tests.rig import Pool
+from tests.support.share import share
 
 KNOWN = frozenset({"max_norm"})
 """Features that programs leave out here, as the engine is known to fail with them; the soak has them.
@@ -15,9 +16,10 @@ On meshes with one shard rank a forward that writes to its weights is refused af
 """
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 300), (2, "2d", 60), (4, "2d", 60)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 600), (2, "2d", 120), (4, "2d", 120)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     pool: Pool = request.getfixturevalue(f"pool{ranks}")
+    count = share(count)
     programs = [draw(f"ci:{number}", SHAPES[mesh][ranks], KNOWN) for number in range(count)]
     tally = run_all(pool, programs, stop_at=4)
     assert not tally.failures, f"{table(tally, count)}\n" + "\n".join(

@@ -13,9 +13,10 @@ from tests.device_cases import CASES, Shape, run_case
 from tests.rig import Pool
 from tests.sharded import mesh_id
 from tests.support.device import MODES
+from tests.support.share import FULL
 
 RUNS = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
-SHARE = RUNS[::3]
+SHARE = RUNS if FULL else RUNS[::5]
 """What runs here: each case has several meshes, and the soak runs all of them."""
 
 

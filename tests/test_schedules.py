@@ -11,15 +11,16 @@ from tests.mutants import MUTANTS
 from tests.rig import Pool
 from tests.schedule_soak import SCHEDULE_BUGS, runs, search
 from tests.schedules import run_schedule
+from tests.support.share import share
 
 
-@settings(max_examples=200)
+@settings(max_examples=share(200))
 @given(runs(2))
 def test_schedules_on_two_ranks(pool2: Pool, args: tuple[Any, ...]) -> None:
     pool2.run(run_schedule, *args)
 
 
-@settings(max_examples=100)
+@settings(max_examples=share(100))
 @given(runs(4))
 def test_schedules_on_four_ranks(pool4: Pool, args: tuple[Any, ...]) -> None:
     pool4.run(run_schedule, *args)

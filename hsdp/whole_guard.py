@@ -53,6 +53,7 @@ class WholeGuard:
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
         _set_versions(self._blocks, self._freed)
+        self._content = []
 
     def opened(self) -> None:
         """The unsharded parameters were just filled: what a forward saved of them is what it was."""

@@ -188,6 +188,7 @@ class Backwards(Root):
             self._make_ready(unit)
         if not self._keeps_graph:
             del self._opened[unit]
+            unit.check_unwritten()
             if unit.settings.reshard_after_backward:
                 self._release(unit)
 
@@ -241,6 +242,9 @@ class Backwards(Root):
 
     def _end_backward(self) -> None:
         self._pass_over_rest()
+        # Before reductions land: an optimizer in a hook may write to shards, which on one shard rank are the parameters.
+        for unit in self._opened:
+            unit.check_unwritten()
         if self._reduces:
             left = self.turns.end()
             for unit in (*left, *(u for u in self.units if u not in left)):

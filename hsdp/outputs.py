@@ -177,6 +177,9 @@ def _is_object(value: Any) -> bool:
 def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:
     items: Any
     if isinstance(value, Tensor):
+        base = value._base
+        if base is not None and base.is_leaf:
+            return  # a view of a parameter, kept since another use of it perhaps: to ask for its node makes a new one
         if (node := value.grad_fn) is not None and node._sequence_nr() >= first_node:
             yield value
         return

@@ -95,13 +95,14 @@ class Unit(WholeParams):
         self.residency = Residency.SHARDED
         self.open = self.pinned = self.retained = False
         self.epoch = 0
-        self.gathered_version = self.forward_version = NO_VERSION
+        self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
+        self._fillings = 0
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self.calls = 0
         self.ran: set[int] = set()
         self._kept_shards: list[int] | None = None
-        self._guard = WholeGuard(())
+        self._guard = WholeGuard((), 0)
         self._flight: Flight | None = None
         self._shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
@@ -147,34 +148,25 @@ class Unit(WholeParams):
                 param.shard(lane.local(index), lane.layout.pieces[index], self.axes, weakref.ref(self))
         self._arrange()
 
-    def rebuild(self) -> None:
+    def rebuild(self, loses_sums: bool = False) -> None:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised.
 
+        Args:
+            loses_sums: gradient sums that are pending are lost, and said to be.
+
         Raises:
-            StateError: gradient sums are pending. Those of parameters that were replaced by others went with them.
+            StateError: such sums are pending otherwise. Those of parameters that were replaced by others went with them.
         """
         if self.lent:
             expect(self, "use of the sharded parameters", TrainingState.IDLE)
-        self._adopt()
-        self.gradients.refuse_pending(self.name, "use of parameters that were moved, cast or replaced")
-        self._renew()
-
-    def _adopt(self) -> None:
         self.reshard()
         self.weights_changed()
         for param in self.params:
             if param.moved():
                 param.adopt(self.name)
-
-    def renew(self) -> None:
-        """Makes the buffers anew. Gradient sums that are pending are lost, and said to be."""
-        owes = self.gradients.is_pending()
-        self._adopt()
-        self._renew()
-        if owes:
-            self.gradients.lose()
-
-    def _renew(self) -> None:
+        lost = loses_sums and self.gradients.is_pending()
+        if not loses_sums:
+            self.gradients.refuse_pending(self.name, "use of parameters that were moved, cast or replaced")
         devices = self.devices()
         if len(devices) != 1:
             raise StateError(
@@ -187,6 +179,8 @@ class Unit(WholeParams):
                 param.piece = lane.layout.pieces[index]
                 param.rehome(lane.local(index))
         self._arrange()
+        if lost:
+            self.gradients.lose()
 
     def devices(self) -> set[torch.device]:
         """Where the sharded parameters are at present: on one device, but while somebody moves them."""
@@ -290,7 +284,7 @@ class Unit(WholeParams):
                     self._watch(slot)
         self._wanted = wanted
         self._shadows.choose()
-        self._guard = WholeGuard(self.lanes)
+        self._guard = WholeGuard(self.lanes, self._fillings)
         if self.residency is not Residency.WHOLE:
             self._guard.freed()
         if self.open:

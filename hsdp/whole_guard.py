@@ -5,9 +5,10 @@ An unsharded parameter is a copy that is freed at the end of its use. A forward 
 than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
 version counter, its storage, offset and shape, and in debug mode its content.
 
-Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill. Meanwhile its version
-counter says that it was modified: autograd, which compares the counters of what it saved, then refuses a backward that
-reads it, by whatever way that backward came.
+Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill, and in a later use it may
+hold other weights. The guard sets its version counter accordingly: the same number whenever it holds the same weights,
+another one whenever it does not. Autograd, which compares the counters of what it saved, then refuses a backward that
+would read it at the wrong moment, by whatever way that backward came.
 """
 
 from __future__ import annotations
@@ -21,9 +22,6 @@ from hsdp import debug
 from hsdp.inner import block_of
 from hsdp.lane import Lane
 
-_FILLED, _FREED = 0, 1
-"""Versions of an unsharded parameter: the same one in every use, as graphs of several forwards may wait for it."""
-
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -33,9 +31,10 @@ class WholeGuard:
     Args:
         lanes: the unit's lanes; those whose unsharded parameters are the shards themselves, on one rank alone, are not
             looked at, as writes to them are kept.
+        fillings: how many different weights the unsharded parameters have held.
     """
 
-    def __init__(self, lanes: Sequence[Lane]) -> None:
+    def __init__(self, lanes: Sequence[Lane], fillings: int) -> None:
         self._watched: list[tuple[str, Tensor, Tensor]] = []
         self._content: list[Tensor] = []
         for lane in lanes:
@@ -48,16 +47,17 @@ class WholeGuard:
         # Third-party devices answer `is_set_to` by way of a copy on the host.
         self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same
         self._blocks = tuple(block for _, block, _ in self._watched)
-        self._filled, self._freed = (_FILLED,) * len(self._blocks), (_FREED,) * len(self._blocks)
+        self._filled = 2 * fillings  # between two even numbers, the odd one says that there are no weights
 
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
-        _set_versions(self._blocks, self._freed)
+        _set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
         self._content = []
 
-    def opened(self) -> None:
-        """The unsharded parameters were just filled: what a forward saved of them is what it was."""
-        _set_versions(self._blocks, self._filled)
+    def opened(self, fillings: int) -> None:
+        """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
+        self._filled = 2 * fillings
+        _set_versions(self._blocks, (self._filled,) * len(self._blocks))
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
@@ -68,8 +68,8 @@ class WholeGuard:
             if not self._same(block, there):
                 block.data = there
                 found = name
-            elif block._version != _FILLED:
-                _set_versions((block,), (_FILLED,))
+            elif block._version != self._filled:
+                _set_versions((block,), (self._filled,))
                 found = name
         if self._content:
             content, self._content = self._content, []

@@ -65,6 +65,8 @@ class WholeParams:
     shard_comm: Comm
     part_comm: Comm | None
     _kept_version: Version | None
+    _filled_version: Version
+    _fillings: int
     _kept_shards: list[int] | None
     _versioned: list[Tensor]
     _flight: Flight | None
@@ -74,12 +76,8 @@ class WholeParams:
     _variant: int
     _reads_host: bool
 
-    def rebuild(self) -> None:
+    def rebuild(self, loses_sums: bool = False) -> None:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
-        raise AssertionError("a unit says how")
-
-    def renew(self) -> None:
-        """Makes the buffers anew, whatever is pending."""
         raise AssertionError("a unit says how")
 
     def launch(self, version: Version | None = None) -> None:
@@ -173,7 +171,10 @@ class WholeParams:
         for lane in self.lanes:
             lane.release_transients()
         self.residency = Residency.WHOLE
-        self._guard.opened()
+        if self._filled_version != self.gathered_version:
+            self._filled_version = self.gathered_version
+            self._fillings += 1
+        self._guard.opened(self._fillings)
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
@@ -182,7 +183,7 @@ class WholeParams:
         self.residency = Residency.SHARDED
         if flight is not None and not flight.done():
             abandon(flight)
-            self.renew()
+            self.rebuild(loses_sums=True)
             return
         self._release()
 

@@ -36,6 +36,9 @@ class FSDP2(Sharded):
     def pending(self) -> bool:
         return False
 
+    def lost(self) -> bool:
+        return False
+
     def clip(self, at: int) -> Values:
         norm: Any = torch.nn.utils.clip_grad_norm_(self.params.values(), 0.5)
         return [("norm", norm.full_tensor() if hasattr(norm, "full_tensor") else norm.clone())]

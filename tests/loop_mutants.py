@@ -152,6 +152,11 @@ def lets_freed_parameters_be_read() -> Any:
     return mock.patch.object(WholeGuard, "freed", return_value=None)
 
 
+@mutant(Check(side_channels.check_late, (False,)), kill="DID NOT RAISE")
+def takes_all_weights_for_the_same() -> Any:
+    return replaced(WholeGuard, "opened", lambda opened: lambda guard, fillings: opened(guard, 0))
+
+
 @mutant(Check(rule_09.check_changed, ("step",)), kill=NOT_REFUSED)
 def does_not_count_epochs() -> Any:
     return versions_told_by(lambda unit: (0, 0))

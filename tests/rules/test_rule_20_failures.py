@@ -20,8 +20,8 @@ import hsdp
 from hsdp.flight import flying
 from hsdp.unit import Unit
 from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
-from tests.sharded import check_rest, check_sharded, shard
+from tests.rules.support import DIM, Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
+from tests.sharded import check_grads, check_rest, check_sharded, shard
 from tests.twin import assert_same, full_grads, full_params
 
 
@@ -257,3 +257,51 @@ def check_inference_after(env: RankEnv) -> None:
 
 def test_rule_20_inference_works_after_a_failed_backward(pool2: Pool) -> None:
     pool2.run(check_inference_after)
+
+
+class Fallback(nn.Module):
+    """A row of units, one of which raises at first: the row catches that and calls it in another way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(DIM, DIM)
+        self.blocks = nn.ModuleList(Fails() for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        for index, block in enumerate(self.blocks):
+            try:
+                x = block(x, index == 1)
+            except ValueError:
+                x = block(x, False) * 0.5
+        return x
+
+
+class Fails(nn.Module):
+    """A unit that raises in the middle of its forward when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor, fail: bool) -> Tensor:
+        x = torch.tanh(self.up(x))
+        if fail:
+            raise ValueError("planted")
+        out: Tensor = self.down(x)
+        return out
+
+
+def check_fallback(env: RankEnv, reshard: bool | None) -> None:
+    plain, model = seeded(Fallback), shard(seeded(Fallback), env.mesh(2), reshard_after_forward=reshard)
+    for _ in range(3):
+        check_grads(model, plain, step, env.rank, env.world_size)
+        check_rest(model)
+        model.zero_grad()
+        plain.zero_grad()
+    model.flush()  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("reshard", [True, None, False])
+def test_rule_20_a_forward_may_catch_what_a_unit_raises(pool2: Pool, reshard: bool | None) -> None:
+    pool2.run(check_fallback, reshard)

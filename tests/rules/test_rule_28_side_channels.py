@@ -201,6 +201,41 @@ def test_rule_28_a_side_loss_that_cannot_be_seen_is_right_or_refused(
     assert all(told) or not only, "its backward runs without that of the unit's output"
 
 
+class Unseen(nn.Module):
+    """A unit whose side loss goes out by a global; nothing of its output leads there."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        _unseen.append(self.down(torch.tanh(self.up(x))).square().sum())
+        return torch.tanh(self.up(x))
+
+
+def check_late(env: RankEnv, reshard: bool | None) -> None:
+    """Its backward comes when the unit is whole again, with the weights of another step."""
+    model = shard(seeded(lambda: nn.Sequential(nn.Linear(DIM, DIM), Unseen())), env.mesh(2), reshard_after_forward=reshard)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
+    model(floats(env.rank))
+    late = _unseen.pop()
+    model(floats(env.rank, 1)).sum().backward()
+    optimizer.step()
+    optimizer.zero_grad()
+    out = model(floats(env.rank, 2))
+    _unseen.clear()
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        late.backward()
+    del out
+
+
+@pytest.mark.parametrize("reshard", [True, None, False])
+def test_rule_28_weights_of_another_step_are_refused_by_whatever_way_a_backward_comes(
+    pool2: Pool, reshard: bool | None
+) -> None:
+    pool2.run(check_late, reshard)
+
+
 Heads = Callable[[int], tuple[int, ...]]
 
 

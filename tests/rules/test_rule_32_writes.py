@@ -165,3 +165,25 @@ def check_max_norm(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
 def test_rule_32_max_norm_is_refused(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(check_max_norm, shape)
+
+
+def check_hook(env: RankEnv, root: bool, reshard: bool | None) -> None:
+    """A hook that clips weights in backward writes to the copy that is about to be freed."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2), reshard_after_forward=reshard)
+
+    def halve(module: Any, *_: Any) -> None:
+        with torch.no_grad():
+            module.weight.mul_(0.5)
+
+    hook = (model.last if root else model.blocks[1]).register_full_backward_hook(halve)  # type: ignore[union-attr,index]
+    with pytest.raises(StateError, match=r"a hook in its backward, wrote to parameter '(last\.)?weight'"):
+        loss_of(model, env.rank).backward()
+    hook.remove()
+    check_grads(model, plain, step, env.rank, env.world_size)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("reshard", [True, None, False])
+@pytest.mark.parametrize("root", [True, False])
+def test_rule_32_a_hook_that_writes_in_backward_is_refused(pool2: Pool, root: bool, reshard: bool | None) -> None:
+    pool2.run(check_hook, root, reshard)

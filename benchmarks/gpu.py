@@ -1,7 +1,7 @@
 """`python -m benchmarks.gpu`: hsdp on one GPU, without a cluster. `--device cpu` runs the same code, tiny, as a rehearsal.
 
     verbs      every path of collectives.py on a real NCCL group of one rank, its results checked
-    steps      Llama blocks in bf16 as one rank of fake worlds of 8 and 64 sees them, hsdp / FSDP2 / plain in turns: what
+    steps      Llama blocks in bf16 as one rank of idle worlds of 8 and 64 sees them, hsdp / FSDP2 / plain in turns: what
                sharding adds to a step besides communication, and the peak of memory
     overlap    the same with collectives that take set times on their streams (the GPU spins): how much of that is hidden,
                told by `hsdp.trace` and by the time of a step beside one without delays
@@ -17,7 +17,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -26,6 +27,7 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
+from torch._C._distributed_c10d import _create_work_from_future as create_work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
@@ -34,7 +36,6 @@ from hsdp.collectives import Comm
 from hsdp.examples.llama import Block, LlamaConfig
 from hsdp.flight import Flight
 from hsdp.streams import Streams
-from tests.rig import fake_world
 
 LIBRARIES = ("plain", "hsdp", "fsdp2")
 
@@ -155,6 +156,74 @@ def _verbs_main(_: int, kind: str, result: str) -> None:
     Path(result).write_text(json.dumps(checked))
 
 
+# -- worlds of one process ----------------------------------------------------------------------------------------------
+
+
+class IdleGroup(dist.ProcessGroup):
+    """A group of one process that passes for one rank of many: collectives write what they must, in one kernel each.
+
+    torch's own fake group copies a gathered tensor once per rank: in a world of 64, 64 kernels that no cluster has.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        super().__init__(rank, size)
+        self._done = torch.futures.Future[None]()
+        self._done.set_result(None)
+
+    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
+        """What hsdp and torch take it for."""
+        return "fake"
+
+    @property
+    def group_name(self) -> str:
+        """The name that torch gave it."""
+        return str(dist.distributed_c10d._world.pg_names[self])
+
+    def _work(self) -> Any:
+        return create_work(self._done)
+
+    def _allgather_base(self, output: Tensor, mine: Tensor, *_: Any) -> Any:
+        return self.allgather_into_tensor_coalesced([output], [mine])
+
+    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
+        """Fills outputs with copies of this rank's inputs."""
+        rows = [output.view(self.size(), -1) for output in outputs]
+        torch._foreach_copy_(rows, [mine.view(1, -1).expand_as(row) for mine, row in zip(inputs, rows, strict=True)])
+        return self._work()
+
+    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, *_: Any) -> Any:
+        return self.reduce_scatter_tensor_coalesced([output], [whole])
+
+    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
+        """Fills outputs with this rank's part of the inputs."""
+        mine = [one.view(self.size(), -1)[self.rank()] for one in inputs]
+        torch._foreach_copy_([output.view(-1) for output in outputs], mine)
+        return self._work()
+
+    def allreduce(self, *_: Any) -> Any:
+        """Leaves the tensors as they are."""
+        return self._work()
+
+    allreduce_coalesced = broadcast = barrier = allreduce
+
+    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
+    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
+
+
+@contextmanager
+def idle_world(size: int) -> Iterator[None]:
+    """Makes this process rank 0 of `size` ranks that are not there."""
+    if "idle" not in dist.Backend.backend_list:
+        dist.Backend.register_backend(
+            "idle", lambda _store, rank, size, _timeout: IdleGroup(rank, size), devices=["cpu", "cuda"]
+        )
+    dist.init_process_group("idle", store=dist.HashStore(), rank=0, world_size=size)
+    try:
+        yield
+    finally:
+        dist.destroy_process_group()
+
+
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
@@ -188,8 +257,8 @@ def prepare(library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device) 
 
 
 def measure_steps(library: str, world: int, sizes: Sizes, device: torch.device) -> Measured:
-    """One library as rank 0 of a fake world."""
-    with fake_world(world):
+    """One library as rank 0 of an idle world."""
+    with idle_world(world):
         mesh = _mesh(world, device)
         _, step = prepare(library, sizes, mesh, device)
         for _ in range(sizes.warmup):
@@ -261,8 +330,8 @@ def _spin(seconds: float, device: torch.device) -> None:
 
 
 def measure_overlap(sizes: Sizes, device: torch.device) -> Overlap:
-    """A fake world of 2 x 4 whose collectives each take a third of a block's backward or so."""
-    with fake_world(8):
+    """An idle world of 2 x 4 whose collectives each take a third of a block's backward or so."""
+    with idle_world(8):
         mesh = init_device_mesh(device.type, (2, 4), mesh_dim_names=("replicate", "shard"))
         model, step = prepare("hsdp", sizes, mesh, device)
         for _ in range(sizes.warmup):
@@ -368,7 +437,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal with tiny sizes")
-    parser.add_argument("--worlds", nargs="+", type=positive, default=[8, 64], help="sizes of the fake worlds")
+    parser.add_argument("--worlds", nargs="+", type=positive, default=[8, 64], help="sizes of the idle worlds")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():

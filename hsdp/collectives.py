@@ -178,11 +178,12 @@ class Comm:
     def _calls(self, first: list[Tensor], second: list[Tensor], alone: int) -> list[tuple[list[Tensor], list[Tensor]]]:
         """How pairs of tensors share calls: all in one, but on gloo large ones go alone.
 
-        gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only.
+        gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only. It
+        has coalesced calls for the CPU alone.
         """
         if self.backend != "gloo":
             return [(first, second)] if second else []
-        shared = share_calls([tensor.nbytes for tensor in second], alone)
+        shared = share_calls([tensor.nbytes for tensor in second], alone if self.device.type == "cpu" else 0)
         return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
 
     def exchange(self, value: Any, owner: Named) -> list[Any]:

@@ -72,12 +72,23 @@ def _register(name: str, run: Run, shapes: tuple[Shape, ...]) -> None:
 
 
 def run_case(env: RankEnv, name: str, shape: Shape, mode: str = "none", seed: int = 0, strict: bool = False) -> None:
-    """Runs a case on this rank and looks for races. `strict`: memory is poisoned as soon as it is freed."""
+    """Runs a case on this rank and looks for races. `strict`: memory is poisoned as soon as it is freed.
+
+    CUDA's streams have no delay modes; in mode "sanitizer" torch's own detector of races watches them.
+    """
     if env.device != emulator.NAME:
-        CASES[name].run(env, shape)
+        with _sanitizer() if mode == "sanitizer" else nullcontext():
+            CASES[name].run(env, shape)
         return
     with emulator.watched(mode, seed, poison_free=strict):
         CASES[name].run(env, shape)
+
+
+@functools.cache
+def _sanitizer() -> Any:
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode
+
+    return CUDASanitizerDispatchMode()
 
 
 # -- against the twin -------------------------------------------------------------------------------------------------

@@ -3,6 +3,9 @@
     python -m tests.device_soak --runs 1000 --seed 0 --log device.log
     python -m tests.device_soak --runs 40 --only "offloaded"
     python -m tests.device_soak --device cuda          every case once, on the CUDA devices of this machine
+    python -m tests.device_soak --device cuda --sanitizer          the same, with torch's detector of races
+
+Where there are fewer CUDA devices than ranks, the ranks share them and communicate by gloo.
 
 Exits with 1 if a run failed. The log has a line per run, and what failed in full.
 """
@@ -30,6 +33,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--only", default="", help="cases whose name has this in it")
     parser.add_argument("--device", default=emulator.NAME, help="emul, or cuda")
+    parser.add_argument("--sanitizer", action="store_true", help="with torch.cuda._sanitizer, on cuda")
     parser.add_argument("--log", help="a file to write to, too")
     options = parser.parse_args(argv)
     pairs = [(name, shape) for name, case in CASES.items() for shape in case.shapes if options.only in name]
@@ -51,6 +55,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         for name, shape, at in plan:
             mode, seed = draw.choice(list(emulator.MODES)), draw.randrange(10**6)
+            if options.device != emulator.NAME:
+                mode = "sanitizer" if options.sanitizer else "none"
             outcomes = pools[math.prod(shape)].run_raw(run_case, name, shape, mode, seed, timeout=180.0)
             bad = [one for one in outcomes if not one.ok]
             end = "ok" if not bad else f"{bad[0].error}: {bad[0].message}"

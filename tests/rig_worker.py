@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import faulthandler
+import functools
 import gc
 import os
 import pickle
@@ -103,7 +104,7 @@ class _Worker:
             dist.destroy_process_group()
             _forget_meshes()
         self.env = RankEnv(self.env.rank, self.env.world_size, self.env.device)
-        backends = use_device(self.env.device, self.env.rank)
+        backends = use_device(self.env.device, self.env.rank, self.env.world_size)
         if not self.grouped:
             return
         # Groups made without a timeout (meshes, the library's own) would otherwise wait for 30 minutes.
@@ -144,17 +145,40 @@ def _check_in_step(group: dist.ProcessGroup, device: str) -> None:
     assert ones.item() == group.size(), f"a group of {group.size()} ranks is out of step: it counted {ones.item():g}"
 
 
-def use_device(device: str, rank: int) -> str:
-    """Makes `device` the rank's own and known to torch; returns the backends of a process group for it."""
+def use_device(device: str, rank: int, world_size: int) -> str:
+    """Makes `device` the rank's own and known to torch; returns the backends of a process group for it.
+
+    Ranks that share a device communicate by gloo: NCCL refuses two ranks on one.
+    """
     if device == "cpu":
         return "gloo"
     if device == emulator.NAME:
         emulator.load()
     module = torch.get_device_module(device)
     module.set_device(rank % module.device_count())
-    return (
-        emulator.BACKENDS if device == emulator.NAME else f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
-    )
+    if device == emulator.NAME:
+        return emulator.BACKENDS
+    if module.device_count() >= world_size:
+        return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
+    _gather_singly(device)
+    return f"cpu:gloo,{device}:gloo"
+
+
+@functools.cache
+def _gather_singly(device: str) -> None:
+    """Gives DTensor a gather that gloo can do on a device. torch's, a coalesced one, ends in a segmentation fault there."""
+
+    def gather(mine: torch.Tensor, size: int, name: str) -> torch.Tensor:
+        whole = mine.new_empty((mine.shape[0] * size, *mine.shape[1:]))
+        dist.all_gather_into_tensor(whole, mine, group=distributed_c10d._resolve_process_group(name))
+        return whole
+
+    _mended.append(torch.library.Library("_c10d_functional", "IMPL"))
+    _mended[-1].impl("all_gather_into_tensor", gather, device.upper())
+
+
+_mended: list[torch.library.Library] = []
+"""What replaces torch's operators lives as long as its library object."""
 
 
 def _forget_meshes() -> None:

@@ -4,7 +4,7 @@ Two tables:
 
     measured   units of large weights on a fake process group; operators that move bytes without computing are counted
                (`tests.counting`), less those of the plain model; allocations come from torch's profiler
-    planned    blocks of published models on 8, 12 and 64 ranks: bytes that the plan of `hsdp.layout` sends, over
+    planned    blocks of published models on 8, 12 and 64 ranks: bytes that the plan of `hsdp.buffers.layout` sends, over
                the formulas of docs/formulas.md; nothing is run, as no machine here holds them
 
 That tensors are the same memory is asserted in tests/test_copies.py: outputs of gathers are the whole parameters, inputs of
@@ -28,9 +28,9 @@ from torch.profiler import ProfilerActivity, profile
 import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, progress, publish, shard
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
-from hsdp.collectives import direct_bytes
-from hsdp.lane import LaneKind, thresholds_for
-from hsdp.layout import Layout, ParamSpec, plan
+from hsdp.buffers.layout import Layout, ParamSpec, plan
+from hsdp.comm.collectives import direct_bytes
+from hsdp.unit.dtype_group import LaneKind, thresholds_for
 from tests.counting import CollectiveCounter, CopyCounter
 from tests.rig import fake_world
 

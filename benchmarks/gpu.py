@@ -32,10 +32,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
 from benchmarks.harness import positive, progress, publish, shard
-from hsdp.collectives import Comm
+from hsdp.comm.collectives import Comm
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import Flight
 from hsdp.examples.llama import Block, LlamaConfig
-from hsdp.flight import Flight
-from hsdp.streams import Streams
 
 LIBRARIES = ("plain", "hsdp", "fsdp2")
 

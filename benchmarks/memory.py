@@ -25,7 +25,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, positive, progress, publish, shard
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
 from tests.counting import LiveBytes
 from tests.rig import RankEnv, fake_world, run_procs
 

@@ -30,7 +30,7 @@ import hsdp
 from benchmarks.harness import Spread, Step, positive, progress, publish, shard
 from benchmarks.netns import two_nodes
 from benchmarks.schedule import Durations, best_step
-from hsdp.flight import Flight
+from hsdp.comm.work import Flight
 
 WORLD = 4
 RATES = {"unlimited": None, "1gbit": "1gbit", "500mbit": "500mbit"}

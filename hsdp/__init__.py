@@ -25,12 +25,17 @@ The training loop stays as it was. What else there is, by purpose:
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp import optim as optim  # nor torch's optim
-from hsdp.api import fully_shard, register_forward_method, register_fsdp_forward_method
+from hsdp.api.describe import describe
+from hsdp.api.fsdp2 import UnshardHandle, share_comm_ctx
+from hsdp.api.fully_shard import fully_shard, register_forward_method, register_fsdp_forward_method
+from hsdp.api.module import HSDPModule
+from hsdp.api.module import HSDPModule as FSDPModule  # FSDP2's name of it
+from hsdp.api.shard_units import by_numel, shard_units
 from hsdp.clip import clip_grad_norm_
-from hsdp.compat import UnshardHandle, share_comm_ctx
-from hsdp.compressed import CompressedAllReduce, CompressedReduceScatter
-from hsdp.custom import AllGather, ReduceScatter
-from hsdp.describe import describe
+from hsdp.comm.compressed import CompressedAllReduce, CompressedReduceScatter
+from hsdp.comm.custom import AllGather, ReduceScatter
+from hsdp.comm.mesh import DataParallelMeshDims
+from hsdp.comm.replica_reduce import AllReduce, ReplicaReduce
 from hsdp.errors import (
     CheckpointError,
     CollectiveError,
@@ -40,19 +45,14 @@ from hsdp.errors import (
     StaleParametersError,
     StateError,
 )
-from hsdp.full_params import full_params, gathered_apply
-from hsdp.init import init_sharded, sync_module_states
-from hsdp.mesh import DataParallelMeshDims
-from hsdp.module import HSDPModule
-from hsdp.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.offload import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
-from hsdp.pipeline import ReductionPipeline
-from hsdp.placement import least_padding
+from hsdp.params.placement import least_padding
 from hsdp.planning import plan
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.replicas import AllReduce, ReplicaReduce
+from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing import Trace, trace
-from hsdp.units import by_numel, shard_units
+from hsdp.weights.full_params import full_params, gathered_apply
+from hsdp.weights.init import init_sharded, sync_module_states
 
 __all__ = [
     "AllGather",

@@ -16,10 +16,10 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
-from hsdp.agreement import CLIP, Agreement
-from hsdp.collectives import all_reduce_now
-from hsdp.registry import unit_of
-from hsdp.stepping import check_communicated
+from hsdp.comm.collectives import all_reduce_now
+from hsdp.comm.divergence import CLIP, Agreement
+from hsdp.schedule.optimizer_hooks import check_communicated
+from hsdp.unit.lookup import unit_of
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""

@@ -25,11 +25,11 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hsdp.dtensors import as_dtensor, with_dtype
+from hsdp.buffers.flat_buffer import with_own_storage
 from hsdp.errors import StateError
-from hsdp.inner import block_of
-from hsdp.memory import with_own_storage
-from hsdp.registry import unit_of
+from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.lookup import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 

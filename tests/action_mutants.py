@@ -19,26 +19,26 @@ from unittest import mock
 
 import torch
 
-import hsdp.gradients
-import hsdp.outputs
-import hsdp.pipeline
-import hsdp.state
-import hsdp.undo
-import hsdp.unit
-import hsdp.witness
+import hsdp.schedule.module_hooks
+import hsdp.schedule.outputs
+import hsdp.schedule.pipeline
+import hsdp.unit.gradients
+import hsdp.unit.rollback
+import hsdp.unit.unit
+import hsdp.unit.zero_grad
 from benchmarks.harness import header
-from hsdp.backward import Backwards
-from hsdp.gradients import Gradients
-from hsdp.landing import run_hooks
-from hsdp.outputs import SideOutputs
-from hsdp.param import ManagedParam
-from hsdp.pipeline import ReductionPipeline
-from hsdp.root import Root
-from hsdp.runtime import Runtime
-from hsdp.undo import Undo
-from hsdp.unit import Unit
-from hsdp.whole_guard import WholeGuard
-from hsdp.witness import Standing, Witness, Witnesses
+from hsdp.params.param import ManagedParam
+from hsdp.schedule.backward import Backwards
+from hsdp.schedule.outputs import SideOutputs
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.schedule.root import Root
+from hsdp.schedule.runtime import Runtime
+from hsdp.unit.gradients import Gradients
+from hsdp.unit.landing import run_hooks
+from hsdp.unit.rollback import Undo
+from hsdp.unit.unit import Unit
+from hsdp.unit.write_guard import WholeGuard
+from hsdp.unit.zero_grad import Standing, Witness, Witnesses
 from tests.action_play import Verdict, run_programs
 from tests.action_soak import run_all
 from tests.actions import SHAPES, Program, draw
@@ -79,14 +79,14 @@ def _never(name: str) -> property:
 
 planted("hooks on nodes of bases dropped")(
     lambda: mock.patch.object(
-        hsdp.state, "entry_nodes", lambda tensor, first: [] if tensor.grad_fn is None else [tensor.grad_fn]
+        hsdp.schedule.module_hooks, "entry_nodes", lambda tensor, first: [] if tensor.grad_fn is None else [tensor.grad_fn]
     )
 )
 planted("hooks on side outputs dropped")(gives(SideOutputs, "tensors", ()))
 planted("hooks on what is put into arguments dropped")(
     lambda: replaced(SideOutputs, "tensors", lambda found: lambda outputs, arguments, first: found(outputs, (), first))
 )
-planted("objects with slots not looked into")(gives(hsdp.outputs, "_slots_of", ()))
+planted("objects with slots not looked into")(gives(hsdp.schedule.outputs, "_slots_of", ()))
 planted("units that are passed over skipped")(gives(Backwards, "_pass_over"))
 
 
@@ -107,7 +107,7 @@ def _no_fill() -> AbstractContextManager[Any]:
 
     def change(show: Callable[..., Any]) -> Callable[..., Any]:
         def early(unit: Unit) -> None:
-            if unit.residency is hsdp.unit.Residency.SHARDED and unit.runtime is not None and unit.runtime._tasks:
+            if unit.residency is hsdp.unit.unit.Residency.SHARDED and unit.runtime is not None and unit.runtime._tasks:
                 unit.launch()
                 unit.finish()
                 for lane in unit.lanes:
@@ -123,7 +123,7 @@ def _no_fill() -> AbstractContextManager[Any]:
 
 # -- requires_grad --------------------------------------------------------------------------------------------------
 
-planted("union of masks dropped")(lambda: mock.patch.object(hsdp.unit, "or_", lambda wanted, before: wanted))
+planted("union of masks dropped")(lambda: mock.patch.object(hsdp.unit.unit, "or_", lambda wanted, before: wanted))
 
 
 @planted("two leaves replaced by requires_grad_")
@@ -169,7 +169,7 @@ planted("pending sums not refused")(gives(Gradients, "refuse_pending"))
 planted("zeroing not heeded")(gives(Witnesses, "gone", frozenset()))
 planted("micro-batches forgotten")(lambda: mock.patch.object(Gradients, "stash", Gradients.drop))
 planted("flush does nothing")(gives(Runtime, "flush"))
-planted("zeroed parameters stay in partial sums", 4, "2d")(gives(hsdp.gradients, "zero"))
+planted("zeroed parameters stay in partial sums", 4, "2d")(gives(hsdp.unit.gradients, "zero"))
 planted("a witness of each parameter used on this rank only")(gives(Gradients, "_witness_all"))
 
 
@@ -177,7 +177,7 @@ planted("a witness of each parameter used on this rank only")(gives(Gradients, "
 def _own_standing() -> AbstractContextManager[Any]:
     def change(dispatch: Any) -> Any:
         def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name in hsdp.witness._ALIASES and isinstance(args[0], Witness):
+            if func._schema.name in hsdp.unit.zero_grad._ALIASES and isinstance(args[0], Witness):
                 standing = args[0].standing
                 return Witness(Standing(standing.fqn, standing.like, standing.base))
             return dispatch(func, types, args, kwargs)
@@ -194,7 +194,7 @@ def _still_lent() -> AbstractContextManager[Any]:
 
 @planted("a scaling by zero taken for any other")
 def _no_scaling() -> AbstractContextManager[Any]:
-    return mock.patch.object(hsdp.witness, "_SCALES", frozenset())
+    return mock.patch.object(hsdp.unit.zero_grad, "_SCALES", frozenset())
 
 
 # -- failed backwards -----------------------------------------------------------------------------------------------
@@ -205,14 +205,14 @@ planted("roll-back skipped")(
 planted("what was undone stays")(lambda: mock.patch.object(Undo, "run", lambda undo, at_once: (undo.clear(), True)[1]))
 planted("lost sums not refused")(gives(Gradients, "refuse_lost"))
 planted("what was owed before is not remembered")(gives(Gradients, "_note_owed"))
-planted("void reductions land")(lambda: mock.patch.object(hsdp.pipeline, "_valid", list))
+planted("void reductions land")(lambda: mock.patch.object(hsdp.schedule.pipeline, "_valid", list))
 
 
 @planted("values from before a landing not copied")
 def _no_copy() -> AbstractContextManager[Any]:
     def add(undo: Undo, memory: Any, landed: Any, standing: Any = None) -> None:
         memory.add_(landed)
-        undo._entries.append(hsdp.undo._Added(memory, memory, memory._version, standing))
+        undo._entries.append(hsdp.unit.rollback._Added(memory, memory, memory._version, standing))
 
     return mock.patch.object(Undo, "add", add)
 
@@ -234,7 +234,7 @@ def _early_hooks() -> AbstractContextManager[Any]:
             for part in parts:
                 seen = [param.sharded.grad is not None for param in part.plan.params]
                 run_hooks(part.plan.params, seen)
-            with mock.patch.object(hsdp.gradients, "run_hooks", lambda params, used: None):
+            with mock.patch.object(hsdp.unit.gradients, "run_hooks", lambda params, used: None):
                 land(gradients, parts)
 
         return landing

@@ -23,8 +23,8 @@ from torch.utils.checkpoint import checkpoint
 import hsdp
 import hsdp.checkpoint
 import hsdp.optim
-from hsdp.dtensors import as_dtensor
 from hsdp.examples.int8_gather import quantise
+from hsdp.params.dtensors import as_dtensor
 from tests import test_tensor_parallel as tp
 from tests.fragile import Fragile, fail
 from tests.graphs import tokens

@@ -13,25 +13,25 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 import hsdp
-import hsdp.api
+import hsdp.api.fully_shard
+import hsdp.api.module
+import hsdp.api.select
+import hsdp.api.shard_units
 import hsdp.clip
-import hsdp.gradients
-import hsdp.init
-import hsdp.module
-import hsdp.param
-import hsdp.selection
-import hsdp.stepping
-import hsdp.units
-import hsdp.verification
-import hsdp.whole
-from hsdp.gradients import Gradients
-from hsdp.lane import Lane
-from hsdp.order import Order
-from hsdp.param import ManagedParam
-from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
-from hsdp.unit import Unit
-from hsdp.whole_guard import WholeGuard
+import hsdp.params.param
+import hsdp.schedule.optimizer_hooks
+import hsdp.unit.gradients
+import hsdp.weights.gather
+import hsdp.weights.init
+import hsdp.weights.replica_check
+from hsdp.params.param import ManagedParam
+from hsdp.schedule.gather_order import Order
+from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.runtime import Runtime
+from hsdp.unit.dtype_group import Lane
+from hsdp.unit.gradients import Gradients
+from hsdp.unit.unit import Unit
+from hsdp.unit.write_guard import WholeGuard
 from tests import test_feature_rows as rows
 from tests import test_loops as loops
 from tests import test_training_state as states
@@ -56,7 +56,7 @@ _lend = importlib.import_module("hsdp.full_params")  # the package has a functio
 
 
 def _collecting(change: Callable[[list[Any]], list[Any]]) -> Any:
-    return replaced(hsdp.api, "collect_params", lambda collect: lambda *args: change(collect(*args)))
+    return replaced(hsdp.api.fully_shard, "collect_params", lambda collect: lambda *args: change(collect(*args)))
 
 
 @mutant(Check(rule_01.check_owners), kill="AssertionError")
@@ -72,7 +72,7 @@ def unties() -> Any:
 
 @mutant(Check(rule_02.check_across), kill=NOT_REFUSED)
 def does_not_see_ties_across_units() -> Any:
-    return mock.patch.object(hsdp.selection, "check_param", return_value=None)
+    return mock.patch.object(hsdp.api.select, "check_param", return_value=None)
 
 
 @mutant(Check(rule_03.check_mixture), kill="was cast|dtype")
@@ -97,7 +97,7 @@ def takes_strided_memory_as_it_lies() -> Any:
     def flat(whole: Tensor) -> Tensor:
         return whole.as_strided(whole.shape, torch.empty(whole.shape, device="meta").stride())
 
-    return replaced(hsdp.param, "rows_of", lambda rows_of: lambda whole, *args: rows_of(flat(whole), *args))
+    return replaced(hsdp.params.param, "rows_of", lambda rows_of: lambda whole, *args: rows_of(flat(whole), *args))
 
 
 @mutant(Check(rule_04.check_shapes, ((4,),), world=4))
@@ -113,12 +113,12 @@ def leaves_one_piece_packed() -> Any:
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))
 @mutant(Check(rule_05.check_checked, ((2, 2),), world=4), kill=NOT_REFUSED, name="checks no replicas")
 def believes_all_replicas_to_be_equal() -> Any:
-    return mock.patch.object(hsdp.verification, "differing", return_value={})
+    return mock.patch.object(hsdp.weights.replica_check, "differing", return_value={})
 
 
 @mutant(Check(rule_05.check_meta, ("broadcast",)), kill="AssertionError")
 def believes_all_init_functions() -> Any:
-    return mock.patch.object(hsdp.init, "_compare", return_value=True)
+    return mock.patch.object(hsdp.weights.init, "_compare", return_value=True)
 
 
 @mutant(Check(rule_06.check_move, ("to",)), kill="Error")
@@ -255,7 +255,7 @@ def does_not_know_what_is_lent() -> Any:
 @contextmanager
 def _expecting_nothing() -> Any:
     with ExitStack() as stack:
-        for module in (hsdp.module, hsdp.whole):
+        for module in (hsdp.api.module, hsdp.weights.gather):
             stack.enter_context(mock.patch.object(module, "expect", return_value=None))
         yield
 
@@ -278,7 +278,7 @@ def applies_functions_to_shards() -> Any:
 
 @mutant(Check(rows.check_patterns), kill=NOT_REFUSED)
 def lets_patterns_match_nothing() -> Any:
-    return mock.patch.object(hsdp.units._Matcher, "check", return_value=None)
+    return mock.patch.object(hsdp.api.shard_units._Matcher, "check", return_value=None)
 
 
 @mutant(Check(rows.check_scaler, ((4,),), world=4), kill="Error")
@@ -298,12 +298,12 @@ def has_no_other_entrance() -> Any:
 
 @mutant(Check(rows.check_optimizer_in_backward, ((2,),)), kill="AssertionError")
 def runs_no_hooks_of_parameters() -> Any:
-    return mock.patch.object(hsdp.gradients, "run_hooks", return_value=None)
+    return mock.patch.object(hsdp.unit.gradients, "run_hooks", return_value=None)
 
 
 @mutant(Check(rows.check_gradient_hooks, ((2,),)))
 def runs_no_hooks_of_gradients() -> Any:
-    return mock.patch.object(hsdp.gradients, "run_grad_hooks", return_value=None)
+    return mock.patch.object(hsdp.unit.gradients, "run_grad_hooks", return_value=None)
 
 
 # -- loops ----------------------------------------------------------------------------------------------------------
@@ -311,7 +311,7 @@ def runs_no_hooks_of_gradients() -> Any:
 
 @mutant(Check(loops.check_early_optimizer), kill=NOT_REFUSED)
 def forgets_the_original_parameters() -> Any:
-    return mock.patch.object(hsdp.stepping, "originals", {})
+    return mock.patch.object(hsdp.schedule.optimizer_hooks, "originals", {})
 
 
 @mutant(Check(loops.check_raw_gradients), kill="AssertionError")

@@ -18,28 +18,28 @@ import torch
 from torch.distributed.pipelining.schedules import Schedule1F1B
 
 import hsdp.clip
-import hsdp.param
-import hsdp.pipeline
+import hsdp.params.param
 import hsdp.planning.memory
-import hsdp.stepping
+import hsdp.schedule.optimizer_hooks
+import hsdp.schedule.pipeline
 import tests.loop_mutants
 import tests.side_mutants  # noqa: F401  (both register their own)
-from hsdp.agreement import Agreement
-from hsdp.collectives import Comm
-from hsdp.compat import PipelineFace
+from hsdp.api.fsdp2 import PipelineFace
+from hsdp.comm.collectives import Comm
+from hsdp.comm.divergence import Agreement
+from hsdp.comm.work import Flight
 from hsdp.examples.int8_gather import Int8Weight
-from hsdp.extension import ExtensionLane, _Member
-from hsdp.flight import Flight
-from hsdp.gradients import Gradients
-from hsdp.inner import Inner
-from hsdp.lane import Lane, LaneKind
-from hsdp.pipeline import ReductionPipeline
+from hsdp.params.tensor_parallel import Inner
 from hsdp.planning.layouts import LanePlan, UnitPlan
-from hsdp.reduce_plan import LaneReduction
-from hsdp.runtime import Runtime
-from hsdp.settings import UnitSettings
-from hsdp.turns import Turns
-from hsdp.unit import Unit
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.schedule.reduce_order import Turns
+from hsdp.schedule.runtime import Runtime
+from hsdp.unit.dtype_group import Lane, LaneKind
+from hsdp.unit.extension_group import ExtensionLane, _Member
+from hsdp.unit.gradients import Gradients
+from hsdp.unit.reduce_plan import LaneReduction
+from hsdp.unit.settings import UnitSettings
+from hsdp.unit.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
 from tests import test_extension as extension
 from tests import test_offload as offload
@@ -168,7 +168,9 @@ def forgets_the_scale() -> Any:
 
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
 def divides_fp16_behind_the_sum() -> Any:
-    return mock.patch.object(hsdp.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.unit.factor()))
+    return mock.patch.object(
+        hsdp.schedule.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.unit.factor())
+    )
 
 
 # -- clipping -------------------------------------------------------------------------------------------------------
@@ -211,7 +213,7 @@ def skips_the_final_drain() -> Any:
 
 @mutant(Check(rule_16.check_joined, ((2,), "step")))
 def steps_without_joining() -> Any:
-    return mock.patch.object(hsdp.stepping, "_units_of", return_value=[])
+    return mock.patch.object(hsdp.schedule.optimizer_hooks, "_units_of", return_value=[])
 
 
 @mutant(Check(rule_10.check_reductions_start_at_once, ("tokens",)), kill="AssertionError")
@@ -454,8 +456,8 @@ def deals_out_merged_rows_in_another_order() -> Any:
     def rows_of(whole: torch.Tensor, piece: Any, rank: int) -> torch.Tensor:
         return right(whole, piece, 3 - rank if piece.spec.merged > 1 else rank)
 
-    right = hsdp.param.rows_of
-    return mock.patch.object(hsdp.param, "rows_of", rows_of)
+    right = hsdp.params.param.rows_of
+    return mock.patch.object(hsdp.params.param, "rows_of", rows_of)
 
 
 @mutant(OFFLOADED)
@@ -502,7 +504,7 @@ def sums_in_sixteen_bits() -> Any:
             total = total + row
         return total.float()
 
-    return mock.patch("hsdp.compressed.add_in_order", add)
+    return mock.patch("hsdp.comm.compressed.add_in_order", add)
 
 
 # -- gather extensions ----------------------------------------------------------------------------------------------
@@ -537,7 +539,7 @@ def leaves_the_memory_of_a_gather_that_failed() -> Any:
 
 @mutant(Check(extension.check_as_another, (extension.Careless, Int8Weight, hsdp.MixedPrecisionPolicy())), kill="inplace")
 def takes_a_refilled_weight_for_a_changed_one() -> Any:
-    return mock.patch("hsdp.extension.keeping_versions", lambda tensors: nullcontext())
+    return mock.patch("hsdp.unit.extension_group.keeping_versions", lambda tensors: nullcontext())
 
 
 @mutant(Check(extension.check_divergence, ends="DivergenceError"), kill="Died|CollectiveError|AssertionError")

@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 from unittest import mock
 
-from hsdp.unit import Unit
+from hsdp.unit.unit import Unit
 
 WRONG_NUMBERS = "differ|not close"
 Plant = Callable[[], AbstractContextManager[Any]]

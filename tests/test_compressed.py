@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 import hsdp
-from hsdp.compressed import add_in_order
+from hsdp.comm.compressed import add_in_order
 from tests.counting import CollectiveCounter
 from tests.rig import Pool, RankEnv
 from tests.sharded import check_rest

@@ -10,16 +10,16 @@ from unittest import mock
 
 import pytest
 
-import hsdp.compat
-import hsdp.flight
-import hsdp.gradients
-import hsdp.module
-import hsdp.pipeline
-from hsdp.collectives import Comm
-from hsdp.flight import Flight
-from hsdp.pipeline import ReductionPipeline
-from hsdp.streams import Streams
-from hsdp.unit import Unit
+import hsdp.api.fsdp2
+import hsdp.api.module
+import hsdp.comm.work
+import hsdp.schedule.pipeline
+import hsdp.unit.gradients
+from hsdp.comm.collectives import Comm
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import Flight
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.unit.unit import Unit
 from tests.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
 from tests.planting import replaced
 from tests.rig import Pool, RankEnv, RemoteError
@@ -200,17 +200,17 @@ def packed_parameters_are_unpacked_on_the_compute_stream_at_once() -> Any:
 def hooks_on_a_stream_of_their_own_are_not_waited_for() -> Any:
     def on_stream(hook: Callable[[Any], None], stream: Any) -> Callable[[Any], None]:
         def there(tensor: Any) -> None:
-            with hsdp.compat.torch.get_device_module(tensor.device).stream(stream):
+            with hsdp.api.fsdp2.torch.get_device_module(tensor.device).stream(stream):
                 hook(tensor)
 
         return there
 
-    return mock.patch.object(hsdp.module, "on_stream", on_stream)
+    return mock.patch.object(hsdp.api.module, "on_stream", on_stream)
 
 
 @mutant("offloaded", mode="slow compute")
 def the_host_does_not_wait_for_offloaded_gradients() -> Any:
-    return mock.patch.object(hsdp.pipeline, "host_wait", lambda device: None)
+    return mock.patch.object(hsdp.schedule.pipeline, "host_wait", lambda device: None)
 
 
 @mutant("written after an evaluation", mode="slow comm")
@@ -229,7 +229,7 @@ def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
 
         return go
 
-    return _all([replaced(Comm, "__init__", change), mock.patch.object(hsdp.flight, "wait_for", lambda *args: None)])
+    return _all([replaced(Comm, "__init__", change), mock.patch.object(hsdp.comm.work, "wait_for", lambda *args: None)])
 
 
 @mutant("the recommended loop", TWO_AXES)

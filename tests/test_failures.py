@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hsdp
-from hsdp.collectives import timeout_of
+from hsdp.comm.collectives import timeout_of
 from tests.fragile import PLACES, Fragile, Fuse, fail
 from tests.graphs import floats, loss, step
 from tests.rig import Pool, RankEnv

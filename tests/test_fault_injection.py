@@ -20,13 +20,13 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
-from hsdp.collectives import Comm
-from hsdp.flight import Flight
-from hsdp.gradients import Gradients
-from hsdp.pipeline import ReductionPipeline
-from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
-from hsdp.unit import Unit
+from hsdp.comm.collectives import Comm
+from hsdp.comm.work import Flight
+from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.schedule.runtime import Runtime
+from hsdp.unit.gradients import Gradients
+from hsdp.unit.unit import Unit
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, mean_grads, never_done, seeded, step
 from tests.sharded import check_rest, check_sharded, shard

@@ -7,7 +7,7 @@ import importlib.util
 import os
 import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Collection, Iterator
 from pathlib import Path
 
 import pytest
@@ -21,111 +21,126 @@ ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "hsdp"
 MOST_LINES = 450
 
-# Each floor from the ground up. A file may import from lower floors; within a floor, from files left of it only where
-# the floor is ordered.
-_UNORDERED: list[set[str]] = [
-    {"debug"},
-    {"autograd", "dtensors", "errors", "fingerprints", "layout", "memory", "mesh", "offload", "policies", "streams"}
-    | {"wording"},
+ORDER = [
+    *("debug", "errors", "format", "policies", "offload", "torch_private"),
+    *("buffers", "comm", "params", "unit", "schedule", "weights"),
+    *("clip", "optim", "checkpoint", "api", "planning", "tracing"),
+    *("__init__", "__main__", "examples"),
 ]
-_SIDE_DOORS = ["units", "clip", "checkpoint", "init", "describe", "planning", "tracing", "optim", "compressed"]
-_ORDERED: list[list[str]] = [
-    ["agreement", "subclass", "inner", "placement", "param", "custom", "flight", "collectives", "shadows"],
-    [
-        "registry",
-        "training_state",
-        "lane",
-        "extension",
-        "reduce_plan",
-        "witness",
-        "undo",
-        "landing",
-        "gradients",
-        "replicas",
-    ]
-    + ["settings", "whole_guard", "whole_params", "unit", "pipeline"],
-    ["order", "turns", "root", "backward", "runtime", "stepping", "outputs", "state"],
-    ["whole", "buffers", "verification", "full_params", "compat", "module", "selection", "api", *_SIDE_DOORS],
-]
-_TOP = {"__init__", "__main__"}
+"""The entries of hsdp's top floor from the ground up: each imports only from those before it."""
+
+MOST_ENTRIES = 22
+MOST_FUNCTION_LINES = 90
+SIDE_DOORS = {"checkpoint", "optim"}
+"""Modules that users import by name, beside the names of `hsdp` itself."""
 
 
-def _place(name: str) -> tuple[int, int]:
-    """Where a file stands: (floor, order on it)."""
-    for floor, names in enumerate(_UNORDERED):
-        if name in names:
-            return floor, 0
-    for floor, ordered in enumerate(_ORDERED, len(_UNORDERED)):
-        if name in ordered:
-            return floor, ordered.index(name)
-    if name in _TOP or name == "examples":
-        return len(_UNORDERED) + len(_ORDERED), 0
-    raise AssertionError(f"hsdp/{name}.py stands on no floor: add it to the table here")
-
-
-def _imports(tree: ast.AST) -> Iterator[str]:
-    """Dotted names of all modules imported, but for those under `if TYPE_CHECKING`."""
-    for node in ast.iter_child_nodes(tree):
-        if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
-            continue
+def _imports(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
+    """Dotted names of what is imported from hsdp, wherever in the file, as far as `modules` has them."""
+    for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names)
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hsdp")
         elif isinstance(node, ast.ImportFrom):
             assert node.level == 0, "hsdp imports absolutely"
             assert node.module is not None
-            # `from hsdp import layout` imports a file too.
-            yield from (f"hsdp.{a.name}" for a in node.names) if node.module == "hsdp" else (node.module,)
-        else:
-            yield from _imports(node)
+            if node.module.split(".")[0] == "hsdp":
+                for alias in node.names:  # `from hsdp.buffers import layout` imports a file
+                    below = f"{node.module}.{alias.name}"
+                    yield below if below in modules else node.module
+
+
+def _graph(files: dict[str, str]) -> dict[str, list[str]]:
+    """What each module imports, by dotted names; `files` has the same names -> sources."""
+    return {name: sorted(set(_imports(ast.parse(text), files)) - {name}) for name, text in files.items()}
+
+
+def _entry(name: str) -> str:
+    """The entry of the top floor that a module belongs to."""
+    parts = name.split(".")
+    entry = parts[1] if len(parts) > 1 else "__init__"
+    assert entry in ORDER, f"hsdp/{entry} is on no floor: add it to ORDER"
+    return entry
 
 
 def _upward(files: dict[str, str]) -> list[str]:
-    """Imports that do not go down, as "a -> b"; `files` has names without suffix -> source."""
-    found = []
-    for name, source in files.items():
-        owner = name.split("/")[0]
-        for dotted in _imports(ast.parse(source)):
-            parts = dotted.split(".")
-            if parts[0] != "hsdp" or parts[1] == owner or not (parts[1] in files or _package(parts[1], files)):
-                continue  # from elsewhere, from a package's own files, or a public name
-            if _place(parts[1]) >= _place(owner):
-                found.append(f"{name} -> {parts[1]}")
+    """Imports between entries of the top floor that do not go down, as "a -> b"."""
+    return [
+        f"{name} -> {other}"
+        for name, others in _graph(files).items()
+        for other in others
+        if _entry(other) != _entry(name) and ORDER.index(_entry(other)) > ORDER.index(_entry(name))
+    ]
+
+
+def _circles(graph: dict[str, list[str]]) -> list[list[str]]:
+    """Circles of imports, each as the modules on the way."""
+    done: set[str] = set()
+    found: list[list[str]] = []
+
+    def walk(name: str, path: list[str]) -> None:
+        if name in path:
+            found.append([*path[path.index(name) :], name])
+        elif name not in done:
+            for other in graph.get(name, ()):
+                walk(other, [*path, name])
+            done.add(name)
+
+    for name in graph:
+        walk(name, [])
     return found
 
 
-def _package(name: str, files: dict[str, str]) -> bool:
-    return any(file.startswith(f"{name}/") for file in files)
-
-
 def _sources() -> dict[str, str]:
-    paths = sorted(PACKAGE.rglob("*.py"))
-    return {path.relative_to(PACKAGE).with_suffix("").as_posix(): path.read_text() for path in paths}
+    """Every module of hsdp by its dotted name; a package goes by its own."""
+    found = {}
+    for path in sorted(PACKAGE.rglob("*.py")):
+        name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+        found[name] = path.read_text()
+    return found
 
 
 def test_imports_only_go_down() -> None:
     assert _upward(_sources()) == []
 
 
-def test_an_import_that_goes_up_would_be_seen() -> None:
-    unit = "if TYPE_CHECKING:\n    from hsdp.runtime import Runtime\ndef f():\n    from hsdp.pipeline import Stage\n"
-    files = {"unit": unit, "pipeline": "from hsdp.unit import Unit", "runtime": "import torch", "layout": ""}
-    assert _upward(files) == ["unit -> pipeline"]
-    assert _upward({"layout": "from hsdp import errors", "errors": ""}) == ["layout -> errors"]
-    assert _upward({"api": "import hsdp.checkpoint.ranks", "checkpoint/ranks": "import hsdp.lane", "lane": ""}) == [
-        "api -> checkpoint"
-    ]
+def test_no_circle_of_imports() -> None:
+    assert _circles(_graph(_sources())) == []
+
+
+def test_what_these_tests_forbid_would_be_seen() -> None:
+    unit = "if TYPE_CHECKING:\n    from hsdp.schedule.runtime import Runtime\ndef f():\n    import hsdp.params.param\n"
+    files = {"hsdp.unit.unit": unit, "hsdp.schedule.runtime": "from hsdp.unit import unit", "hsdp.params.param": ""}
+    assert _upward(files) == ["hsdp.unit.unit -> hsdp.schedule.runtime"]
+    assert _circles(_graph(files)) == [["hsdp.unit.unit", "hsdp.schedule.runtime", "hsdp.unit.unit"]]
     with pytest.raises(AssertionError, match="no floor"):
-        _upward({"layout": "import hsdp.attic", "attic": ""})
+        _upward({"hsdp.unit.unit": "import hsdp.attic"})
+
+
+def test_no_import_is_hidden() -> None:
+    for name, source in _sources().items():
+        assert "TYPE_CHECKING" not in source, f"{name} hides an import"
+        for function in _functions(ast.parse(source)):
+            assert not list(_imports(function, ())), f"{name}: {function.name} imports hsdp when it is called"
+
+
+def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:
+    return (node for node in ast.walk(tree) if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef)))
+
+
+def test_the_top_floor_is_small() -> None:
+    entries = [path.name for path in PACKAGE.iterdir() if path.name != "__pycache__"]
+    assert len(entries) <= MOST_ENTRIES, entries
+    assert {name.removesuffix(".py") for name in entries} - {"py.typed"} == set(ORDER)
 
 
 def test_examples_use_public_names_only() -> None:
-    public = _public_names()
+    public = _public_names() | SIDE_DOORS | {"examples"}
     for name, source in _sources().items():
-        if name.startswith("examples/"):
-            for dotted in _imports(ast.parse(source)):
-                parts = dotted.split(".")
-                allowed = parts[0] != "hsdp" or parts[1] in public | {*_SIDE_DOORS, "examples"}
-                assert allowed, f"hsdp/{name}.py imports {dotted}"
+        if name.startswith("hsdp.examples."):
+            for node in ast.walk(ast.parse(source)):
+                if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "hsdp":
+                    parts = (node.module or "").split(".")[1:] or [alias.name for alias in node.names]
+                    assert parts[0] in public, f"{name} imports {node.module}"
 
 
 def _public_names() -> set[str]:
@@ -150,28 +165,35 @@ _TALKING = re.compile(
 
 
 def test_only_one_file_of_the_engine_starts_collectives() -> None:
-    engine = {name: source for name, source in _sources().items() if _place(name.split("/")[0])[0] < 5}
-    assert _TALKING.search(engine.pop("collectives"))
+    floor = ORDER.index("schedule")
+    engine = {name: source for name, source in _sources().items() if ORDER.index(_entry(name)) <= floor}
+    assert _TALKING.search(engine.pop("hsdp.comm.collectives"))
+    assert engine.pop("hsdp.comm.compressed")  # what a user could have written: custom collectives
     assert [name for name, source in engine.items() if _TALKING.search(source)] == []
 
 
 def test_the_engine_reads_no_environment_and_has_no_device_ifs() -> None:
     for name, source in _sources().items():
-        if not name.startswith("examples/"):
-            told = name == "debug"  # once, at import
-            assert told or ("environ" not in source and "getenv" not in source), f"hsdp/{name}.py reads the environment"
-            if name not in ("streams", "collectives"):
-                assert not re.search(r"is_cuda|torch\.cuda\b", source), f"hsdp/{name}.py has a device's own code"
+        if not name.startswith("hsdp.examples"):
+            told = name == "hsdp.debug"  # once, at import
+            assert told or ("environ" not in source and "getenv" not in source), f"{name} reads the environment"
+            if name not in ("hsdp.comm.streams", "hsdp.comm.collectives"):
+                assert not re.search(r"is_cuda|torch\.cuda\b", source), f"{name} has a device's own code"
 
 
-def test_files_stay_readable() -> None:
-    long = {name: lines for name, text in _sources().items() if (lines := text.count("\n")) > MOST_LINES}
+def test_files_and_functions_stay_readable() -> None:
+    sources = _sources()
+    long = {name: lines for name, text in sources.items() if (lines := text.count("\n")) > MOST_LINES}
     assert not long, f"longer than {MOST_LINES} lines: {long}"
+    for name, text in sources.items():
+        for function in _functions(ast.parse(text)):
+            lines = (function.end_lineno or 0) - function.lineno + 1
+            assert lines <= MOST_FUNCTION_LINES, f"{name}: {function.name} has {lines} lines"
 
 
 @pytest.mark.parametrize("name", _sources())
 def test_every_file_says_what_it_owns(name: str) -> None:
-    assert ast.get_docstring(ast.parse(_sources()[name])), f"hsdp/{name}.py has no first lines that say what it owns"
+    assert ast.get_docstring(ast.parse(_sources()[name])), f"{name} has no first lines that say what it owns"
 
 
 def test_the_frame_is_there() -> None:
@@ -207,4 +229,4 @@ def test_names_imported_in_the_readme_are_public() -> None:
     lists = re.findall(r"from hsdp import (?:\(([\w\s,]+)\)|([\w ,]+))", readme)
     named = [name.strip() for pair in lists for name in "".join(pair).split(",")]
     assert named, "README shows how to import it"
-    assert [name for name in named if name and name not in _public_names() | {*_SIDE_DOORS}] == []
+    assert [name for name in named if name and name not in _public_names() | SIDE_DOORS] == []

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Shard
 
 import hsdp
 from hsdp.errors import StaleParametersError, StateError
-from hsdp.full_params import full_params, gathered_apply
+from hsdp.weights.full_params import full_params, gathered_apply
 from tests.models import MLP, make_case
 from tests.rig import Pool, RankEnv, RemoteError
 from tests.sharded import check_sharded, mesh_id, pool_for, shard

@@ -15,9 +15,9 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp.errors import StateError
-from hsdp.full_params import full_params
-from hsdp.init import init_sharded, sync_module_states
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
+from hsdp.weights.full_params import full_params
+from hsdp.weights.init import init_sharded, sync_module_states
 from tests.counting import CollectiveCounter
 from tests.models import MLP, ConvNet, Transformer
 from tests.rig import Pool, RankEnv

@@ -10,8 +10,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard
 
-from hsdp.lane import row_views, whole_views
-from hsdp.layout import ALIGN, DIRECT_MULTIPLE_BYTES, PACK_ALL, Layout, ParamSpec, Piece, Thresholds, plan
+from hsdp.buffers.layout import ALIGN, DIRECT_MULTIPLE_BYTES, PACK_ALL, Layout, ParamSpec, Piece, Thresholds, plan
+from hsdp.unit.dtype_group import row_views, whole_views
 
 
 @st.composite

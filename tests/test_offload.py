@@ -19,8 +19,8 @@ from torch.distributed import fsdp
 
 import hsdp
 import hsdp.checkpoint
-from hsdp.mesh import MeshAxes
-from hsdp.state import state_of
+from hsdp.comm.mesh import MeshAxes
+from hsdp.schedule.module_hooks import state_of
 from tests.models import make_case
 from tests.rig import Pool, RankEnv
 from tests.sharded import check_rest, mesh_id, shard

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
 import hsdp.checkpoint
-from hsdp.placement import mergeable
+from hsdp.params.placement import mergeable
 from tests.models import Case, mse
 from tests.rig import Pool, RankEnv, fake_world
 from tests.sharded import check_rest, mesh_id

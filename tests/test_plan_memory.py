@@ -18,7 +18,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from benchmarks.memory import Layer
 from hsdp import CommPolicy, MixedPrecisionPolicy
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
 from hsdp.planning import Plan
 from tests.counting import LiveBytes
 from tests.models import Transformer

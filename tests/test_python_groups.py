@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hsdp import optim
-from hsdp.collectives import backend_name
+from hsdp.comm.collectives import backend_name
 from tests.models import make_case
 from tests.rig import Pool, RankEnv, run_procs
 from tests.sharded import check_rest, shard

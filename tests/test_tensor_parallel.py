@@ -28,7 +28,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 import hsdp
 import hsdp.checkpoint
 from hsdp.checkpoint.contents import state_staging
-from hsdp.inner import placements_tell
+from hsdp.params.tensor_parallel import placements_tell
 from tests.models import Case, mse
 from tests.rig import Pool, RankEnv
 from tests.sharded import check_rest, mesh_id

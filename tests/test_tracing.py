@@ -21,9 +21,9 @@ import hsdp
 from benchmarks.schedule import Durations
 from hsdp.examples import train_lm
 from hsdp.examples.options import parse_options
-from hsdp.pipeline import ReductionPipeline
-from hsdp.registry import unit_of
+from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing.spans import intersection, length, union
+from hsdp.unit.lookup import unit_of
 from tests.counting import CollectiveCounter
 from tests.models import language
 from tests.rig import Pool, RankEnv, fake_world

@@ -10,7 +10,7 @@ import pytest
 from torch import Tensor, nn
 
 import hsdp
-from hsdp.training_state import TrainingState, training_state
+from hsdp.unit.state import TrainingState, training_state
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, floats, seeded, step
 from tests.sharded import check_grads, check_rest, shard

@@ -11,8 +11,8 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hsdp
-from hsdp.state import state_of
-from hsdp.units import by_numel, shard_units
+from hsdp.api.shard_units import by_numel, shard_units
+from hsdp.schedule.module_hooks import state_of
 from tests.models import MLP, Block, Transformer, make_case
 from tests.rig import Pool, RankEnv
 from tests.twin import adamw, assert_close_to_twin, train, twin_of

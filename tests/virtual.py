@@ -1,7 +1,7 @@
 """Virtual time: layers, collectives, streams and events that take set durations on a clock of their own.
 
 The engine runs as it is, on tiny tensors; only the process groups of its `Comm`s, and the device module that
-`hsdp.streams` looks up, are replaced. Two modes:
+`hsdp.comm.streams` looks up, are replaced. Two modes:
 
     host     as on gloo: the host computes, a collective goes on beside it, and waiting moves the clock to its end
     device   as on CUDA: the host takes no time; work goes to streams, which wait for each other's events
@@ -27,8 +27,8 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from benchmarks.schedule import Durations
-from hsdp.collectives import Comm
-from hsdp.streams import Streams
+from hsdp.comm.collectives import Comm
+from hsdp.comm.streams import Streams
 
 Mode = Literal["host", "device"]
 Cost = Callable[[str, int], float]

@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from hsdp.dtensors import as_dtensor, spec_of
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
-from hsdp.subclass import data_of
+from hsdp.params.dtensors import as_dtensor, spec_of
+from hsdp.params.subclass import data_of
+from hsdp.params.tensor_parallel import block_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
 """What torch.compile and activation checkpointing put into names."""

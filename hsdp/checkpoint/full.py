@@ -27,8 +27,8 @@ from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
-from hsdp.registry import units_below
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.lookup import units_below
 
 
 def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> dict[str, Any]:

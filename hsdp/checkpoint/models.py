@@ -13,7 +13,7 @@ from hsdp.checkpoint.contents import EXTRA_STATE, Entry, clean_name, listing, mo
 from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
 
 
 class ModelReading:

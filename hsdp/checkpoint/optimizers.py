@@ -19,9 +19,9 @@ from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.made import kind_of, misfit
 from hsdp.checkpoint.reading import Reader
-from hsdp.dtensors import as_dtensor
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
+from hsdp.params.dtensors import as_dtensor
+from hsdp.params.tensor_parallel import block_of
 
 _NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 """Entries of an optimizer's groups that say how it computes here, not what: the loading optimizer keeps its own."""

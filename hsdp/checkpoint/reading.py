@@ -27,7 +27,7 @@ from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.pieces import Piece, Stored, read_into, read_tensor
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
 
 _BLOCK = 32 << 20
 """How many bytes are read at a time where they cannot go to their place directly."""

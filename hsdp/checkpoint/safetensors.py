@@ -33,7 +33,7 @@ from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
-from hsdp.inner import block_of
+from hsdp.params.tensor_parallel import block_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"

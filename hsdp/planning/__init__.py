@@ -7,7 +7,8 @@
 """
 
 from hsdp.planning.api import compare, plan
-from hsdp.planning.plans import Assumptions, Comparison, Plan
+from hsdp.planning.data import Assumptions
+from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 

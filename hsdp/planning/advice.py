@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
-from hsdp.wording import bytes_of, seconds_of
-
-if TYPE_CHECKING:
-    from hsdp.planning.plans import Plan
+from hsdp.format import bytes_of, seconds_of
+from hsdp.planning.data import PlanData
 
 HIDDEN = 0.03
 """A wait below this part of the step is the fill and the drain, which no schedule hides."""
@@ -23,12 +19,12 @@ _PADDED = 0.05
 """Shards of which more than this part is padding are worth a word."""
 
 
-def advise(plan: Plan) -> str:
+def advise(plan: PlanData) -> str:
     """What holds the step up, or does not fit, and what would help: a sentence, and one about padding if it matters."""
     return " ".join(filter(None, (_bottleneck(plan), _padding(plan))))
 
 
-def _padding(plan: Plan) -> str | None:
+def _padding(plan: PlanData) -> str | None:
     worst = max(plan.units, key=lambda unit: unit.total("padding_bytes"))
     padding, held = (sum(unit.total(name) for unit in plan.units) for name in ("padding_bytes", "shard_bytes"))
     if padding <= _PADDED * held:
@@ -43,7 +39,7 @@ def _padding(plan: Plan) -> str | None:
     )
 
 
-def _bottleneck(plan: Plan) -> str:
+def _bottleneck(plan: PlanData) -> str:
     if not plan.fits:
         return _does_not_fit(plan)
     kind, wait = max(plan.time.exposed.items(), key=lambda item: item[1])
@@ -61,7 +57,7 @@ def _bottleneck(plan: Plan) -> str:
     )
 
 
-def _does_not_fit(plan: Plan) -> str:
+def _does_not_fit(plan: PlanData) -> str:
     memory = plan.assumptions.memory
     assert memory is not None, "without a limit everything fits"
     term, largest = max(plan.memory.peak.items(), key=lambda item: item[1])
@@ -78,7 +74,7 @@ def _does_not_fit(plan: Plan) -> str:
     )
 
 
-def _more_tokens(plan: Plan, kind: str) -> str | None:
+def _more_tokens(plan: PlanData, kind: str) -> str | None:
     """The fewest tokens per rank, to a sixteenth, with which that wait is hidden."""
     tokens = plan.assumptions.tokens_per_rank
 
@@ -98,20 +94,20 @@ def _more_tokens(plan: Plan, kind: str) -> str | None:
     return f"raise tokens per rank to {high:,}"
 
 
-def _others(plan: Plan) -> list[Plan]:
+def _others(plan: PlanData) -> list[PlanData]:
     """The same on the other meshes of as many ranks."""
     world = plan.replicas * plan.shards
     sizes = [shards for shards in range(1, world + 1) if world % shards == 0 and shards != plan.shards]
     return [plan.on(world // shards, shards) for shards in sizes if _can(plan, shards)]
 
 
-def _can(plan: Plan, shards: int) -> bool:
+def _can(plan: PlanData, shards: int) -> bool:
     """Whether no unit asks for parts that do not divide so many shards."""
     policies = [unit.facts.reshard_after_forward for unit in plan.units]
     return not any(type(policy) is int and shards % policy for policy in policies)
 
 
-def _other_mesh(plan: Plan) -> str | None:
+def _other_mesh(plan: PlanData) -> str | None:
     limit = plan.assumptions.memory or _MOST_MEMORY * plan.memory.total
     fitting = [one for one in _others(plan) if one.memory.total <= limit]
     other = min(fitting, key=lambda one: one.time.step, default=None)
@@ -124,7 +120,7 @@ def _other_mesh(plan: Plan) -> str | None:
     )
 
 
-def _policy(plan: Plan, kind: str) -> str | None:
+def _policy(plan: PlanData, kind: str) -> str | None:
     """What costs memory, or fewer steps, instead."""
     if kind == "all-reduce":
         return "accumulate more micro-batches per step, which share one all-reduce"

@@ -8,16 +8,18 @@ from typing import Any, NamedTuple
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
-from hsdp.collectives import backend_name
-from hsdp.mesh import MeshAxes, resolve_mesh
+from hsdp.api.shard_units import Pattern
+from hsdp.comm.collectives import backend_name
+from hsdp.comm.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
-from hsdp.param import PlacementFn
+from hsdp.params.ownership import class_name
+from hsdp.params.param import PlacementFn
+from hsdp.planning.data import Assumptions
 from hsdp.planning.facts import facts_of
-from hsdp.planning.plans import Assumptions, Comparison, Plan, plan_facts
+from hsdp.planning.plans import Comparison, Plan, plan_facts
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.registry import class_name, units_below
-from hsdp.units import Pattern
+from hsdp.unit.lookup import units_below
 
 Mesh = DeviceMesh | Sequence[int] | int
 

@@ -9,8 +9,9 @@ from collections.abc import Sequence
 
 import torch
 
-from hsdp.placement import least_padding
-from hsdp.planning.plans import Assumptions, Comparison, Plan, meshes_of, plan_facts
+from hsdp.params.placement import least_padding
+from hsdp.planning.data import Assumptions
+from hsdp.planning.plans import Comparison, Plan, meshes_of, plan_facts
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy

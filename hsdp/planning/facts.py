@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import nn
 
-from hsdp.compat import own_policy
-from hsdp.inner import block_of
-from hsdp.module import HSDPModule
+from hsdp.api.fsdp2 import own_policy
+from hsdp.api.module import HSDPModule
+from hsdp.api.select import check_param, choose_dim, collect_params
+from hsdp.api.shard_units import Pattern, choose_units
+from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
-from hsdp.param import Place, PlacementFn
-from hsdp.placement import least_padding
+from hsdp.params.ownership import class_name
+from hsdp.params.param import Place, PlacementFn
+from hsdp.params.placement import least_padding
+from hsdp.params.subclass import extends
+from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.registry import class_name
-from hsdp.selection import check_param, choose_dim, collect_params
-from hsdp.state import state_of
-from hsdp.subclass import extends
-from hsdp.unit import Unit
-from hsdp.units import Pattern, choose_units
-from hsdp.wording import dotted
+from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.unit import Unit
 
 Cut = Callable[[int], tuple[int | None, int]]
 

@@ -1,4 +1,4 @@
-"""Where the bytes of each unit lie and travel on a mesh: `hsdp.layout`'s plan of every lane, and the sizes it implies.
+"""Where the bytes of each unit lie and travel on a mesh: the `Layout` of every lane, and the sizes it implies.
 
 This is the planner that `fully_shard` itself uses; nothing is estimated here. All sizes are bytes on one rank.
 """
@@ -8,11 +8,11 @@ from __future__ import annotations
 import functools
 from dataclasses import dataclass, replace
 
-from hsdp.collectives import direct_bytes
-from hsdp.lane import LaneKind, thresholds_for
-from hsdp.layout import Layout, ParamSpec, Thresholds, plan
+from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
+from hsdp.comm.collectives import direct_bytes
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
+from hsdp.unit.dtype_group import LaneKind, thresholds_for
 
 # Blocks are alike: most layouts are asked for again and again.
 _layout = functools.lru_cache(maxsize=1024)(plan)

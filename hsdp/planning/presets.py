@@ -12,8 +12,8 @@ from dataclasses import dataclass, field
 
 import torch
 
-from hsdp.param import PlacementFn
-from hsdp.placement import least_padding
+from hsdp.params.param import PlacementFn
+from hsdp.params.placement import least_padding
 from hsdp.planning.facts import ParamFacts, UnitFacts, cut_by
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 

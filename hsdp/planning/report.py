@@ -7,21 +7,19 @@ import io
 import json
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
+from hsdp.format import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
+from hsdp.planning.data import ComparisonData, PlanData
 from hsdp.planning.layouts import LanePlan, UnitPlan
 from hsdp.planning.memory import TERMS
 from hsdp.planning.traffic import Collective
-from hsdp.wording import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
-
-if TYPE_CHECKING:
-    from hsdp.planning.plans import Comparison, Plan
 
 _SHORT = {"all-gather": "AG", "reduce-scatter": "RS", "all-reduce": "AR"}
 Row = Sequence[str]
 
 
-def as_text(plan: Plan) -> str:
+def as_text(plan: PlanData) -> str:
     """The plan as tables."""
     told, link = plan.assumptions, plan.assumptions.link
     nodes = -(-plan.replicas * plan.shards // link.ranks_per_node)
@@ -59,7 +57,7 @@ _UNIT_HEADS = (
 )  # fmt: skip
 
 
-def _unit_rows(plan: Plan) -> Iterable[Row]:
+def _unit_rows(plan: PlanData) -> Iterable[Row]:
     """Units that differ by a number in their name only share a row."""
     groups: dict[tuple[str, ...], list[str]] = {}
     for unit, sent in zip(plan.units, plan.by_unit, strict=True):
@@ -105,7 +103,7 @@ def direct_share(unit: UnitPlan, what: str) -> float:
     return direct / total if total else 0.0
 
 
-def _collective_row(plan: Plan, one: Collective) -> Row:
+def _collective_row(plan: PlanData, one: Collective) -> Row:
     # Waits are known by kind: the first row of a kind shows them.
     first = next(other for other in plan.collectives if other.kind == one.kind) is one
     return (
@@ -122,7 +120,7 @@ def _collective_row(plan: Plan, one: Collective) -> Row:
     )
 
 
-def _memory_rows(plan: Plan) -> Iterable[Row]:
+def _memory_rows(plan: PlanData) -> Iterable[Row]:
     for term, meaning in TERMS.items():
         if plan.memory.largest[term]:
             yield term, bytes_of(plan.memory.peak[term]), bytes_of(plan.memory.largest[term]), meaning
@@ -133,7 +131,7 @@ def _memory_rows(plan: Plan) -> Iterable[Row]:
         yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
 
 
-def comparison_as_text(comparison: Comparison) -> str:
+def comparison_as_text(comparison: ComparisonData) -> str:
     """One line per plan, the best one marked."""
     plans = comparison.plans
     if not plans:
@@ -151,7 +149,7 @@ def comparison_as_text(comparison: Comparison) -> str:
     return "\n".join(lines)
 
 
-def _comparison_row(plan: Plan, best: bool) -> Row:
+def _comparison_row(plan: PlanData, best: bool) -> Row:
     slow = {kind: sum(one.slow for one in plan.collectives if one.kind == kind) for kind in _SHORT}
     return (
         "*" if best else "" if plan.fits else "!",
@@ -185,7 +183,7 @@ _UNIT_BYTES = ("shard_bytes", "padding_bytes", "whole_bytes")
 # -- data --------------------------------------------------------------------------------------------------------
 
 
-def as_dict(plan: Plan) -> dict[str, Any]:
+def as_dict(plan: PlanData) -> dict[str, Any]:
     """Everything, as plain data; sizes in bytes, times in seconds."""
     return {
         "model": plan.name,
@@ -233,12 +231,12 @@ def _unit_dict(unit: UnitPlan, sent: Sequence[Collective]) -> dict[str, Any]:
     }
 
 
-def as_json(plan: Plan) -> str:
+def as_json(plan: PlanData) -> str:
     """`as_dict` as JSON."""
     return json.dumps(as_dict(plan), indent=1)
 
 
-def as_csv(plan: Plan) -> str:
+def as_csv(plan: PlanData) -> str:
     """A line per unit; sizes in bytes."""
     heads = ["unit", "dtypes", "parameters", *_UNIT_BYTES, "direct_gather", "direct_reduce"]
     for kind in _SHORT:
@@ -255,7 +253,7 @@ def as_csv(plan: Plan) -> str:
     return _csv(heads, rows)
 
 
-def comparison_as_json(comparison: Comparison) -> str:
+def comparison_as_json(comparison: ComparisonData) -> str:
     """The plans as JSON, and the index of the best."""
     best = comparison.best
     told = {
@@ -265,7 +263,7 @@ def comparison_as_json(comparison: Comparison) -> str:
     return json.dumps(told, indent=1)
 
 
-def comparison_as_csv(comparison: Comparison) -> str:
+def comparison_as_csv(comparison: ComparisonData) -> str:
     """A line per plan."""
     heads = ["replicas", "shards", "best", "fits", "persistent_bytes", "peak_bytes", "step_s", "compute_s"]
     heads += [*(f"{kind.replace('-', '_')}_exposed_s" for kind in _SHORT), "tokens_per_second"]

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hsdp.collectives import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
+from hsdp.comm.collectives import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
 from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb
 

@@ -19,7 +19,7 @@ from typing import Any
 import torch.distributed as dist
 from torch import nn
 
-from hsdp.state import state_of
+from hsdp.schedule.module_hooks import state_of
 from hsdp.tracing.chrome import chrome_trace
 from hsdp.tracing.picture import draw
 from hsdp.tracing.recorder import Recorder

@@ -3,51 +3,29 @@
 from __future__ import annotations
 
 import time
-from typing import TYPE_CHECKING
+from typing import Any, Protocol
 
-from hsdp.flight import Flight
-from hsdp.streams import Event
-from hsdp.tracing.replay import Op
-from hsdp.tracing.spans import COLLECTIVES, Lane
-
-if TYPE_CHECKING:
-    from hsdp.tracing.recorder import Recorder
-
-Moment = tuple[float, Event]
-"""A time: by the host's clock, in seconds, and as an event on the stream that was current."""
+from hsdp.comm.work import Flight
+from hsdp.tracing.events import FlightRecord, Moment, Op
+from hsdp.tracing.spans import COLLECTIVES
 
 _WAITS = {kind: f"wait {kind}" for kind in COLLECTIVES}
 _BEGIN, _END = Op.BEGIN, Op.END
 _now = time.perf_counter
 
 
-class FlightRecord:
-    """A collective that was started. `frees`: bytes of gradients that are let go once it was waited for."""
+class Log(Protocol):
+    """The recorder, as far as its flights write to it."""
 
-    __slots__ = ("_ends", "calls", "end", "frees", "kind", "lane", "nbytes", "sent", "start", "unit", "waited")
+    reducing: int
 
-    def __init__(self, lane: Lane, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
-        self.lane: Lane = lane
-        self.kind = kind
-        self.unit = unit
-        self.start = start
-        self.nbytes = nbytes
-        self.sent = sent
-        self.end: Moment | None = None
-        self.waited: float | None = None
-        self.calls = self.frees = 0
-        self._ends: list[float] = []
+    def now(self) -> Moment:
+        """This moment."""
+        ...
 
-    def call_done(self, _: object) -> None:
-        """One of its calls is done: runs on a thread of the backend, where appending is safe and counting is not."""
-        self._ends.append(_now())
-
-    @property
-    def done(self) -> Moment | None:
-        """When it was done, or None if nobody told."""
-        if self.end is None and self._ends and len(self._ends) == self.calls:
-            return max(self._ends), None
-        return self.end
+    def log(self, op: Op, kind: str = ..., what: Any = ...) -> None:
+        """Notes an entry."""
+        ...
 
 
 class TracedFlight(Flight):
@@ -55,7 +33,7 @@ class TracedFlight(Flight):
 
     __slots__ = ()
 
-    def watch(self, recorder: Recorder, record: FlightRecord) -> None:
+    def watch(self, recorder: Log, record: FlightRecord) -> None:
         """Begins to record, once the collective was started."""
         _under_way[self] = (recorder, record)
         works = [work for work in self._works or () if work is not None]
@@ -86,11 +64,11 @@ class TracedFlight(Flight):
             recorder.reducing -= record.frees
 
 
-_under_way: dict[TracedFlight, tuple[Recorder, FlightRecord]] = {}
+_under_way: dict[TracedFlight, tuple[Log, FlightRecord]] = {}
 """Flights that were not waited for, until their trace ends."""
 
 
-def forget_flights(recorder: Recorder) -> None:
+def forget_flights(recorder: Log) -> None:
     """The recorder's trace has ended: flights that are still under way end without it."""
     for flight in [flight for flight, (its, _) in _under_way.items() if its is recorder]:
         del _under_way[flight]

@@ -22,17 +22,18 @@ import torch
 from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
-from hsdp.collectives import Comm
-from hsdp.flight import Flight, Named
-from hsdp.reduce_plan import LaneReduction
-from hsdp.registry import unit_of
-from hsdp.runtime import Runtime
-from hsdp.state import ModuleState
-from hsdp.streams import Streams
-from hsdp.tracing.flights import FlightRecord, Moment, TracedFlight, forget_flights
-from hsdp.tracing.replay import Entry, Mark, Op, replay
+from hsdp.comm.collectives import Comm
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import Flight, Named
+from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.tracing.events import Entry, FlightRecord, Mark, Moment, Op
+from hsdp.tracing.flights import TracedFlight, forget_flights
+from hsdp.tracing.replay import replay
 from hsdp.tracing.spans import Lane, Recording, Span
-from hsdp.unit import Unit
+from hsdp.unit.lookup import unit_of
+from hsdp.unit.reduce_plan import LaneReduction
+from hsdp.unit.unit import Unit
 
 _BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
 """What the host does in `Flight.wait` once the collective is done."""
@@ -91,8 +92,9 @@ class Recorder:
             # A root's runtime may be made later than this, and there may be several roots.
             self._wrap(state.own_runtime, lambda call: lambda: self._attach(call()))
             self._attach_unit(state.unit)
-        for runtime in {unit.runtime: None for unit in self._units if unit.runtime is not None}:
-            self._attach(runtime)
+        for runtime in dict.fromkeys(map(runtime_of, self._units)):
+            if runtime is not None:
+                self._attach(runtime)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer_step),
             register_optimizer_step_post_hook(self._after_optimizer_step),

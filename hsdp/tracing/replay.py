@@ -8,35 +8,10 @@ A stack says what to go back to. The replay runs when the trace has ended, so th
 
 from __future__ import annotations
 
-import enum
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from hsdp.streams import Event
-from hsdp.unit import Unit
-
-if TYPE_CHECKING:
-    from hsdp.tracing.flights import FlightRecord
-
-
-class Op(enum.Enum):
-    """What an entry of the log tells."""
-
-    BEGIN = enum.auto()
-    END = enum.auto()
-    END_KIND = enum.auto()
-    BEGIN_PASS = enum.auto()
-    FORGET_PASS = enum.auto()
-    END_FORWARD = enum.auto()
-    ENTER_BACKWARD = enum.auto()
-    LEAVE_BACKWARD = enum.auto()
-    END_BACKWARD = enum.auto()
-
-
-Entry = tuple[float, Event, Op, str, Any]
-"""Host time, event, op, kind, and what it is about: a unit, a runtime, a flight's record or a name."""
-
-Mark = tuple[float, Event, str, str, "FlightRecord | None"]
-"""What the compute lane does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""
+from hsdp.tracing.events import Entry, FlightRecord, Mark, Op
+from hsdp.unit.unit import Unit
 
 _Doing = tuple[str, Any]
 

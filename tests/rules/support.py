@@ -13,8 +13,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
-from hsdp.collectives import Comm
-from hsdp.flight import Flight
+from hsdp.comm.collectives import Comm
+from hsdp.comm.work import Flight
 from tests.twin import full_grads
 
 DIM = 6  # not a multiple of 4: some ranks of four hold less than others, of vectors nothing

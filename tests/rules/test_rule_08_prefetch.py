@@ -11,8 +11,8 @@ import pytest
 import torch
 
 import hsdp
-from hsdp.unit import Unit
-from hsdp.whole_params import Residency
+from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import Residency
 from tests.rig import Pool, RankEnv
 from tests.rules.support import floats, seeded
 from tests.rules.test_rule_14_accumulation import Choosy

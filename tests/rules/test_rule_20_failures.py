@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from hsdp.flight import flying
-from hsdp.unit import Unit
+from hsdp.comm.work import flying
+from hsdp.unit.unit import Unit
 from tests.rig import Pool, RankEnv
 from tests.rules.support import DIM, Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
 from tests.sharded import check_grads, check_rest, check_sharded, shard

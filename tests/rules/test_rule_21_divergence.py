@@ -13,8 +13,8 @@ from unittest import mock
 import pytest
 import torch
 
-from hsdp.agreement import Agreement
 from hsdp.clip import clip_grad_norm_
+from hsdp.comm.divergence import Agreement
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, loss_of, seeded, step
 from tests.sharded import mesh_id, shard

@@ -13,10 +13,10 @@ import torch.distributed as dist
 from torch import Tensor
 
 import hsdp
-from hsdp.flight import flying
-from hsdp.pipeline import ReductionPipeline
-from hsdp.registry import _managed
-from hsdp.whole_params import Residency
+from hsdp.comm.work import flying
+from hsdp.params.ownership import _managed
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.unit.unsharded import Residency
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, never_done, seeded, step
 from tests.sharded import shard

@@ -1,0 +1,12 @@
+"""What users call: `fully_shard` and what comes with it.
+
+    fully_shard.py    checks what the user asked for, builds one unit, attaches its `ModuleHooks` to the module(s)
+    module.py         `HSDPModule`: the methods that a sharded module has
+    fsdp2.py          what scripts written for FSDP2 call beside them
+    shard_units.py    `shard_units`: which modules of a model become units
+    select.py         which parameters a unit gets, and how each of them is cut
+    describe.py       `describe`, and what `print(model)` shows
+
+May import everything but `planning` and `tracing`, which look at sharded models from outside.
+Start reading at `fully_shard`.
+"""

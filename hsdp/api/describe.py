@@ -1,0 +1,96 @@
+"""`describe`: the tree of a model's units, and which path each parameter takes, as text."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from hsdp.format import dotted, dtype_of, pattern_of, together
+from hsdp.params.ownership import class_name
+from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.dtype_group import Lane
+from hsdp.unit.unit import Unit
+
+
+def describe(model: nn.Module, *, params: bool = True) -> str:
+    """The tree of units, inner ones indented: a line per unit and, below it, one per parameter.
+
+    A parameter's line has its shape, placement, dtypes (stored / computed / reduced), bytes per rank, and how it is
+    communicated. Units that differ only by a number in their name share one entry, as in "blocks.0..31 (each of 32)".
+
+    *direct* parameters are transferred from and to their place without a copy; *packed* ones share a transfer with the
+    other packed ones of the unit and cost one copy. `CommPolicy` says which go where, `MixedPrecisionPolicy` the dtypes.
+
+    Args:
+        model: the model, or a part of it.
+        params: whether to list parameters.
+
+    Raises:
+        ValueError: nothing in the model is sharded.
+    """
+    alike: dict[tuple[str, ...], list[str]] = {}
+    for name, depth, unit in _tree(model):
+        indent = "  " * depth
+        head, *rows = _describe_unit(unit, is_root=depth == 0)
+        key = (indent, pattern_of(name), head, *(f"{indent}    {row}" for row in rows if params))
+        alike.setdefault(key, []).append(name)
+    if not alike:
+        raise ValueError(f"describe({type(model).__name__}): nothing in it is sharded; call fully_shard first")
+    lines: list[str] = []
+    for (indent, _, head, *rows), names in alike.items():
+        lines += [f"{indent}{together(names)}: {head}", *rows]
+    return "\n".join(lines)
+
+
+def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
+    """Each unit once, in the order of `named_modules`: name, number of units around it, unit."""
+    found: list[tuple[str, int, Unit]] = []
+    seen: set[Unit] = set()
+
+    def visit(module: nn.Module, name: str, depth: int, parent: Unit | None) -> None:
+        state = state_of(module)
+        unit = parent if state is None else state.unit
+        if unit is not None and unit not in seen:
+            seen.add(unit)
+            root = f"{class_name(module)} (root)"
+            found.append((name or root, depth, unit))
+        for child_name, child in module.named_children():
+            visit(child, dotted(name, child_name), depth + (unit is not parent), unit)
+
+    visit(model, "", 0, None)
+    return found
+
+
+def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
+    held = sum(lane.layout.numel * lane.kind.storage.itemsize for lane in unit.lanes)
+    padding = sum(lane.layout.padding * lane.kind.storage.itemsize for lane in unit.lanes) // unit.axes.shard_size
+    count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
+    head = f"{count}, {unit.axes}, {held:,} bytes per rank ({padding:,} of them padding), {_after_forward(unit, is_root)}"
+    rows = []
+    for slot, param in enumerate(unit.params):
+        lane = next(lane for lane in unit.lanes if slot in lane.slots)
+        rows.append(f"{param.fqn:<32} {tuple(param.spec.shape)!s:<20} {_path(lane, lane.slots.index(slot), unit)}")
+    return [head, *rows]
+
+
+def _after_forward(unit: Unit, is_root: bool) -> str:
+    after = unit.settings.reshard_after_forward
+    if type(after) is int and after < unit.axes.shard_size:
+        return f"sharded over {after} ranks after forward"
+    return "whole until backward" if after is False or (after is None and is_root) else "freed after forward"
+
+
+def _path(lane: Lane, index: int, unit: Unit) -> str:
+    piece, kind = lane.layout.pieces[index], lane.kind
+    dtypes = f"{dtype_of(kind.storage)} / {dtype_of(kind.compute)} / {dtype_of(kind.reduce)}"
+    where = unit.axes.placement_text(piece.spec.dim, piece.spec.merged)
+    if kind.replicated:
+        how = "kept whole, all-reduced"
+    elif piece.spec.dim is None:
+        how = "kept whole, reduced packed"
+    elif lane.shards == 1:
+        how = "nothing to gather, all-reduced where autograd made it"
+    else:
+        gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
+        how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
+    frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"
+    return f"{where:<12} {dtypes:<20} {piece.numel * kind.storage.itemsize:>12,} B  {how}{frozen}"

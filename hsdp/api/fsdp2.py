@@ -1,0 +1,264 @@
+"""FSDP2's face: names of `torch.distributed.fsdp` that differ from hsdp's own, with FSDP2's meaning and reach.
+
+`HSDPModule` is a real subclass of torch's `FSDPModule`, because libraries ask `isinstance(module, FSDPModule)` and a plain
+class cannot be joined in any other way. So every public method of that class is overridden, here or in `HSDPModule`:
+what cannot be had is refused with a remedy, and nothing of torch's own implementation is ever reached.
+
+    who asks                     what it does with the answer                          with hsdp
+    pipelining schedules         unshard / reshard around the micro-batches, switches  works: `PipelineFace`
+                                 gradient sync off, runs the reduction by itself
+    Lightning                    switches gradient sync off while it accumulates       works
+    accelerate                   leaves a sharded model as it is in `prepare`          works
+    FSDPMemTracker               reads FSDP2's parameter groups                        refused: `_get_fsdp_state`
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import fields, replace
+from types import SimpleNamespace
+from typing import Any, NoReturn
+
+import torch
+import torch.distributed.fsdp as fsdp
+from torch import Tensor, nn
+from torch.distributed._composable.contract import STATE_KEY
+from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
+
+from hsdp.comm.collectives import twin_of
+from hsdp.comm.custom import AllGather, ReduceScatter
+from hsdp.comm.mesh import DataParallelMeshDims
+from hsdp.errors import StateError
+from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
+from hsdp.policies import MixedPrecisionPolicy
+from hsdp.schedule.module_hooks import own_state
+from hsdp.schedule.root import Root
+from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.unit.unit import Unit
+
+_OWN_POLICIES: dict[Any, type] = {
+    fsdp.MixedPrecisionPolicy: MixedPrecisionPolicy,
+    fsdp.OffloadPolicy: OffloadPolicy,
+    fsdp.CPUOffloadPolicy: CPUOffloadPolicy,
+    getattr(fsdp, "DataParallelMeshDims", None): DataParallelMeshDims,  # newer than torch 2.11
+}
+"""FSDP2's dataclass -> hsdp's, which has the same fields or more."""
+
+
+def own_policy(policy: Any) -> Any:
+    """hsdp's policy for one of `torch.distributed.fsdp`, which libraries make on a user's behalf; others as they are."""
+    own = _OWN_POLICIES.get(type(policy))
+    return policy if own is None else own(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+
+
+class UnshardHandle(_UnshardHandle):
+    """What `unshard(async_op=True)` returns."""
+
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+
+    def wait(self) -> None:
+        """Waits until the module shows its whole parameters."""
+        for unit in self._units:
+            unit.show()
+            unit.streams.finish_host_reads()
+        self._units = []
+
+
+class FSDP2Methods(fsdp.FSDPModule):
+    """The methods of FSDP2's `FSDPModule` that have another name in hsdp, or that it does not need.
+
+    Each says what it does here; their arguments, and which modules they reach, are FSDP2's.
+    """
+
+    _units: Callable[..., list[Unit]]
+    _runtimes: Callable[[], list[Runtime]]
+
+    # -- accumulation --------------------------------------------------------------------------------------------
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too."""
+        flag = check_flag("set_requires_gradient_sync", requires_gradient_sync)
+        for unit in self._units(recurse):
+            settings = unit.settings
+            settings.requires_grad_sync = settings.requires_all_reduce = flag
+
+    def reset_iter_state(self) -> None:
+        """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
+        for runtime in self._runtimes():
+            runtime.reset()
+
+    # -- reduction -----------------------------------------------------------------------------------------------
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
+        """Accepted: hsdp's collectives always sum, and scale by themselves."""
+        check_flag("set_force_sum_reduction_for_comms", enable)
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """True: parameters that no rank used get zeros, False: None (`set_unused_param_grads`).
+
+        Ranks that use different parameters are right either way: each always takes part for all of them.
+        """
+        flag = check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in self._units(recurse):
+            unit.gradients.unused = "zero" if flag else "none"
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Sets `CommPolicy.max_inflight_reduce_scatters`; the root's bounds all units below it."""
+        for unit in self._units(recurse):
+            unit.comm_policy = replace(unit.comm_policy, max_inflight_reduce_scatters=max_input_buffers)
+            runtime = runtime_of(unit)
+            if runtime is not None and runtime.root is unit:
+                runtime.pipeline.policy = unit.comm_policy
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Gives reduce-scatters a process group of their own, so that they need not wait for gathers, or takes it back.
+
+        Every rank of the mesh calls it. Units with the same shard ranks share the group.
+        """
+        flag = check_flag("set_separate_reduce_scatter_group", enable)
+        for unit in self._units(recurse):
+            unit.scatter_comm = twin_of(unit.shard_comm) if flag else unit.shard_comm
+        Root.generation += 1  # roots look again at what their units communicate over
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gathers this module's unit by `comm`, see `hsdp.AllGather`; None: hsdp's own gather again."""
+        _check_custom("set_custom_all_gather", comm)
+        for unit in self._units(recurse=False):
+            unit.shard_comm.custom_all_gather = comm
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce-scatters this module's unit by `comm`, see `hsdp.ReduceScatter`; None: hsdp's own again."""
+        _check_custom("set_custom_reduce_scatter", comm)
+        for unit in self._units(recurse=False):
+            unit.shard_comm.custom_reduce_scatter = unit.scatter_comm.custom_reduce_scatter = comm
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With False the backward does not gather this module's unit: for one that needs no weights in it (embeddings)."""
+        flag = check_flag("set_unshard_in_backward", unshard_in_backward)
+        for unit in self._units(recurse=False):
+            unit.settings.unshard_in_backward = flag
+
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""
+        for unit in self._units(recurse=False):
+            if unit.streams.active:
+                unit.streams.join(event)
+
+    def _set_unshard_async_op(self, async_op: bool) -> None:
+        """Accepted: hsdp's gathers are always asynchronous."""
+
+    # -- what is not there ---------------------------------------------------------------------------------------
+
+    def set_allocate_memory_from_process_group_for_comm(self, enable: bool) -> None:
+        """Refused: buffers are the parameters' own places."""
+        if enable:
+            self._refuse("set_allocate_memory_from_process_group_for_comm(True)", _STAGING)
+
+    def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
+        """Refused: buffers are the parameters' own places."""
+        self._refuse(f"set_symm_mem_for_comm({backend!r})", _STAGING)
+
+    def _get_fsdp_state(self) -> NoReturn:
+        self._refuse("FSDP2's internal state", "tools that read it (FSDPMemTracker) do not work; use hsdp.describe(model)")
+
+    def _refuse(self, what: str, remedy: str) -> NoReturn:
+        raise NotImplementedError(f"{type(self).__name__} has no {what}: {remedy}")
+
+
+_STAGING = (
+    "hsdp gathers large parameters straight into their place and has no staging buffer for them to allocate otherwise; "
+    "leave the call out, or use set_custom_all_gather / set_custom_reduce_scatter with an `allocate` of your own"
+)
+
+
+class PipelineFace:
+    """What `torch.distributed.pipelining` reaches for once a stage has run the backward of its last micro-batch.
+
+    A schedule switches gradient sync off and does FSDP2's post-backward by hand, on `fully_shard.state(stage)`. Here that
+    is one call: the sums over micro-batches are communicated and land in `.grad`, and whole parameters go.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = weakref.ref(module)
+        self._state_ctx = SimpleNamespace(all_states=())
+
+    def _root_post_backward_final_callback(self) -> None:
+        module: Any = self._module()
+        assert module is not None, "a stage that ran is alive"
+        units = module._units()
+        if any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units):
+            raise StateError(
+                f"{type(module).__name__}: no gradient of this stage reached hsdp. Schedules that split a backward into "
+                "inputs and weights (zero-bubble, ZBV, DualPipeV) look for whole parameters in `parameters()`, where "
+                "hsdp shows sharded ones; use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B"
+            )
+        module.flush()
+        for unit in module._units():
+            unit.reshard()
+
+
+_torch_fully_shard: Any = getattr(fsdp.fully_shard, "__wrapped__", None)
+
+
+def put_pipeline_face(module: nn.Module) -> None:
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` find a `PipelineFace`.
+
+    It also makes torch's `fully_shard` refuse the module, which is sharded already.
+    """
+    module.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard] = PipelineFace(module)
+
+
+def fsdp_state(module: nn.Module) -> PipelineFace | None:
+    """FSDP2's `fully_shard.state(module)`: what libraries find there of a sharded module; None of any other."""
+    found: PipelineFace | None = module.__dict__.get(STATE_KEY, {}).get(_torch_fully_shard)
+    return found
+
+
+def share_comm_ctx(modules: list[Any]) -> None:
+    """Makes several roots (a pipeline's stages on this rank) use the same side streams.
+
+    Raises:
+        ValueError: one of `modules` is not sharded.
+    """
+    for module in modules:
+        if not isinstance(module, FSDP2Methods):
+            raise ValueError(f"share_comm_ctx: {type(module).__name__} is not sharded; call fully_shard on it first")
+    runtimes = [own_state(module).own_runtime() for module in modules]
+    for runtime in runtimes[1:]:
+        runtime.share_streams(runtimes[0])
+
+
+def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    """A hook that runs on `stream`, in order with what the current stream did before and does after."""
+
+    def there(tensor: Tensor) -> None:
+        module = torch.get_device_module(tensor.device)
+        here = module.current_stream()
+        stream.wait_stream(here)
+        with module.stream(stream):
+            hook(tensor)
+        here.wait_stream(stream)
+
+    return there
+
+
+def check_flag(method: str, value: Any) -> bool:
+    """Returns `value` if it is True or False; raises TypeError naming `method` otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{method}({value!r}): expected True or False")
+    return value
+
+
+def _check_custom(method: str, comm: Any) -> None:
+    if comm is not None and not callable(comm):
+        raise TypeError(
+            f"{method}({comm!r}): expected None, or an object to call with output_tensor=, input_tensor=, group=, async_op="
+        )

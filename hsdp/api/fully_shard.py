@@ -1,0 +1,265 @@
+"""`fully_shard`: arguments in, checks, a unit and its module state out."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Iterable
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor
+
+from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
+from hsdp.api.module import HSDPModule, has_forward, sharded_class
+from hsdp.api.select import collect_params, manage
+from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
+from hsdp.offload import OffloadPolicy
+from hsdp.params.param import PlacementFn
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
+from hsdp.schedule.module_hooks import ModuleState, own_state
+from hsdp.schedule.optimizer_hooks import watch_optimizers
+from hsdp.schedule.root import Root
+from hsdp.unit.lookup import unit_of
+from hsdp.unit.unit import Unit
+from hsdp.weights.module_buffers import modules_with_units
+from hsdp.weights.replica_check import verify
+
+M = TypeVar("M", bound="nn.Module | list[nn.Module]")
+
+
+def fully_shard(
+    module: M,
+    *,
+    mesh: DeviceMesh | None = None,
+    reshard_after_forward: bool | int | None = None,
+    shard_placement_fn: PlacementFn | None = None,
+    mp_policy: MixedPrecisionPolicy | None = None,
+    comm_policy: CommPolicy | None = None,
+    offload_policy: OffloadPolicy | None = None,
+    ignored_params: Iterable[nn.Parameter] | None = None,
+    replicate_params: Iterable[nn.Parameter] | None = None,
+    dp_mesh_dims: DataParallelMeshDims | None = None,
+    replica_policy: ReplicaPolicy = "broadcast",
+) -> M:
+    """Shards the parameters of a module, in place, and makes its forward and backward gather and reduce them.
+
+    Call it bottom-up: on each block of a model, then on the model. Each call makes one *unit*, which is gathered and
+    reduced as a whole; it owns the parameters below `module` that no earlier call took. The parameters become DTensors
+    under their own names, so make the optimizer afterwards.
+
+    Args:
+        module: the module, or a list of modules that form one unit together. Its class becomes `FSDP<Class>`, as
+            FSDP2 names it: a subclass of both the original class and `HSDPModule`.
+        mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
+            the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
+        reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,
+            but False for the outermost unit and, once the order is known, for the last one, whose backward starts right
+            away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
+            ranks, so that the gather for backward stays inside such a group (a node, say).
+        shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
+            Scalars are kept whole on every rank. A second argument without a default, or one named `shards`, gets the
+            number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
+        mp_policy: dtypes of compute, reduction and outputs.
+        comm_policy: how it communicates.
+        offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,
+            `DiskOffloadPolicy(directory)`, or on the mesh's device.
+        ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
+        replicate_params: parameters that every rank keeps whole; their gradients are summed over all ranks of the mesh in
+            the same pipeline. For small ones that are not worth gathering.
+        dp_mesh_dims: names the axes of a bigger `mesh` over which to shard and to replicate; several may act as one.
+            Without a shard axis nothing is sharded and gradients are all-reduced, as in DDP.
+        replica_policy: what becomes of parameters and buffers whose values differ between ranks, here or in
+            `init_sharded`. "broadcast": every rank takes those of the mesh's first rank; only what differs is sent.
+            "check": they are an error. "trust": the caller guarantees equal replicas, which saves a pass over them.
+            Buffers are those of the unit's modules, persistent or not, but for those of modules whose parameters are
+            all in `ignored_params`. Write a buffer that is meant to differ between ranks after the call.
+
+    Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
+    the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.
+
+    Returns:
+        `module` itself.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
+            no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
+        DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
+            `replica_policy` is "check". The module is as it was.
+    """
+    modules = _check_modules(module)
+    axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
+    policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
+    comm = _check_type("comm_policy", comm_policy, CommPolicy)
+    offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
+    reshard = _check_reshard(reshard_after_forward, axes.shard_size)
+    check_replica_policy(replica_policy, "fully_shard")
+    ignored = _identities("ignored_params", ignored_params)
+    replicated = _identities("replicate_params", replicate_params)
+    _check_placement_fn(shard_placement_fn)
+
+    name = " + ".join(type(m).__name__ for m in modules)
+    found = collect_params(modules, ignored)
+    if mesh is None:
+        found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
+    params = manage(found, name, axes, shard_placement_fn, replicated, reshard)
+    unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
+    verify(unit, modules)
+    unit.build()
+
+    state = ModuleState(unit, modules)
+    _move_buffers(modules, unit)
+    for m in modules:
+        m.__dict__["_hsdp_state"] = state
+        m.__class__ = sharded_class(type(m))
+        put_pipeline_face(m)
+    _watch_loads(unit)
+    Root.generation += 1
+    watch_optimizers()
+    return module
+
+
+# Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.
+fully_shard.state = fsdp_state  # type: ignore[attr-defined]
+
+
+def _check_modules(module: Any) -> list[nn.Module]:
+    modules = list(module) if isinstance(module, (list, tuple)) else [module]
+    if not modules:
+        raise ValueError("fully_shard([]): the list of modules is empty; pass at least one module")
+    for m in modules:
+        if not isinstance(m, nn.Module):
+            raise TypeError(f"fully_shard takes an nn.Module or a list of them, not {type(m).__name__}")
+        if isinstance(m, HSDPModule):
+            raise ValueError(f"fully_shard({type(m).__name__}): the module is sharded already; call it once per module")
+        if isinstance(m, torch.jit.ScriptModule):
+            raise TypeError("fully_shard: a scripted module cannot be sharded; pass the module that was scripted")
+        if not has_forward(m):
+            raise ValueError(
+                f"fully_shard({type(m).__name__}): it has no forward, so hsdp would never see it run; call fully_shard on "
+                "each of its children, or on the module that holds it"
+            )
+    if len(set(map(id, modules))) != len(modules):
+        raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
+    return modules
+
+
+def _check_mesh_dims(mesh: DeviceMesh | None, dims: Any) -> DataParallelMeshDims | None:
+    if dims is None:
+        return None
+    if mesh is None:
+        raise ValueError("fully_shard(dp_mesh_dims=...): it names axes of a mesh; pass mesh= too")
+    try:  # torch's own class of that name will do
+        return DataParallelMeshDims(dims.shard, dims.replicate)
+    except AttributeError:
+        where = "fully_shard(dp_mesh_dims=...)"
+        raise TypeError(f"{where}: expected a DataParallelMeshDims, not {type(dims).__name__}") from None
+
+
+def _check_reshard(value: Any, shards: int) -> bool | int | None:
+    where = f"fully_shard(reshard_after_forward={value!r})"
+    if not (value is None or isinstance(value, (bool, int))):
+        raise TypeError(
+            f"{where}: expected an integer, or True, False or None (None: True, but False for the outermost unit)"
+        )
+    if value is not None and not isinstance(value, bool) and (value < 1 or shards % value):
+        raise ValueError(
+            f"{where}: an integer is the size of the groups that stay sharded after forward and must divide the {shards} "
+            f"shard ranks; choose one of {[k for k in range(1, shards + 1) if shards % k == 0]}"
+        )
+    return False if type(value) is int and value == 1 else value  # a group of one holds everything
+
+
+def _check_placement_fn(choose: Any) -> None:
+    if not (choose is None or callable(choose)):
+        raise TypeError(
+            f"fully_shard(shard_placement_fn={choose!r}): expected a function of a parameter that returns Shard(dim) or "
+            "None, e.g. lambda param: Shard(1)"
+        )
+
+
+T = TypeVar("T")
+
+
+def _check_type(name: str, value: T | None, kind: type[T]) -> T:
+    if value is None:
+        return kind()
+    if not isinstance(value, kind):
+        raise TypeError(f"fully_shard({name}=...): expected {kind.__name__} or None, not {type(value).__name__}")
+    return value
+
+
+def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
+    listed = list(params or ())
+    for param in listed:
+        if not isinstance(param, nn.Parameter):
+            raise TypeError(
+                f"fully_shard({name}=...) takes parameters, not {type(param).__name__} ({param!r:.60}); pass the "
+                "nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
+            )
+    return {id(param) for param in listed}
+
+
+def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:
+    """Brings the buffers of the unit's modules to its device and `buffer_dtype`; shared ones stay shared."""
+    moved: dict[int, Tensor] = {}
+    for _, module, owner in modules_with_units(modules, unit):
+        for name, buffer in module._buffers.items() if owner is unit else ():
+            if buffer is not None:
+                if id(buffer) not in moved:
+                    # init_sharded materialises what is on the meta device, in this dtype.
+                    where = buffer.device if buffer.is_meta else unit.axes.device
+                    dtype = unit.mp_policy.buffer_dtype if buffer.is_floating_point() else None
+                    moved[id(buffer)] = buffer.to(where, dtype)
+                module._buffers[name] = moved[id(buffer)]
+
+
+def _watch_loads(unit: Unit) -> None:
+    """Loading a state dict, into any module that holds one of the unit's parameters, makes them new."""
+    this = weakref.ref(unit)
+
+    def loaded(module: nn.Module, keys: object) -> None:
+        if (owner := this()) is not None:
+            owner.weights_changed()
+
+    for holder in {module for param in unit.params for module, _ in param.holders()}:
+        holder.register_load_state_dict_post_hook(loaded)
+
+
+def register_forward_method(module: nn.Module, method_name: str) -> None:
+    """Makes another method of a sharded module an entry point, as its forward is: whole parameters, watched outputs.
+
+    Args:
+        module: a sharded module.
+        method_name: the method, "generate" say. Calls of it on this instance are entries from then on.
+
+    Raises:
+        ValueError: the module is not sharded, or has no such method.
+    """
+    if not isinstance(module, HSDPModule):
+        raise ValueError(f"register_forward_method: {type(module).__name__} is not sharded; call fully_shard on it first")
+    method = getattr(module, method_name, None)
+    if not callable(method):
+        raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
+    # The bound method would keep the module alive from inside: bind anew at each call.
+    function, this = getattr(method, "__func__", method), weakref.ref(module)
+    bound = hasattr(method, "__func__")
+
+    @functools.wraps(method)
+    def entry(*args: Any, **kwargs: Any) -> Any:
+        owner = this()
+        assert owner is not None, "a module whose method runs is alive"
+        call = functools.partial(function, owner) if bound else function
+        state = own_state(owner)
+        return call(*args, **kwargs) if state.unit.calls else state.run(owner, call, args, kwargs)
+
+    setattr(module, method_name, entry)
+
+
+def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
+    """FSDP2's name of `register_forward_method`: `method_name` becomes an entry point, if `module` is sharded at all."""
+    if isinstance(module, HSDPModule):
+        register_forward_method(module, method_name)

@@ -1,0 +1,402 @@
+"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only. FSDP2's names: fsdp2.py."""
+
+from __future__ import annotations
+
+import functools
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any, TypeVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+
+from hsdp.api.fsdp2 import FSDP2Methods, UnshardHandle, check_flag, on_stream
+from hsdp.comm.replica_reduce import ReplicaReduce
+from hsdp.params.ownership import PREFIX
+from hsdp.policies import check_reduce_op
+from hsdp.schedule.module_hooks import own_state
+from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.unit.lookup import units_below
+from hsdp.unit.state import TrainingState, expect
+from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import Residency
+from hsdp.weights.full_params import gathered_apply
+from hsdp.weights.gather import check_idle
+
+T = TypeVar("T")
+
+_classes: dict[type, type] = {}
+"""Original class -> its sharded class."""
+
+
+class HSDPModule(FSDP2Methods):
+    """What a sharded module can do beyond its own class.
+
+    Setters reach this module and all sharded modules below it, with `recurse=False` this one alone; where FSDP2 has the
+    same setter, its reach is FSDP2's, and its docstring says so. They hold until they are called again. What makes no sense
+    is refused with a TypeError or ValueError, what comes at the wrong moment with a StateError that names the unit, the
+    state that it is in, and those that were expected. Gradients and sums are those of the ranks of the unit's mesh.
+    """
+
+    def __new__(cls, *args: Any, **kwargs: Any) -> Any:
+        """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
+        faces = (HSDPModule, FSDP2Methods, FSDPModule, object)
+        original = next((base for base in cls.__mro__[1:] if base not in faces), None)
+        if original is None:
+            raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
+        return original(*args, **kwargs)
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the module with its whole parameters; hooks that users put on the module see them too."""
+        if torch.compiler.is_exporting():
+            raise TypeError(
+                f"{type(self).__name__} is sharded and cannot be exported; export a plain module that was given "
+                "hsdp.checkpoint.full_state_dict(model)"
+            )
+        if torch.compiler.is_compiling():
+            return torch._dynamo.disable(_run_uncompiled)(self, args, kwargs)
+        return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or shard a "
+            "second instance and load this one's state_dict() into it"
+        )
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be pickled; save its state_dict() with "
+            "torch.distributed.checkpoint"
+        )
+
+    def extra_repr(self) -> str:
+        """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
+        own = super().extra_repr()  # type: ignore[misc]
+        unit = own_state(self).unit
+        kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
+        dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
+        count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
+        told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
+        return f"{own}, {told}" if own else told
+
+    def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        for unit in self._units():
+            if unit.runtime is not None:
+                unit.runtime.settle()
+            unit.gradients.refuse_pending(unit.name, "moving or casting the model")
+        result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
+        unit = own_state(self).unit
+        # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
+        if unit.disturbed() and len(unit.devices()) == 1:
+            unit.rebuild()
+        return result
+
+    def _units(self, recurse: bool = True) -> list[Unit]:
+        return units_below(cast(nn.Module, self), recurse)
+
+    def apply(self, fn: Callable[[nn.Module], object]) -> Any:
+        """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.
+
+        Every rank must call it, and takes the values that `fn` writes on the mesh's first rank. For a model on the meta
+        device call `hsdp.init_sharded(model, fn)`.
+        """
+        return gathered_apply(cast(nn.Module, self), fn)
+
+    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
+        """Gathers the whole parameters of this module's unit; the module's attributes show them until `reshard()`.
+
+        `parameters()` shows the sharded ones all the same. A forward of the root gathers anew, as the shards may have been
+        written since.
+
+        Args:
+            async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
+                whole parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
+                changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
+                `p.data` meanwhile.
+
+        Raises:
+            StateError: inside `full_params`.
+        """
+        units = self._units(recurse=False)
+        for unit in units:
+            expect(unit, "unshard", *(state for state in TrainingState if state is not TrainingState.FULL_PARAMS))
+            own_state(self).user_opens()
+        handle = UnshardHandle(units)
+        if not async_op:
+            handle.wait()
+            return None
+        for unit in units:
+            if unit.residency is Residency.SHARDED:
+                unit.launch()
+            unit.pinned = True
+        return handle
+
+    def reshard(self) -> None:
+        """Frees the whole parameters of this module's unit.
+
+        Those that a graph of gradients (`create_graph=True`) reads are freed when that graph is gone.
+
+        Raises:
+            StateError: the unit computes with them, or is lent to `full_params`.
+        """
+        for unit in self._units(recurse=False):
+            expect(unit, "reshard", TrainingState.IDLE, TrainingState.BACKWARD_POST)
+            if unit.retained and unit.runtime is not None and unit.runtime.has_graphs():
+                unit.pinned = False
+                unit.keep()
+            else:
+                unit.reshard()
+
+    def _runtimes(self) -> list[Runtime]:
+        found = dict.fromkeys(map(runtime_of, self._units()))
+        return [runtime for runtime in found if runtime is not None]
+
+    # -- gradient accumulation -----------------------------------------------------------------------------------
+
+    def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward communicates gradients.
+
+        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward with
+        True sends the sums. That takes the memory of an unsharded model in that dtype.
+        """
+        flag = check_flag("set_requires_grad_sync", requires_grad_sync)
+        for unit in self._units(recurse):
+            unit.settings.requires_grad_sync = flag
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
+        flag = check_flag("set_requires_all_reduce", requires_all_reduce)
+        for unit in self._units(recurse):
+            unit.settings.requires_all_reduce = flag
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of backward waits for every reduction.
+
+        With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
+        wait for them.
+        """
+        flag = check_flag("set_is_last_backward", is_last_backward)
+        for unit in self._units():
+            unit.settings.drains = flag
+
+    @contextmanager
+    def no_sync(self) -> Iterator[None]:
+        """Backwards inside it do not communicate gradients; the first one after it sends the sums."""
+        settings = [unit.settings for unit in self._units()]
+        before = [each.requires_grad_sync for each in settings]
+        self.set_requires_grad_sync(False)
+        try:
+            yield
+        finally:
+            for each, flag in zip(settings, before, strict=True):
+                each.requires_grad_sync = flag
+
+    @contextmanager
+    def accumulate(self, *, last: bool) -> Iterator[None]:
+        """Wraps the forward and backward of one micro-batch.
+
+        In all but the last one (`last=False`) it communicates as little as `CommPolicy.accumulate` of this module allows,
+        which decides for all units below it, too: gradients are reduce-scattered and their all-reduce deferred, or summed
+        on this rank. In the last one everything is communicated.
+
+            for i, batch in enumerate(micro_batches):
+                with model.accumulate(last=i == len(micro_batches) - 1):
+                    loss_of(model(batch)).backward()
+        """
+        settings = [unit.settings for unit in self._units()]
+        before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
+        # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory
+        # of whole sums and the traffic of reduce-scatters.
+        scatters = own_state(self).unit.comm_policy.accumulate == "reduce_scatter"
+        for each in settings:
+            each.requires_all_reduce = last
+            each.requires_grad_sync = last or scatters
+        try:
+            yield
+        finally:
+            for each, (sync, all_reduce) in zip(settings, before, strict=True):
+                each.requires_grad_sync, each.requires_all_reduce = sync, all_reduce
+
+    def flush(self) -> None:
+        """Communicates all pending gradient sums now and waits for them; every rank calls it.
+
+        Raises:
+            StateError: in the middle of a forward or backward.
+        """
+        check_idle(self._units(), "flush")
+        for runtime in self._runtimes():
+            runtime.flush()
+
+    def pending_gradients(self) -> dict[str, str]:
+        """Parameters whose gradient sums have not been summed over all ranks, and how far those came.
+
+        Returns:
+            By parameter name, "on this rank", "in the shard group", or both; "lost with a backward that failed" until
+            gradients are zeroed.
+        """
+        return self._by_name(lambda unit: unit.gradients.pending())
+
+    def local_gradients(self) -> dict[str, Tensor]:
+        """This rank's whole gradients that were not communicated, by parameter name: raw ones, for looking at.
+
+            with model.no_sync():  # skips the reduction
+                loss_of(model(batch)).backward()
+            print(model.local_gradients()["blocks.0.weight"].norm())
+            model.zero_grad()  # drops them, or the next backward that communicates sends them
+
+        They have the whole shape of their parameter, are in fp32 or the reduce dtype if that is wider, and neither averaged
+        nor scaled. They are the sums themselves, not copies.
+        """
+        return self._by_name(lambda unit: unit.gradients.local_sums())
+
+    def _by_name(self, told: Callable[[Unit], dict[str, T]]) -> dict[str, T]:
+        """What units tell by their own names of parameters, by those that parameters have in this module."""
+        names = {id(param): name for name, param in cast(nn.Module, self).named_parameters()}
+        found: dict[str, T] = {}
+        for unit in self._units():
+            if unit.runtime is not None and not unit.runtime.in_backward():
+                unit.runtime.recover()
+            sharded = {param.fqn: id(param.sharded) for param in unit.params}
+            # A list unit may reach beyond this module: of those parameters nothing is told here.
+            found |= {names[sharded[fqn]]: value for fqn, value in told(unit).items() if sharded[fqn] in names}
+        return found
+
+    # -- reduction -----------------------------------------------------------------------------------------------
+
+    def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
+        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
+        op = check_reduce_op(reduce_op, "set_reduce_op_type")
+        for unit in self._units(recurse):
+            unit.settings.reduce_op = op
+
+    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
+        _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
+        for unit in self._units(recurse):
+            unit.settings.gradient_scale = float(factor)
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
+
+        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
+        """
+        if factor is not None:
+            _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
+        for unit in self._units(recurse):
+            unit.settings.divide_factor = None if factor is None else float(factor)
+
+    def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
+        """What a parameter gets that no rank used in a backward: "none" (the default, as on one device) or "zero".
+
+        With "zero" the used-flags are not read, which saves ranks with unused parameters a host synchronisation.
+        """
+        if unused not in ("none", "zero"):
+            raise ValueError(f"set_unused_param_grads({unused!r}): expected 'none' or 'zero'")
+        for unit in self._units(recurse):
+            unit.gradients.unused = "none" if unused == "none" else "zero"
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
+        """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.
+
+        The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
+        is called after the reduce-scatter. On a device the all-reduce stream is current, or `stream`, which may be given
+        without replicas only.
+
+        Raises:
+            ValueError: `stream` is given, and the unit has replicas.
+        """
+        for unit in self._units(recurse=False):
+            if stream is not None and unit.axes.replicate_size > 1:
+                raise ValueError(
+                    "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
+                    "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
+                )
+            unit.settings.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
+
+    def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
+        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`."""
+        if not callable(getattr(replica_reduce, "start", None)):
+            raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
+        for unit in self._units(recurse):
+            unit.settings.replica_reduce = replica_reduce
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether whole parameters are freed after forward and gathered again for backward; see `fully_shard`."""
+        flag = check_flag("set_reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_forward = flag
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
+        flag = check_flag("set_reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
+
+
+def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
+    """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it."""
+    if module._compiled_call_impl is None:
+        warnings.warn(
+            f"hsdp: torch.compile around {type(module).__name__}, which is sharded, leaves it uncompiled; call compile() "
+            "on the sharded module itself, or compile it before fully_shard",
+            stacklevel=2,
+        )
+    return module(*args, **kwargs)
+
+
+def _check_factor(method: str, factor: Any, expected: str) -> None:
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
+        raise ValueError(f"{method}({factor!r}): expected {expected}")
+
+
+def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
+    if modules is None:
+        return None
+    units: list[Unit] = []
+    for module in modules:
+        if not isinstance(module, HSDPModule):
+            raise TypeError(
+                f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
+            )
+        units += module._units(recurse=False)
+    return units
+
+
+def has_forward(module: nn.Module) -> bool:
+    """Whether a module can be called; `nn.ModuleList` cannot."""
+    return type(module).forward is not nn.Module.forward or "forward" in vars(module)
+
+
+def sharded_class(cls: type) -> type:
+    """The class that modules of class `cls` get: `FSDP<Cls>`, below both `HSDPModule` and `cls`.
+
+    The name is the one that FSDP2 gives: libraries know the prefix, and take it off where they write a class's name down.
+    """
+    if cls not in _classes:
+        original = cast(Any, cls).forward
+
+        @functools.wraps(original)
+        def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
+            # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
+            state = own_state(self)
+            if torch.compiler.is_compiling() or state.unit.calls:
+                return original(self, *args, **kwargs)
+            return state.run(self, functools.partial(original, self), args, kwargs)
+
+        members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        _classes[cls] = type(f"{PREFIX}{cls.__name__}", (HSDPModule, cls), members)
+    return _classes[cls]

@@ -1,0 +1,12 @@
+"""Who talks to whom: meshes, streams, collectives, and the guard that notices when ranks disagree.
+
+    mesh.py              a DeviceMesh as one axis of shards and one of replicas
+    streams.py           a device's side streams and events
+    collectives.py       starts collectives on a process group, and knows backends' habits: start reading here
+    work.py              a collective under way
+    divergence.py        ranks that are about to start different collectives get an error instead of a hang
+    replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
+    custom.py            users' own all-gather and reduce-scatter
+
+May import `errors`. A new backend's habits go into `collectives.py`.
+"""

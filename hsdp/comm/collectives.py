@@ -1,0 +1,392 @@
+"""The only file that talks to `torch.distributed`: starts collectives, gives back flights, knows backends' habits."""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
+from hsdp.comm.divergence import Agreement
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import Flight, Named, wait_for
+
+GATHER_ALONE_BYTES = 512 * 1024
+"""Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
+
+REDUCE_ALONE_BYTES = 1024 * 1024
+"""The same for all-reduces."""
+
+
+def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
+    """`torch.distributed.all_reduce(tensor, how, group)` in turn with units' collectives, known as `op`, told as `what`."""
+    count = 0
+    if (agreement := Agreement.among(group)) is not None:
+        agreement.check(op, what, "")
+        count = agreement.count
+    if (work := dist.all_reduce(tensor, how, group, async_op=True)) is not None:
+        wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
+
+
+class Comm:
+    """One process group as hsdp uses it. With one rank (or no group) every verb is local.
+
+    Attributes:
+        size: number of its ranks.
+        backend: "gloo", "nccl", "fake", ..., or "none".
+        streams: the side streams that its flights use.
+        agreement: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
+        custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
+    """
+
+    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams) -> None:
+        self.group = group
+        self.rank = rank
+        self.size = size
+        self.device = device
+        self.streams = streams
+        self.backend = backend_name(group, device) if group is not None else "none"
+        self.agreement: Agreement | None = None
+        self.custom_all_gather: AllGather | None = None
+        self.custom_reduce_scatter: ReduceScatter | None = None
+        if group is not None and size > 1 and self.backend != "fake":
+            self.agreement = Agreement.of(group, rank, size, timeout_of(group, device))
+        self._all_gather_options = _options(c10d.AllgatherOptions, streams)
+        self._reduce_scatter_options = _options(c10d.ReduceScatterOptions, streams)
+        self._all_reduce_options = _options(c10d.AllreduceOptions, streams)
+        self._all_reduce_coalesced_options = _options(c10d.AllreduceCoalescedOptions, streams)
+        self._all_to_all_options = _options(c10d.AllToAllOptions, streams)
+
+    @property
+    def direct_gather_bytes(self) -> int:
+        """Measured default of `CommPolicy.direct_gather_bytes` for this backend."""
+        return direct_bytes(self.backend)[0]
+
+    @property
+    def direct_reduce_bytes(self) -> int:
+        """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
+        return direct_bytes(self.backend)[1]
+
+    def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> Flight:
+        """A flight without a collective: `finish`, with the waiting of the others."""
+        return Flight(self, kind, owner, [], None, finish)
+
+    def all_gather(
+        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
+    ) -> Flight:
+        """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`.
+
+        `op` stands for the call in the ranks' agreement, here and below.
+        """
+        group = self._ready(op, "all-gather", owner)
+        works: list[Any] = []
+        if self.custom_all_gather is not None:
+            works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.streams.active)
+            return Flight(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
+        for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
+            works += _start_gather(group, outs, ins, self._all_gather_options)
+        return Flight(self, "all-gather", owner, works, (outputs, inputs), finish)
+
+    def reduce_scatter(
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        whole: list[Tensor],
+        finish: Callable[[], object] | None,
+    ) -> Flight:
+        """Sums over ranks; then `finish`.
+
+        Args:
+            outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
+            whole: tensors that every rank keeps whole: summed in place.
+        """
+        group = self._ready(op, "reduce-scatter", owner)
+        works: list[Any] = []
+        if self.custom_reduce_scatter is not None:
+            works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, not self.streams.active)
+            finish = _in_turn(then, finish)
+        elif self.backend == "gloo":
+            finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
+        else:
+            for outs, ins in _by_dtype(outputs, inputs):
+                works += _start_scatter(group, outs, ins, self._reduce_scatter_options)
+        self._sum_in_place(group, works, whole)
+        return Flight(self, "reduce-scatter", owner, works, (outputs, inputs, whole), finish)
+
+    def all_reduce(
+        self, owner: Named, op: int, tensors: list[Tensor], finish: Callable[[], object] | None = None
+    ) -> Flight:
+        """Sums tensors over ranks, in place, in one call per dtype."""
+        group = self._ready(op, "all-reduce", owner)
+        works: list[Any] = []
+        self._sum_in_place(group, works, tensors)
+        return Flight(self, "all-reduce", owner, works, tensors, finish)
+
+    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> Flight:
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
+        group = self._ready(op, "all-to-all", owner)
+        works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        return Flight(self, "all-to-all", owner, works, (outputs, inputs))
+
+    def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
+        assert self.group is not None, f"{kind} without a process group"
+        if self.agreement is not None:
+            self.agreement.check(op, kind, owner.name)
+        return self.group
+
+    def _all_to_all_then_sum(
+        self,
+        group: ProcessGroup,
+        works: list[Any],
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None,
+    ) -> Callable[[], object]:
+        # gloo's own reduce-scatter clones its input and all-reduces it: twice the bytes. An all-to-all and a local sum
+        # move what is needed, and sum in a fixed order over ranks.
+        received = [torch.empty_like(tensor) for tensor in inputs]
+        size = self.size
+        works += _start_all_to_all(group, received, inputs, self._all_to_all_options)
+
+        def sum_locally() -> None:
+            for output, parts in zip(outputs, received, strict=True):
+                torch.sum(parts.view(size, -1), 0, out=output)
+            if finish is not None:
+                finish()
+
+        return sum_locally
+
+    def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
+        for alike, _ in _by_dtype(tensors, tensors):
+            for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
+                if len(same) > 1 and (coalesced := _names_of(group)["all_reduce_coalesced"]):
+                    works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
+                else:
+                    works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
+
+    def _calls(self, first: list[Tensor], second: list[Tensor], alone: int) -> list[tuple[list[Tensor], list[Tensor]]]:
+        """How pairs of tensors share calls: all in one, but on gloo large ones go alone.
+
+        gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only. It
+        has coalesced calls for the CPU alone.
+        """
+        if self.backend != "gloo":
+            return [(first, second)] if second else []
+        shared = share_calls([tensor.nbytes for tensor in second], alone if self.device.type == "cpu" else 0)
+        return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
+
+    def exchange(self, value: Any, owner: Named) -> list[Any]:
+        """Every rank's `value` (plain data), in rank order. Blocking and slow, asks before: for set-up, not for steps."""
+        if self.agreement is None:
+            return [value]
+        text = repr(value).encode()
+        if self.agreement.alike("set-up", owner.name, hashlib.sha256(text).hexdigest()):
+            return [value] * self.size
+        # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
+        mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
+        sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
+        dist.all_gather(sizes, torch.tensor([mine.numel()], device=self.device), group=self.group)
+        longest = max(int(size) for size in sizes)
+        texts = [torch.empty(longest, dtype=torch.uint8, device=self.device) for _ in range(self.size)]
+        dist.all_gather(texts, torch.nn.functional.pad(mine, (0, longest - mine.numel())), group=self.group)
+        return [
+            ast.literal_eval(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
+        ]
+
+    def broadcast(self, tensor: Tensor, owner: Named) -> None:
+        """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
+        if self.agreement is not None:
+            self.agreement.alike("broadcast", owner.name, "")
+            dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+# -- process groups ----------------------------------------------------------------------------------------------------
+
+_NAMES = {
+    "gather": ("all_gather_single", "_allgather_base"),
+    "gather_coalesced": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    "scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
+    "scatter_coalesced": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall_base"),
+    "all_reduce_coalesced": ("allreduce_coalesced",),
+}
+"""A process group's methods: their name in new versions of torch, and the one in old ones."""
+
+
+def _names_of(group: Any) -> dict[str, str | None]:
+    """Under which name a group has each of the methods in `_NAMES`; None: under none."""
+    kind: Any = type(group)
+    return _names_in(kind)
+
+
+@functools.cache
+def _names_in(kind: Any) -> dict[str, str | None]:
+    """The same for a class of groups.
+
+    A class written in Python (torch's threaded groups, torchft's managed ones) counts with what it defines by itself, under
+    the name of whatever torch it was written for: the methods that it inherits need a backend, which it may not have.
+    """
+    own = {name for base in kind.__mro__ if base not in ProcessGroup.__mro__ for name in vars(base)}
+    if not own.intersection(("allgather", "allreduce", *(name for names in _NAMES.values() for name in names))):
+        own = set(dir(kind))  # one of torch's own
+    return {verb: next((name for name in names if name in own), None) for verb, names in _NAMES.items()}
+
+
+def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    names = _names_of(group)
+    if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single := names["gather"]:
+        return [getattr(group, single)(output, mine, options) for output, mine in pairs]
+    return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
+
+
+def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    names = _names_of(group)
+    if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single := names["scatter"]:
+        return [getattr(group, single)(output, whole, options) for output, whole in pairs]
+    return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
+
+
+def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    pairs = zip(outputs, inputs, strict=True)
+    if single := _names_of(group)["all_to_all"]:
+        return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
+    size = group.size()
+    return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
+
+
+def direct_bytes(backend: str) -> tuple[int, int]:
+    """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
+    # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
+    return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
+
+
+def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
+    """How tensors of these bytes share calls on gloo, as lists of their indices: from `alone` bytes on each has its own."""
+    large = [[i] for i, size in enumerate(sizes) if size >= alone]
+    small = [i for i, size in enumerate(sizes) if size < alone]
+    return [*large, small] if small else large
+
+
+def twin_of(comm: Comm) -> Comm:
+    """A `Comm` over the same ranks with a process group of its own, which all who ask for those ranks share.
+
+    Every rank of the group calls it.
+    """
+    if comm.group is None or comm.size == 1 or comm.backend == "fake":
+        return comm
+    group = _shared_group("twin", dist.get_process_group_ranks(comm.group))
+    twin = Comm(group, comm.rank, comm.size, comm.device, comm.streams)
+    twin.custom_reduce_scatter = comm.custom_reduce_scatter
+    return twin
+
+
+def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
+    """The group of `size` neighbouring ranks of `group` that this rank (number `rank` in it) belongs to.
+
+    Every rank of `group` calls it; a group is made once for all who ask for it.
+    """
+    first = rank // size * size
+    return _shared_group("part", dist.get_process_group_ranks(group)[first : first + size])
+
+
+_shared_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroup]]
+_shared_groups = weakref.WeakKeyDictionary()
+"""By the default group, which is each thread's own where ranks are threads."""
+
+
+def _shared_group(purpose: str, ranks: list[int]) -> ProcessGroup:
+    """The group of some ranks for one purpose; they all call it. Made once, and again if it was destroyed meanwhile."""
+    world = dist.group.WORLD
+    assert world is not None, "groups are made beside a default group"
+    known, key = _shared_groups.setdefault(world, {}), (purpose, tuple(ranks))
+    found = known.get(key)
+    if found is None or found not in dist.distributed_c10d._world.pg_map:
+        found = known[key] = dist.new_group(ranks, use_local_synchronization=True)
+    return found
+
+
+def _in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
+
+
+def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
+    if len({tensor.dtype for tensor in first}) <= 1:
+        return [(first, second)] if first else []
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in zip(first, second, strict=True):
+        pair = groups.setdefault(a.dtype, ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    return list(groups.values())
+
+
+def backend_name(group: ProcessGroup, device: torch.device) -> str:
+    """The name of the backend that serves a device in a group: "gloo", "nccl", ...
+
+    A group written in Python, which may have no backends, goes by its own name. It never passes for gloo, whose habits
+    (waiting in ticks, a reduce-scatter that is better avoided) are those of torch's own.
+
+    Raises:
+        ValueError: none does.
+    """
+    if type(group) is not ProcessGroup:
+        own = str(group.name()).lower()
+        return own if own not in ("", "gloo") else type(group).__name__.lower()
+    try:
+        name = group._get_backend(device).name()
+    except RuntimeError as error:
+        raise ValueError(
+            f"fully_shard(mesh=...): the process group of the mesh has no backend for device {device.type!r}; call "
+            "init_process_group with one, e.g. backend='cpu:gloo,cuda:nccl'"
+        ) from error
+    return str(name).lower()
+
+
+def timeout_of(group: ProcessGroup, device: torch.device) -> float:
+    """Seconds after which the group's ranks give up: its own timeout, or that of the default group if it is shorter.
+
+    Groups that `init_device_mesh` makes have torch's 30 minutes, whatever `init_process_group(timeout=...)` was told.
+    """
+    found: list[float] = []
+    for of in (group, dist.group.WORLD):
+        try:
+            options = getattr(of._get_backend(device), "options", None) if of is not None else None
+        except RuntimeError:  # the default group does not serve this device
+            continue
+        timeout = getattr(options, "_timeout", None)
+        if timeout is not None:
+            found.append(timeout.total_seconds())
+    return min(found, default=dist.default_pg_timeout.total_seconds())
+
+
+def _options(kind: Any, streams: Streams) -> Any:
+    options = kind()
+    if streams.active and hasattr(options, "asyncOp"):
+        # The work runs on the stream that is current at the call, which is one of ours.
+        options.asyncOp = False
+    return options

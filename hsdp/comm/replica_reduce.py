@@ -1,0 +1,42 @@
+"""The all-reduce stage of the pipeline as a small protocol: how the sums of one shard group meet those of its replicas.
+
+Replace it (`set_replica_reduce`) to compress gradients, to survive the loss of a replica, or to shard the optimizer over
+replicas; the queue, its bounds and its order stay as they are.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Protocol
+
+from torch import Tensor
+
+from hsdp.comm.collectives import Comm
+from hsdp.comm.work import Flight, Named
+
+
+class ReplicaReduce(Protocol):
+    """The all-reduce stage."""
+
+    def start(
+        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+    ) -> Flight:
+        """Starts summing `tensors` (1-D, in place) over the ranks of `comm`; `finish` runs behind the sum.
+
+        On a device the stream that is current is the all-reduce stream. Every rank calls it for the same reductions in
+        the same order; `owner` and `op` go into the collectives of `comm` as they are.
+        """
+        ...
+
+
+class AllReduce:
+    """The default: one coalesced all-reduce in the reduce dtype. It has no state: units share `DEFAULT`."""
+
+    def start(
+        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+    ) -> Flight:
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `ReplicaReduce.start` says."""
+        return comm.all_reduce(owner, op, tensors, finish)
+
+
+DEFAULT = AllReduce()

@@ -1,0 +1,107 @@
+"""Whole parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.params.param import ManagedParam, refresh_flat_weights
+from hsdp.params.tensor_parallel import block_of
+
+_storage_of = torch._C._storage_address  # type: ignore[attr-defined]
+
+
+class Shadows:
+    """What opening, closing and checking a unit go through, resolved once: places, not lookups.
+
+    Args:
+        params: the unit's parameters, with their whole ones (or without, on the meta device).
+    """
+
+    def __init__(self, params: Sequence[ManagedParam]) -> None:
+        # The dict of parameters does not hold the module: no cycle.
+        self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
+        self._names: dict[int, list[tuple[int, str]]] = {}
+        for param in params:
+            if param.whole is not None:
+                storage, start = _place_of(block_of(param.whole))
+                self._names.setdefault(storage, []).append((start, param.fqn))
+        self._entries: list[tuple[dict[str, Any], str, ManagedParam]] = []
+        modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
+        for param in params:
+            for module, name in param.holders():
+                entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
+                entry[1][name] = param.whole
+                self._entries.append((entry[1], name, param))
+                self._registered.append((module._parameters, name, param.sharded, param.local))
+        self._modules = list(modules.values())
+        # What tells a DTensor's own storage, which has no memory, from those of others that are alive.
+        self._params = list(params)
+        self._sharded = [param.sharded for param in params]
+        self._wrappers = list(map(_storage_of, self._sharded))
+
+    def choose(self) -> None:
+        """Takes the whole parameters that forwards are to see from now on (`ManagedParam.choose`)."""
+        for shadows, name, param in self._entries:
+            shadows[name] = param.whole
+
+    def show(self) -> None:
+        """Puts the whole parameters in front."""
+        for module, shadows, rnn in self._modules:
+            there = module()
+            if there is None:  # users took it out of their model
+                continue
+            there.__dict__.update(shadows)
+            if rnn:
+                for name, whole in shadows.items():
+                    refresh_flat_weights(there, name, whole)
+
+    def hide(self) -> None:
+        """Takes them away again."""
+        for module, shadows, rnn in self._modules:
+            there = module()
+            if there is not None:
+                for name in shadows:
+                    there.__dict__.pop(name, None)
+                    if rnn:
+                        refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+
+    def name_of(self, tensor: Tensor) -> str | None:
+        """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
+        tensor = block_of(tensor)
+        if not torch._C._has_storage(tensor):
+            return None
+        storage, start = _place_of(tensor)
+        names = self._names.get(storage)
+        return None if names is None else max((name for name in names if name[0] <= start), default=names[0])[1]
+
+    def disturbed(self) -> bool:
+        """Whether somebody replaced or moved a sharded parameter since these shadows were made."""
+        for registered, name, sharded, local in self._registered:
+            if sharded._local_tensor is not local or registered.get(name) is not sharded:
+                return True
+        return False
+
+    def assigned(self) -> str | None:
+        """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.
+
+        torch gives such a DTensor another wrapper and leaves its local tensor as it was.
+        """
+        now = list(map(_storage_of, self._sharded))
+        if now == self._wrappers:
+            return None
+        found = None
+        for param, sharded, before, after in zip(self._params, self._sharded, self._wrappers, now, strict=True):
+            if before != after and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
+                found = param.fqn
+        self._wrappers = now
+        return found
+
+
+def _place_of(tensor: Tensor) -> tuple[int, int]:
+    """The storage that a tensor lies in, and its first byte there."""
+    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize

@@ -1,0 +1,59 @@
+"""Which unit a sharded parameter belongs to: one table for the process.
+
+Identities, not weak keys: torch does not swap tensors that are weakly referenced.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterable
+from typing import Protocol
+
+from torch import nn
+
+from hsdp.params.param import ManagedParam
+
+PREFIX = "FSDP"
+"""What the class of a sharded module has in front of the original class's name."""
+
+
+class Owner(Protocol):
+    """A unit, as far as this table knows it."""
+
+    params: list[ManagedParam]
+
+
+_managed: dict[int, weakref.ref[Owner]] = {}
+
+
+def register(params: Iterable[nn.Parameter], unit: Owner, ids: list[int]) -> None:
+    """Notes that `unit` manages these sharded parameters, and none that it did before; `ids` is its list of them."""
+    this = weakref.ref(unit)
+    for key in ids:
+        if _managed.get(key) is this:
+            del _managed[key]
+    ids[:] = map(id, params)
+    for key in ids:
+        _managed[key] = this
+
+
+def owner_of(param: object) -> Owner | None:
+    """The unit that manages a sharded parameter."""
+    ref = _managed.get(id(param))
+    unit = ref() if ref is not None else None
+    if unit is None or not any(managed.sharded is param for managed in unit.params):
+        return None
+    return unit
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, or of the class that it had before `fully_shard`."""
+    name = type(module).__name__
+    return name.removeprefix(PREFIX) if "_hsdp_state" in module.__dict__ else name
+
+
+def forget(ids: list[int]) -> None:
+    """Removes parameters whose unit is gone."""
+    for key in ids:
+        if (ref := _managed.get(key)) is not None and ref() is None:
+            del _managed[key]

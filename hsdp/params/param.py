@@ -1,0 +1,256 @@
+"""One parameter's life: the sharded DTensor that users see, and the whole tensor that a forward computes with.
+
+The two never trade places. The sharded one stays registered in its module; while a unit is open, the whole one lies in
+front of it, in the module's `__dict__`, where attribute access finds it first. So `named_parameters()`, `state_dict()` and
+the optimizer see the sharded parameter at every moment, whatever happens in between.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils.weak import WeakIdKeyDictionary
+
+from hsdp.buffers.layout import ParamSpec, Piece
+from hsdp.comm.mesh import MeshAxes
+from hsdp.errors import StateError
+from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
+from hsdp.params.subclass import data_of, extends, wrapper_of
+from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
+
+PlacementFn = Callable[..., Any]
+
+originals: Any = WeakIdKeyDictionary()
+"""Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
+
+
+@dataclass(frozen=True)
+class Place:
+    """One name under which a module knows the parameter. The module is held weakly: units must not keep it alive."""
+
+    module: weakref.ref[nn.Module]
+    name: str
+    fqn: str
+
+
+class ManagedParam:
+    """A parameter of a unit.
+
+    Attributes:
+        fqn: its first name, relative to the unit's module.
+        places: every name it is known under (several when weights are tied inside the unit).
+        inner: how it was distributed before hsdp (tensor parallelism); None for a plain tensor.
+        spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
+        wrapper: what is around its data if it is a tensor subclass with a gather extension; None for a plain tensor.
+        dtype: storage dtype.
+        sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
+        local: that view; or with `wrapper`, the subclass around it.
+        replicated: every rank keeps it whole (`replicate_params`).
+        whole: the whole parameter that forwards see at present; its storage is filled while the unit is open. None until
+            the lane is built. See `choose`.
+        trained: the whole parameter of forwards that want its gradient; None as long as none did.
+        node: autograd's accumulation node of `trained`, held so that it stays the same one.
+    """
+
+    __slots__ = (
+        "dtype",
+        "fqn",
+        "inner",
+        "local",
+        "node",
+        "piece",
+        "places",
+        "replicated",
+        "sharded",
+        "spec",
+        "tensor_spec",
+        "trained",
+        "whole",
+        "wrapper",
+    )
+
+    def __init__(
+        self,
+        places: list[Place],
+        original: nn.Parameter,
+        dim: int | None,
+        merged: int = 1,
+        replicated: bool = False,
+        inner: Inner | None = None,
+    ) -> None:
+        self.places = places
+        self.fqn = places[0].fqn
+        self.inner = inner
+        self.spec = ParamSpec(tuple(block_of(original).shape), dim, merged)
+        self.wrapper = wrapper_of(original, f"parameter {self.fqn!r}") if inner is None else None
+        self.dtype = original.dtype
+        self.replicated = replicated
+        self.sharded: nn.Parameter = original
+        self.whole: nn.Parameter | None = None
+        self.trained: nn.Parameter | None = None
+        self.node: Any = None
+        self.piece: Piece
+        self.local: Tensor
+        self.tensor_spec: DTensorSpec
+
+    def holders(self) -> Iterator[tuple[nn.Module, str]]:
+        """The modules that hold it, with its name there; those that users took out of their model may be gone."""
+        for place in self.places:
+            if (module := place.module()) is not None:
+                yield module, place.name
+
+    def shard(self, local: Tensor, piece: Piece, axes: MeshAxes, unit: weakref.ref[Any]) -> None:
+        """Replaces the original parameter, in every place, by a DTensor around `local`. `unit` owns it from now on."""
+        original = self.sharded
+        originals[original] = (unit, self.fqn)
+        if original.requires_grad:
+            original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
+        with torch.no_grad():
+            if piece.numel and not original.is_meta:
+                data_of(local).copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
+        self.piece = piece
+        self.local = local
+        self.tensor_spec = self._spec_over(axes)
+        with torch.inference_mode(False):
+            self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
+        self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
+        # Marks that users and libraries put on parameters; not what the subclass itself needs.
+        self.sharded.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(local)})
+        self._register(self.sharded)
+
+    def _spec_over(self, axes: MeshAxes) -> DTensorSpec:
+        if self.inner is not None:
+            return self.inner.sharded_spec(axes, self.spec.dim, self.dtype)
+        shape = self.spec.shape
+        cut = axes.merged(shape[0]) if self.spec.merged > 1 else (axes.mesh, axes.placements(self.spec.dim))
+        return spec_of(*cut, shape, self.dtype)
+
+    def make_whole(self, memory: Tensor) -> None:
+        """Makes the whole parameter of `memory`, this parameter's part of a whole buffer."""
+        view = memory.view(self.spec.shape)
+        view = view if self.inner is None else self.inner.wrap(view)
+        self.whole = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+
+    def choose(self, wanted: bool) -> None:
+        """Makes `whole` the tensor of a forward that does, or does not, want its gradient.
+
+        They are two leaves over one memory. With one that changes its mind, autograd would drop the gradients of graphs
+        that were made before.
+        """
+        whole = self.whole
+        assert whole is not None, "an arranged parameter has a whole one"
+        if whole.requires_grad != wanted:
+            with torch.inference_mode(False):
+                other = self.trained if wanted else None
+                self.whole = other if other is not None else nn.Parameter(whole.detach(), requires_grad=wanted)
+        if wanted:
+            self.trained = self.whole
+
+    def rehome(self, local: Tensor) -> None:
+        """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
+        with torch.no_grad():
+            if not self._local_now().is_meta:
+                data_of(local).copy_(data_of(self._local_now()))
+        self.local = local
+        if self.sharded.device != local.device:  # offloaded, and it came from the device
+            grad: Any = self.sharded.grad
+            put_into(self.sharded, as_dtensor(local, self.tensor_spec), f"parameter {self.fqn!r}")
+            if grad is not None:
+                self.sharded.grad = as_dtensor(grad._local_tensor.to(local.device), self.tensor_spec)
+        self.sharded._local_tensor = local  # type: ignore[attr-defined]
+
+    def moved(self) -> bool:
+        """Whether somebody replaced the parameter, or its local tensor, since hsdp last looked."""
+        sharded = self.sharded
+        if self._local_now() is not self.local:
+            return True
+        return any(module._parameters.get(name) is not sharded for module, name in self.holders())
+
+    def adopt(self, unit_name: str) -> None:
+        """Takes over what replaced the parameter (`load_state_dict(assign=True)`), or refuses it.
+
+        Raises:
+            StateError: it was replaced by something that is not an equally sharded parameter.
+        """
+        currents = [module._parameters.get(name) for module, name in self.holders()]
+        found = next((p for p in currents if p is not self.sharded), self.sharded)
+        if found is not self.sharded:
+            where = f"parameter {self.fqn!r} of unit {unit_name!r}"
+            if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+                raise StateError(
+                    f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "
+                    "(functional_call with plain tensors, or an assignment?); pass DTensors sharded as the parameter is, "
+                    "or write into the parameter in place"
+                )
+            spec = found._spec
+            if not same_sharding(spec, self.tensor_spec):
+                raise StateError(
+                    f"{where} was replaced by a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on "
+                    f"{spec.mesh}; it must keep shape {tuple(self.tensor_spec.shape)}, placements "
+                    f"{self.tensor_spec.placements} and mesh"
+                )
+            self.sharded = found
+            self._register(found)
+        self.dtype = self._local_now().dtype
+        if extends(self._local_now()):
+            self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}")
+        self.tensor_spec = with_dtype(self.tensor_spec, self.dtype)
+
+    def _local_now(self) -> Tensor:
+        return self.sharded._local_tensor  # type: ignore[attr-defined,no-any-return]
+
+    def _register(self, sharded: nn.Parameter) -> None:
+        for module, name in self.holders():
+            module._parameters[name] = sharded
+            refresh_flat_weights(module, name, sharded)
+
+
+def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:
+    """Turns a parameter into `value`, on another device; who holds it (optimizers) does not notice. Its gradient goes.
+
+    Raises:
+        StateError: torch does not allow it for `what`, as something refers to the parameter weakly or by autograd.
+    """
+    other = nn.Parameter(value, requires_grad=param.requires_grad)
+    other.__dict__.update(vars(param))
+    try:
+        torch.utils.swap_tensors(param, other)
+    except RuntimeError as error:
+        raise StateError(
+            f"{what} cannot change its device, because something refers to it weakly or by autograd ({error}); initialise "
+            "and move the model before it is used"
+        ) from error
+
+
+def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None:
+    """A forward computed with a parameter that was sharded, as it was then: nobody would ever train it."""
+    if (owner := unit()) is not None:
+        raise StateError(
+            f"a gradient came for what parameter {fqn!r} of unit {owner.name!r} was before fully_shard: a forward still "
+            "uses that, by a reference from before (a list or a function made in __init__?) or by a module that is tied "
+            "to it and not sharded. Look it up when the forward runs (self.weight), and shard tied modules as one unit"
+        )
+
+
+def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
+    """The part of a whole parameter that `rank` of the shard group keeps: a view."""
+    spec = piece.spec
+    if spec.dim is None:
+        return whole
+    if spec.merged > 1:
+        return whole.flatten(0, 1).narrow(0, rank * piece.chunk, piece.chunk).view(piece.local_shape(rank))
+    return whole.narrow(spec.dim, min(rank * piece.chunk, spec.cut), piece.rows(rank))
+
+
+def refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:
+    """RNNs keep a list of references of their own, which their forward reads: puts `param` there."""
+    if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
+        module._flat_weights[module._flat_weights_names.index(name)] = param

@@ -1,0 +1,19 @@
+"""When units gather, compute and reduce: the only package in which units meet.
+
+    a step           module_hooks     runtime               reduce_order       pipeline
+    forward of A     run -----------> enter_forward          (gather A, then those that gather_order expects next)
+                         <----------- leave_forward          (reshard A)
+    backward of A    entry hook ----> enter_backward         (gather A, and ahead)
+                     gradients -----> completed ----------> whose turn? ----> submit: reduce-scatter -> all-reduce -> land
+    optimizer        optimizer_hooks  (joins what is under way; afterwards weights have a new version)
+
+    root.py             the units below one root, what they share, and what becomes of them when an iteration fails
+    backward.py         a backward: which units it entered, which visits are over
+    runtime.py          forwards, optimizer steps, `flush`: start reading here
+    gather_order.py     the orders in which units are gathered, and so what is gathered ahead
+    reduce_order.py     the order in which units are reduced, which is the same on all ranks
+    pipeline.py         the queue of reductions: buckets, bounds, stages
+    outputs.py          the tensors through which gradients will enter a module
+
+May import `unit` and what is below it.
+"""

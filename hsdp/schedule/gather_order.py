@@ -1,0 +1,124 @@
+"""The orders in which a root's units are gathered.
+
+    forward     as recorded in the last pass, until this one deviates: prefetches guess, and ranks agree on the guess
+    backward    the reverse of the forwards behind it: known before it begins, whatever a rank's own loss uses
+
+A rank whose loss does not reach a unit passes over it in backward: it gathers the unit for those that do, and lets it go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from hsdp.unit.unit import Unit
+
+
+class Order:
+    """The order in which units were gathered in the last full pass, and where this pass is in it.
+
+    Attributes:
+        plan: identifies the order; 0 before one was recorded.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[Unit] = []
+        self._seen: list[Unit] = []
+        self._follows = False
+        self.plan = 0
+
+    def begin(self) -> None:
+        """Starts a pass."""
+        self._seen = []
+        self._follows = bool(self._expected)
+
+    def visit(self, unit: Unit, window: int) -> list[Unit]:
+        """Records that `unit` is entered; returns the next `window` units, or none once the pass left the order."""
+        at = len(self._seen)
+        self._seen.append(unit)
+        if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
+            self._follows = False
+        return self._expected[at + 1 : at + 1 + window] if self._follows else []
+
+    def is_last(self, unit: Unit) -> bool:
+        """Whether `unit` is where a pass that kept to the order ends."""
+        return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
+
+    def cancel(self) -> None:
+        """Ends a pass that failed: what is expected stays."""
+        self._seen = []
+        self._follows = False
+
+    def end(self) -> None:
+        """Ends a pass: what was seen is what the next one expects."""
+        if self._seen and self._seen != self._expected:
+            self._expected = self._seen
+            self.plan = hash(tuple(unit.op for unit in self._seen))
+        self.cancel()
+
+
+class BackwardOrder:
+    """The order in which units are gathered in one backward, and where this rank is in it.
+
+    Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
+    what the last backward showed, and at first they are expected.
+
+    Attributes:
+        plan: identifies the order of the last backward; 0 before the first one.
+    """
+
+    def __init__(self) -> None:
+        self._expected: list[Unit] = []
+        self._places: dict[Unit, int] = {}
+        self._certain: dict[Unit, bool] = {}
+        self._entered: set[Unit] = set()
+        self._absent: set[Unit] = set()
+        self._at = 0
+        self.plan = 0
+
+    def begin(self, units: Iterable[tuple[Unit, bool]]) -> None:
+        """Starts a backward over `units` that have to be gathered, with whether gradients can enter each."""
+        self._certain = dict(units)
+        self._expected = [unit for unit, certain in self._certain.items() if certain or unit not in self._absent]
+        self._places = {unit: place for place, unit in enumerate(self._expected)}
+        self._entered = set()
+        self._at = 0
+
+    def before(self, unit: Unit) -> list[Unit]:
+        """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
+
+        There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
+        """
+        self._entered.add(unit)
+        place = self._places.get(unit, -1)
+        return self._between(place) if place > self._at else []
+
+    def rest(self) -> list[Unit]:
+        """The units that are left, and that other ranks may have entered."""
+        return self._between(len(self._expected))
+
+    def _between(self, stop: int) -> list[Unit]:
+        between = self._expected[self._at : stop]
+        return [unit for unit in between if self._certain[unit] and unit not in self._entered]
+
+    def move_to(self, unit: Unit) -> None:
+        """`unit` is entered or passed over now."""
+        place = self._places.get(unit, -1)
+        if place >= self._at:
+            self._at = place + 1
+
+    def next_units(self, window: int) -> list[Unit]:
+        """The `window` units that are gathered next."""
+        return self._expected[self._at : self._at + window]
+
+    def end(self) -> None:
+        """Ends the backward."""
+        self._absent -= self._entered
+        self._absent.update(u for u, certain in self._certain.items() if not certain and u not in self._entered)
+        if self._expected:
+            self.plan = hash(tuple(unit.op for unit in self._expected))
+        self.cancel()
+
+    def cancel(self) -> None:
+        """Gives the backward up: nothing is learnt from it."""
+        self._expected, self._places, self._certain, self._entered = [], {}, {}, set()
+        self._at = 0

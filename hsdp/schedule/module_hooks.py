@@ -1,0 +1,190 @@
+"""The per-module state object: turns module and autograd events into transitions of the module's unit.
+
+No collective and no arithmetic happen here. Forward events come from `HSDPModule.__call__`, backward events from hooks on
+the outputs of a forward and from autograd's accumulation into whole parameters.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from itertools import chain
+from types import GeneratorType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.errors import StateError
+from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
+from hsdp.schedule.root import Visit
+from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.torch_private import next_node
+from hsdp.unit.state import TrainingState, training_state
+from hsdp.unit.unit import Unit
+
+
+class ModuleState:
+    """What `fully_shard` attaches to a module (one object for all modules of a list).
+
+    Attributes:
+        unit: the unit of the module(s).
+        modules: the module(s), weakly.
+    """
+
+    def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
+        self.unit = unit
+        self.modules = [weakref.ref(module) for module in modules]
+        self._own_runtime: Runtime | None = None
+        self._side_outputs: tuple[int, SideOutputs] | None = None
+
+    def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls the module's forward, by way of `call`, with the unit open."""
+        unit, runtime = self.unit, runtime_of(self.unit)
+        calls = unit.calls
+        if runtime is not None and runtime.in_backward():
+            # A recomputation: it neither records the order nor closes the unit; the backward around it does.
+            runtime.enter_backward(unit, None, creates_graph=False)
+            unit.choose_trainable(afresh=False)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            first_node = next_node()
+            try:
+                unit.calls = calls + 1
+                output = call(*args, **kwargs)
+            finally:
+                unit.calls = calls
+            return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
+        if runtime is None or runtime.depth == 0:
+            runtime = self.own_runtime()
+            runtime.begin_forward()
+        depth = runtime.depth
+        try:
+            runtime.depth, unit.calls = depth + 1, calls + 1
+            runtime.enter_forward(unit)
+            args, kwargs = self._cast_inputs(args, kwargs)
+            first_node = next_node()
+            output = call(*args, **kwargs)
+            output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
+            runtime.depth, unit.calls = depth, calls
+            self._leave(module, runtime, visit)
+        except BaseException:
+            # Set back, not counted down: the exception may have come at any point.
+            runtime.depth, unit.calls = depth, calls
+            if depth == 0:
+                runtime.forget_forward()
+            raise
+        return output
+
+    def after_forward(
+        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int
+    ) -> tuple[Any, Visit | None]:
+        """The module's forward returned: casts its outputs and watches them for the backward.
+
+        Args:
+            runtime: that of the root.
+            output: what the forward returned.
+            arguments: what it was called with.
+            first_node: the number that autograd gave, or would have given, to the first node of this forward.
+
+        Returns:
+            The outputs, and the visit that gradients make which enter the unit; None if they cannot.
+        """
+        dtype = self.unit.mp_policy.output_dtype
+        if dtype is not None:
+            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
+        output = self._own_output(output)
+        return output, self._watch(output, arguments, runtime, first_node) if torch.is_grad_enabled() else None
+
+    def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
+        unit = self.unit
+        unit.ran.add(id(module))
+        more = len(unit.ran) < len(self.modules) or unit.calls > 0
+        runtime.leave_forward(unit, more, visit)
+        if runtime.depth == 0:
+            runtime.end_forward()
+
+    def user_opens(self) -> None:
+        """The user is about to compute with the unit's whole parameters without calling its module(s)."""
+        unit = self.unit
+        if unit.runtime is None:
+            self.own_runtime().adopt()
+        runtime = runtime_of(unit)
+        if runtime is not None and training_state(unit) is TrainingState.IDLE:
+            unit.begin_forward(afresh=not runtime.turns.awaited)
+
+    def own_runtime(self) -> Runtime:
+        """The runtime that its module(s) have as a root."""
+        if self._own_runtime is None:
+            modules = [module for ref in self.modules if (module := ref()) is not None]
+            self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
+        return self._own_runtime
+
+    def _own_output(self, output: Any) -> Any:
+        """Whole parameters are freed after forward, so what goes out are copies of them, and of views of them.
+
+        Raises:
+            StateError: one is hidden in an object, or the output will use them later.
+        """
+        if isinstance(output, GeneratorType):
+            raise StateError(
+                f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
+                "parameters are sharded again; return a list of what it yields"
+            )
+        name_of = self.unit.name_of_whole
+        if not any(map(name_of, tensors_in(output))):
+            return output
+        output = map_tensors(output, lambda t: t.clone() if name_of(t) else t)
+        if (name := next(filter(None, map(name_of, tensors_in(output))), None)) is not None:
+            raise StateError(
+                f"the forward of unit {self.unit.name!r} returns its parameter {name!r}, or a view of it, inside an "
+                "object; it is freed when the forward ends: return a copy (.clone()), or compute with it in the module"
+            )
+        return output
+
+    def _watch(self, output: Any, arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> Visit | None:
+        """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
+        # A recomputation is a part of the backward under way.
+        behind = None if runtime.in_backward() else runtime.forward_pass
+        visit, watched = Visit(self.unit.forward_version, first_node, behind), False
+        left = self._left_behind(runtime).tensors(arguments, first_node)
+        for tensor in chain(tensors_in(output), left):
+            for node in entry_nodes(tensor, first_node):
+                node.register_prehook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
+                watched = True
+        return visit if watched else None
+
+    def _left_behind(self, runtime: Runtime) -> SideOutputs:
+        if self._side_outputs is None or self._side_outputs[0] != runtime.generation:
+            modules = [module for ref in self.modules if (module := ref()) is not None]
+            self._side_outputs = runtime.generation, SideOutputs(modules)
+        return self._side_outputs[1]
+
+    def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
+        policy = self.unit.mp_policy
+        if policy.param_dtype is None or not policy.cast_forward_inputs:
+            return args, kwargs
+        dtype = policy.param_dtype
+
+        def cast(tensor: Tensor) -> Tensor:
+            return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+        return map_tensors(args, cast), map_tensors(kwargs, cast)
+
+
+def state_of(module: nn.Module) -> ModuleState | None:
+    """The state that `fully_shard` attached to a module, if it did."""
+    return module.__dict__.get("_hsdp_state")
+
+
+def own_state(module: Any) -> ModuleState:
+    """The state of a module that is known to be sharded."""
+    state: ModuleState = module.__dict__["_hsdp_state"]
+    return state
+
+
+def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: int) -> Callable[[Any], None]:
+    def entered(grads: Any) -> None:
+        # In a hook the grad mode is the engine's: on only with create_graph=True.
+        runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)
+
+    return entered

@@ -1,0 +1,107 @@
+"""What an optimizer's step means to units: reductions are joined before it, and parameters are new after it.
+
+Both are hooks that torch runs for every optimizer; the first `fully_shard` registers them.
+"""
+
+from __future__ import annotations
+
+import functools
+import warnings
+import weakref
+from collections.abc import Iterable
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
+
+from hsdp.errors import StateError
+from hsdp.params.param import originals
+from hsdp.schedule.root import Root
+from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.unit.lookup import unit_of
+from hsdp.unit.state import refuse_assigned
+from hsdp.unit.unit import Unit
+
+_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
+_units_of_optimizer = weakref.WeakKeyDictionary()
+
+
+def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
+    """The units whose parameters the optimizer steps; looked up once."""
+    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    held = _units_of_optimizer.get(optimizer)
+    if held is None or held[:2] != (count, Root.generation):
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        stale = next((originals[param] for param in params if param in originals), None)
+        if stale is not None and (owner := stale[0]()) is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
+                f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
+            )
+        units = {unit for param in params if (unit := unit_of(param)) is not None}
+        _warn_of_drift(optimizer, params, units)
+        refs = [weakref.ref(unit) for unit in units]
+        held = _units_of_optimizer[optimizer] = (count, Root.generation, refs)
+    return held[2]
+
+
+def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: set[Unit]) -> None:
+    """Warns of parameters that are stepped beside sharded ones though nothing sums their gradients over ranks.
+
+    They were added to a sharded module, or lie in one that nobody called `fully_shard` on.
+    """
+    if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
+        return
+    known = {key for unit in units for key in unit.ignored}
+    alone = [p for p in params if p.requires_grad and not isinstance(p, DTensor) and id(p) not in known]
+    if alone:
+        roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
+        names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
+        told = [names.get(id(param), f"one of shape {tuple(param.shape)}") for param in alone[:3]]
+        more = ", ..." if len(alone) > 3 else ""
+        warnings.warn(
+            f"hsdp: {type(optimizer).__name__} steps {len(alone)} parameter(s) beside sharded ones that are in no unit: "
+            f"{', '.join(told)}{more}. Their gradients are those of each rank alone, and ranks drift apart; call "
+            "fully_shard on the module that holds them, and make the optimizer afterwards, or, if you sum their "
+            "gradients yourself, pass them in ignored_params",
+            stacklevel=5,
+        )
+
+
+def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Raises the epoch of every unit whose parameters the optimizer stepped, and tells their roots."""
+    roots: dict[Runtime | None, None] = {}
+    for ref in _units_of(optimizer):
+        if (unit := ref()) is not None:
+            unit.weights_changed()
+            roots[runtime_of(unit)] = None
+    for root in roots:
+        if root is not None:
+            root.stepped()
+
+
+def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
+    units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
+    refuse_assigned(units, "the optimizer's step")
+    for unit in units:
+        check_communicated(unit, "the optimizer's step")
+
+
+def check_communicated(unit: Unit, before: str) -> None:
+    """Has the gradients of a unit ready to be used: reductions under way land, a failed backward is forgotten.
+
+    Raises:
+        StateError: the unit has pending sums, or lost some.
+    """
+    if unit.runtime is not None:
+        unit.runtime.settle()
+    unit.gradients.refuse_pending(unit.name, before)
+
+
+@functools.cache
+def watch_optimizers() -> None:
+    """Registers the hooks, once per process."""
+    register_optimizer_step_pre_hook(_before_optimizer_step)
+    register_optimizer_step_post_hook(_after_optimizer_step)

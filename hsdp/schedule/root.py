@@ -1,0 +1,240 @@
+"""A root: the units below it, what they share, and what becomes of them all when an iteration fails.
+
+    Root         the units, and memory of whole parameters              this file
+    Backwards    one backward after another                             backward.py
+    Runtime      forwards, optimizer steps, what users call             runtime.py
+
+One object has all three: a failed backward is forgotten by whoever comes next, and each part is a floor of its own.
+"""
+
+from __future__ import annotations
+
+import warnings
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import ClassVar, cast
+
+import torch
+from torch import nn
+
+from hsdp.comm.collectives import Comm
+from hsdp.comm.divergence import Agreement
+from hsdp.comm.streams import Streams
+from hsdp.errors import HSDPError
+from hsdp.format import dotted
+from hsdp.params.ownership import class_name
+from hsdp.schedule.gather_order import BackwardOrder, Order
+from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.schedule.reduce_order import Turns
+from hsdp.torch_private import NO_TASK, graph_task
+from hsdp.unit.state import TrainingState
+from hsdp.unit.unit import Schedule, Unit
+from hsdp.unit.unsharded import Residency, Version
+
+
+class Pass:
+    """One forward of the root.
+
+    Attributes:
+        number: how many there were before.
+        left: the units in the order in which their forwards ended, each with the number of the first autograd node of its
+            last one; None if no gradient can enter it.
+    """
+
+    __slots__ = ("left", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.left: dict[Unit, int | None] = {}
+
+
+class Visit:
+    """One forward of a unit, as its backward needs to know it. The forward's autograd graph holds it, and lives as long.
+
+    Attributes:
+        version: the unit's version in that forward.
+        first_node: number of the first autograd node made inside it.
+        of: the root's forward that it was a part of; None for a recomputation.
+    """
+
+    __slots__ = ("__weakref__", "first_node", "of", "version")
+
+    def __init__(self, version: Version, first_node: int, of: Pass | None) -> None:
+        self.version = version
+        self.first_node = first_node
+        self.of = of
+
+
+class Token:
+    """Lives as long as the engine means to call back at the end of a graph task."""
+
+
+class Root:
+    """What the units below one root share.
+
+    Attributes:
+        generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
+        units: every unit of the root, parents before children.
+        pipeline: the queue of its reductions.
+        turns: the order in which units come to it.
+        depth: forward calls under way.
+    """
+
+    generation: ClassVar[int] = 0
+
+    def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
+        self.root = root
+        self.depth = 0
+        self.units: list[Unit] = []
+        self.streams = Streams(device)
+        self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
+        self._forward = Order()
+        self._backward = BackwardOrder()
+        self.turns = Turns()
+        self.forward_pass = Pass(0)
+        self._behind: Pass | None = None  # the forward whose backward runs at present
+        self._entered: set[Unit] = set()
+        self._graphs: list[weakref.ref[Visit]] = []
+        self._unfinished = False
+        self._ending = False
+        self._keeps_graph = False
+        self._tasks: dict[int, weakref.ref[Token]] = {}
+        self._reduces = True
+        self._opened: dict[Unit, tuple[int | None, int]] = {}
+        self._generation = -1
+        self._shard_agreements: list[Agreement] = []
+        self._backward_agreements: list[Agreement] = []
+        self._members: list[tuple[Unit, Unit | None, str]] = []
+        self._parents: set[Unit | None] = set()
+        self._modules = [weakref.ref(module) for module in modules]
+
+    def adopt(self) -> None:
+        """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
+        if self._generation != Root.generation:
+            self.units = []
+            for module in self.modules():
+                self._collect(module, None, "")
+            self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
+            comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
+            self._backward_agreements = [a for a in _agreements(comms) if a not in self._shard_agreements]
+            self._parents = {parent for _, parent, _ in self._members}
+            self._generation = Root.generation
+        this = cast(Schedule, self)
+        for unit, parent, name in self._members:
+            before = unit.runtime
+            if before is not None and before is not this and not before.in_backward():
+                before.recover()  # the unit had another root, whose backward may have failed
+            unit.join(this, self.streams, parent, name)
+
+    def modules(self) -> Iterator[nn.Module]:
+        """The root's module(s)."""
+        return (module for ref in self._modules if (module := ref()) is not None)
+
+    def share_streams(self, other: Root) -> None:
+        """Uses the side streams of another root from now on. Between iterations only."""
+        self.streams = self.pipeline.streams = other.streams
+
+    def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
+        if parent is None:
+            self._members = []
+        state = module.__dict__.get("_hsdp_state")
+        if state is not None and state.unit is not parent:
+            unit: Unit = state.unit
+            if unit not in self.units:
+                self.units.append(unit)
+                self._members.append((unit, parent, name or f"{class_name(module)} (root)"))
+            parent = unit
+        for child_name, child in module.named_children():
+            self._collect(child, parent, dotted(name, child_name))
+
+    def _open(self, unit: Unit, version: Version, ahead: list[Unit], versions_of_forward: bool = False) -> None:
+        """Opens `unit`, whose version is `version` now, and gathers others ahead.
+
+        `versions_of_forward`: the others are taken to have their versions of the forward; what is entered is looked at.
+        """
+        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != version:
+            unit.reshard()
+        if unit.residency is Residency.SHARDED:
+            unit.launch(version)
+        for other in ahead:
+            if other.residency is Residency.SHARDED:
+                other.launch(other.forward_version if versions_of_forward else None)
+        unit.show()
+
+    def has_graphs(self) -> bool:
+        """Whether a graph of gradients (`create_graph=True`) is alive, which reads whole parameters."""
+        self._graphs = [graph for graph in self._graphs if graph() is not None]
+        return bool(self._graphs)
+
+    def _release(self, unit: Unit) -> None:
+        """Frees the whole parameters of a unit, unless its forward is under way or a graph of gradients will read them."""
+        if not unit.calls and not unit.retained:
+            unit.reshard()
+
+    def _reshard_all(self) -> None:
+        for unit in self.units:
+            unit.state = TrainingState.IDLE
+            unit.undo_writes()
+            try:
+                unit.reshard()
+            except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
+                unit.discard_gather()
+
+    def drain(self) -> None:
+        """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
+        with torch.no_grad():
+            self.pipeline.drain()
+
+    def recover(self, reason: str = "a backward pass failed") -> None:
+        """Forgets a backward that failed, if one did since. Whatever looks at gradients or begins a pass asks for it."""
+        if self._unfinished:
+            self.abort(reason)
+
+    def abort(self, reason: str) -> None:
+        """Forgets the iteration under way and warns of it."""
+        self.reset()
+        # Last: where warnings are errors, the next iteration is fresh all the same.
+        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
+
+    def reset(self) -> None:
+        """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
+        self._roll_back()
+        self.pipeline.abort()
+        self._reshard_all()
+        for unit in self.units:
+            unit.gradients.commit()
+            for param in unit.params:
+                if param.trained is not None:
+                    param.trained.grad = None  # a hook that was interrupted did not take it
+            unit.remaining.clear()
+            unit.ready = False
+        self._tasks.clear()
+        self.turns.clear()
+        self.turns.forget_forwards()
+        self._opened = {}
+        self._entered = set()
+        self._forward.cancel()
+        self._backward.cancel()
+        self._unfinished = False
+
+    def _roll_back(self, at_once: bool = False) -> None:
+        with torch.no_grad():
+            for unit in self.units:
+                unit.gradients.roll_back(at_once)
+
+    def in_backward(self) -> bool:
+        """Whether the caller runs inside a backward of this root (a recomputation, say)."""
+        if not self._tasks or graph_task() == NO_TASK:
+            return False
+        self._bury_tasks()
+        return bool(self._tasks)
+
+    def _bury_tasks(self) -> None:
+        """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
+        for task, token in list(self._tasks.items()):
+            if token() is None:
+                del self._tasks[task]
+
+
+def _agreements(comms: Iterable[Comm]) -> list[Agreement]:
+    return list(dict.fromkeys(comm.agreement for comm in comms if comm.agreement is not None))

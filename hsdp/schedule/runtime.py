@@ -1,0 +1,167 @@
+"""The runtime of one root: the only place where units meet.
+
+It keeps the order in which units run, gathers ahead along it, decides whose turn it is to reduce, and tells one
+iteration from the next, so that nothing of a failed or abandoned one survives.
+"""
+
+from __future__ import annotations
+
+from typing import cast
+
+import torch
+
+from hsdp.comm.divergence import STEP
+from hsdp.schedule.backward import Backwards
+from hsdp.schedule.pipeline import Reduction
+from hsdp.schedule.root import Pass, Visit
+from hsdp.unit.state import TrainingState, expect, refuse_assigned
+from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import Residency
+
+
+class Runtime(Backwards):
+    """What the units below one root share, and what they do in forwards and between iterations."""
+
+    def begin_forward(self) -> None:
+        """A forward of the root begins."""
+        self.recover("a backward pass did not end")
+        self.adopt()
+        refuse_assigned(self.units, "forward")
+        self.turns.begin_forward()
+        self.forward_pass = Pass(self.forward_pass.number + 1)
+        graphs = self.has_graphs()
+        # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
+        for unit in self.units:
+            if unit.lent:
+                expect(unit, "forward", TrainingState.IDLE)
+            stays = unit.pinned or (unit.retained and graphs)
+            if unit.holds_whole and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
+                unit.reshard()
+        self._forward.begin()
+        plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
+        for agreement in self._shard_agreements:
+            agreement.begin(plan)
+
+    def enter_forward(self, unit: Unit) -> None:
+        """`unit`'s forward begins: opens it and gathers ahead."""
+        self.turns.enter(unit)
+        unit.begin_forward(afresh=not self.turns.awaited)
+        unit.state = TrainingState.FORWARD
+        ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
+        chosen = unit.settings.forward_prefetch
+        self._open(unit, unit.forward_version, ahead if chosen is None else chosen)
+
+    def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
+        """The forward of one of `unit`'s modules ended.
+
+        Args:
+            unit: the unit.
+            more: other modules of it are still to run.
+            visit: that of its backward; None if no gradient can enter it.
+
+        Raises:
+            StateError: the forward wrote to a whole parameter.
+        """
+        left = self.forward_pass.left
+        before = left.pop(unit, None)
+        left[unit] = before if visit is None else visit.first_node
+        if not more:
+            self._close(unit, hidden=visit is None and any(unit.trainable))
+
+    def _close(self, unit: Unit, hidden: bool) -> None:
+        """`unit`'s forward ended: its whole parameters go, or stay for its backward.
+
+        Args:
+            unit: the unit.
+            hidden: it trains, but no output that anybody sees carries gradients: one went out by another way.
+
+        Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
+        gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
+        """
+        unit.ran.clear()
+        unit.state = TrainingState.IDLE
+        unit.check_unwritten()
+        if not torch.is_grad_enabled():
+            if self._stays(unit):
+                unit.keep()
+            else:
+                unit.reshard()
+            return
+        last = unit.settings.reshard_after_forward is None and self._forward.is_last(unit)
+        if self._stays(unit) or hidden or last:
+            unit.keep()
+        else:
+            unit.keep_part()
+
+    def _stays(self, unit: Unit) -> bool:
+        """Whether `unit` stays whole after its forward in any case."""
+        reshard = unit.settings.reshard_after_forward
+        return unit.retained or reshard is False or (reshard is None and unit is self.root)
+
+    def end_forward(self) -> None:
+        """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
+        self._forward.end()
+        self.turns.end_forward()
+        grad = torch.is_grad_enabled()
+        for unit in self.units:
+            if unit.state is TrainingState.FORWARD and not unit.calls:
+                # Not all of its modules were called, some were again after all of them had been, or a forward raised.
+                self._close(unit, hidden=False)
+            unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
+            if unused and not unit.pinned:
+                self._release(unit)
+        # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
+        self.streams.finish_host_reads()
+
+    def forget_forward(self) -> None:
+        """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
+        self._forward.cancel()
+        self.turns.forget_forward()
+        for unit in self.units:
+            unit.ran.clear()
+        self._reshard_all()
+
+    def settle(self) -> None:
+        """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.
+
+        Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
+        """
+        if not self._ending and not self.in_backward():
+            self.recover()
+            if len(self.pipeline):
+                self.drain()
+
+    def flush(self) -> None:
+        """Communicates every pending sum now, outside of a backward. Every rank calls it."""
+        self.recover()
+        for unit in self.units:
+            unit.gradients.refuse_lost(unit.name, "flush")
+        try:
+            with torch.no_grad():
+                for unit in self.units:
+                    if unit.gradients.kept or unit.gradients.deferred:
+                        parts = unit.gradients.take(runs_on=False)
+                        if parts:
+                            self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
+            self.drain()
+        except BaseException:
+            self.reset()
+            raise
+        for unit in self.units:
+            unit.gradients.commit()
+
+    def stepped(self) -> None:
+        """An optimizer stepped parameters of this root: every rank does, between the same passes."""
+        # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
+        if not self._unfinished:
+            self.turns.awaited = 0  # what was forward before would be stale
+            for unit in self.units:
+                if unit.retained and not unit.calls:
+                    unit.reshard()
+            for agreement in (*self._shard_agreements, *self._backward_agreements):
+                agreement.note(STEP)
+
+
+def runtime_of(unit: Unit) -> Runtime | None:
+    """The runtime of the root that `unit` belongs to; None before its root's first forward."""
+    return cast("Runtime | None", unit.runtime)

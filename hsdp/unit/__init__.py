@@ -1,0 +1,13 @@
+"""One parameter group: the parameters that one `fully_shard` call manages, gathered and reduced as one.
+
+    unit.py               the unit: start reading here
+    unsharded.py          its unsharded parameters: gathered, installed, freed
+    dtype_group.py        the part of its parameters that shares dtypes, and so buffers (extension_group.py: subclasses)
+    reduce_plan.py        how gradients become the operands of a reduce-scatter
+    gradients.py          this rank's gradients, from autograd to `.grad` (landing.py, rollback.py, zero_grad.py)
+    write_guard.py        nobody but hsdp writes to unsharded parameters
+    state.py, settings.py what it is doing, and what users may change about it
+    lookup.py             from a parameter or a module to its units
+
+A unit knows no other unit: what concerns several is `schedule`'s. May import `params`, `comm`, `buffers`.
+"""

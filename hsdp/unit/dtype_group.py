@@ -1,0 +1,312 @@
+"""A lane: the parameters of a unit that share dtypes, and the buffers behind them.
+
+    shard buffer --(direct: own transfer)---------------------> whole parameter's place in the arena
+    shard buffer --(packed: one transfer)--> staging --(copy)-> whole parameters' places in the arena
+
+Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the arena and
+of staging, and gathered in place.
+
+With one shard rank nothing is transferred: whole parameters alias the shard buffer (or its cast copy).
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from hsdp.buffers.flat_buffer import Arena, with_own_storage
+from hsdp.buffers.layout import PACK_ALL, Piece, Thresholds, plan
+from hsdp.comm.mesh import MeshAxes
+from hsdp.offload import OffloadPolicy
+from hsdp.params.param import ManagedParam
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+
+U8 = torch.uint8
+NOT_OFFLOADED = OffloadPolicy()
+
+
+@dataclass(frozen=True)
+class LaneKind:
+    """What parameters of one lane have in common."""
+
+    storage: torch.dtype
+    compute: torch.dtype
+    reduce: torch.dtype
+    replicated: bool = False
+    """Whether every rank keeps its parameters whole (`replicate_params`): then a lane acts as if alone in its group."""
+    extension: bool = False
+    """Whether its parameters say themselves how they are gathered (extension_group.py)."""
+
+    @classmethod
+    def of(
+        cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False, extension: bool = False
+    ) -> LaneKind:
+        """The kind of a parameter that is stored as `storage`, under a policy."""
+        compute = policy.param_dtype or storage
+        return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension)
+
+    @property
+    def accumulate(self) -> torch.dtype:
+        """Dtype of sums over micro-batches: fp32, or the reduce dtype if that is wider."""
+        return torch.promote_types(self.reduce, torch.float32)
+
+
+class Lane:
+    """Buffers and transfers of one lane.
+
+    Attributes:
+        kind: its dtypes.
+        params: its parameters; `slots` gives their indices in the unit.
+        layout: where their bytes lie.
+        parts: size of the group over which whole parameters stay sharded after forward (1: none).
+        shard: the shard buffer, 1-D, storage dtype.
+        outputs, inputs: the transfers of its gather, as 1-D byte tensors.
+        variant: stands for what the ranks must send alike beyond what follows from the model, in their agreement.
+    """
+
+    variant = 0
+
+    def __init__(
+        self,
+        kind: LaneKind,
+        params: list[ManagedParam],
+        slots: list[int],
+        axes: MeshAxes,
+        thresholds: Thresholds,
+        parts: int = 1,
+        offload: OffloadPolicy = NOT_OFFLOADED,
+    ) -> None:
+        self.kind = kind
+        self.params = params
+        self.slots = slots
+        self.axes = axes
+        self.thresholds = thresholds
+        self.shards = 1 if kind.replicated else axes.shard_size
+        self.rank = 0 if kind.replicated else axes.shard_rank
+        self.layout = plan([p.spec for p in params], self.shards, thresholds)
+        self.shard: Tensor
+        self.device = axes.device
+        self.offload = offload
+        self.outputs: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        self._parts = parts
+        self._part: Tensor | None = None
+        self._arena: Arena | None = None
+        self._staging: Arena | None = None
+        self._fill_to: list[Tensor] = []
+        self._fill_from: list[Tensor] = []
+        self._unpack_to: list[Tensor] = []
+        self._unpack_from: list[Tensor] = []
+
+    def allocate(self, device: torch.device) -> None:
+        """Makes the shard buffer, for compute on `device`. Parameters are then put into it one by one."""
+        self.device = device
+        with torch.inference_mode(False):
+            # Zeros: padding is read by whoever reads the flat buffer (norms, checkpoints of it), never by parameters.
+            home = NOT_OFFLOADED if device.type == "meta" else self.offload
+            self.shard = home.memory(self.layout.numel, self.kind.storage, device)
+
+    @property
+    def _moves(self) -> bool:
+        """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
+        return self.kind.compute != self.kind.storage or self.shard.device != self.device
+
+    def fingerprint(self) -> int:
+        """A sum over the bits of the shard buffer, if the whole parameters are a copy of it; else 0."""
+        if self.shards == 1 and not self._moves:
+            return 0
+        data = self.shard.detach().view(U8)
+        words = data.numel() // 8 * 8
+        return int(data[:words].view(torch.int64).sum()) ^ int(data[words:].sum())
+
+    @property
+    def keeps_writes(self) -> bool:
+        """Whether writes to unsharded parameters change the model: they are the shards, and no rank has others."""
+        return self.axes.shard_size == 1 and self.axes.replicate_size == 1 and not self._moves
+
+    def local(self, index: int) -> Tensor:
+        """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.
+
+        A plain view would do for us, but DTensor takes a view's offset for its own, and code that copies storages (the
+        stager of torch's `async_save`) then reads past it.
+        """
+        piece = self.layout.pieces[index]
+        shape = piece.local_shape(self.rank)
+        size = math.prod(shape)
+        with torch.inference_mode(False):
+            part = self.shard.data[piece.offset : piece.offset + size]
+            return (part if part.is_meta else with_own_storage(part)).view(shape)
+
+    def rehearse(self) -> None:
+        """Tries what may fail in code of the user's, while the parameters are still the original ones."""
+
+    def arrange(self) -> None:
+        """Makes the whole parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
+        if self.shard.is_meta:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            self._arrange()
+        self.release_transients()
+        self.release_whole()
+
+    def _arrange(self) -> None:
+        if self.shards == 1:
+            self._arrange_alone()
+        else:
+            self._arrange_gather()
+
+    def _arrange_alone(self) -> None:
+        # One shard rank: the layout of whole parameters is that of the shard buffer.
+        if not self._moves:
+            source = self.shard.data
+        else:
+            self._arena = Arena(self.layout.numel, self.kind.compute, self.device)
+            source = self._arena.tensor
+            self._fill_to, self._fill_from = [source.data], [self.shard.data]
+        for param, piece in zip(self.params, self.layout.pieces, strict=True):
+            param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
+
+    def _arrange_gather(self) -> None:
+        layout, compute, device = self.layout, self.kind.compute, self.device
+        shards = layout.shards
+        self._arena = Arena(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
+        for param, piece in zip(self.params, layout.pieces, strict=True):
+            param.make_whole(self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
+        for i in layout.in_order:
+            piece = layout.pieces[i]
+            if piece.direct_gather:
+                stop = piece.whole_offset + piece.spec.numel
+                self._add_transfer(self._arena.alias(piece.whole_offset, stop), piece.offset, piece.offset + piece.numel)
+        start = layout.gather_packed_start
+        packed = layout.numel - start
+        if packed:
+            self._staging = Arena(shards * packed, compute, device)
+            self._add_transfer(self._staging.tensor.data, start, layout.numel)
+            rows = self._staging.tensor.data.view(shards, packed)
+            for piece in layout.pieces:
+                if not piece.direct_gather and piece.spec.numel:
+                    stop = piece.whole_offset + piece.spec.numel
+                    whole = self._arena.alias(piece.whole_offset, stop).view(piece.spec.shape)
+                    sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])
+                    if piece.spec.dim is None:  # it came from every rank; the first one's serves
+                        self._unpack_to.append(whole.view(-1))
+                        self._unpack_from.append(sources[0][0])
+                    else:
+                        self._unpack_to += whole_views(piece, whole, shards)
+                        self._unpack_from += sources
+
+    def _add_transfer(self, output: Tensor, start: int, stop: int) -> None:
+        """Gathers elements `start:stop` of every rank's shard buffer into `output`."""
+        own = self.shard.data[start:stop]
+        if self._moves:
+            self._fill_from.append(own)
+            own = output.view(self.shards, -1)[self.rank].data
+            self._fill_to.append(own)
+        self.outputs.append(output.view(U8))
+        self.inputs.append(own.view(U8))
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
+        whole, staging = self._arena, self._staging
+        return (0 if whole is None else whole.held) + (0 if staging is None else staging.held)
+
+    def prepare_gather(self) -> None:
+        """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
+        for arena in (self._arena, self._staging):
+            if arena is not None:
+                arena.alloc()
+
+    def fill_gather(self) -> None:
+        """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
+        if self._fill_to:
+            parts = self._fill_from
+            if self.shard.device != self.device:
+                # First over to the device, then to another dtype: the other way round the host would cast, and wait.
+                parts = [part.to(self.device, non_blocking=True) for part in parts]
+            torch._foreach_copy_(self._fill_to, parts)
+
+    def unpack(self) -> None:
+        """Copies packed parameters from the staging rows to their places."""
+        if self._unpack_to:
+            torch._foreach_copy_(self._unpack_to, self._unpack_from)
+
+    def assemble(self) -> None:
+        """Runs when the gather has ended, on the compute stream: nothing is left to do but where users say how."""
+
+    def release_transients(self) -> None:
+        """Frees what only the gather needed."""
+        if self._staging is not None:
+            self._staging.free()
+
+    def release_whole(self) -> None:
+        """Frees the whole parameters (unless they alias the shards)."""
+        if self._arena is not None:
+            self._arena.free()
+
+    def keep_part(self, index: int) -> None:
+        """Frees the whole parameters but for part `index` of equal parts: their bytes, sharded over a smaller group."""
+        if self._arena is not None and self.shards > 1:
+            self._part = self._arena.tensor.view(self._parts, -1)[index].clone()
+        self.release_whole()
+
+    def prepare_parts(self) -> list[tuple[Tensor, Tensor]]:
+        """Allocates the whole parameters; returns the transfers (output, input) that fill them from kept parts."""
+        if self._arena is None:
+            return []
+        self._arena.alloc()
+        if self._part is None:
+            self.fill_gather()
+            return []
+        return [(self._arena.tensor.data.view(U8), self._part.view(U8))]
+
+    def drop_part(self) -> None:
+        """Forgets the kept part."""
+        self._part = None
+
+
+def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: LaneKind) -> Thresholds:
+    """The sizes from which a lane's parameters go direct, given a backend's measured defaults `gather` and `reduce`."""
+    if policy.fusion == "packed":
+        gather = reduce = PACK_ALL
+    elif policy.fusion == "direct":
+        gather = reduce = 0
+    else:
+        gather = gather if policy.direct_gather_bytes is None else policy.direct_gather_bytes
+        reduce = reduce if policy.direct_reduce_bytes is None else policy.direct_reduce_bytes
+    return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize)
+
+
+def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
+    """Views of the packed rows that hold one parameter's pieces, shaped as `whole_views` shapes its parts.
+
+    Args:
+        piece: its place in the layout.
+        columns: the rows' columns of this piece, (S, piece.numel), or narrower where ranks hold less.
+    """
+    shards, shape, dim = columns.shape[0], piece.spec.shape, piece.spec.dim
+    if dim is None:
+        return [columns]
+    if piece.even or shape[dim] % shards == 0:
+        before = math.prod(shape[:dim])
+        return [columns.view(shards, before, piece.numel // before if before else 0)]
+    views = []
+    for rank in range(shards):
+        local = piece.local_shape(rank)
+        if local[dim]:
+            views.append(columns[rank, : math.prod(local)].view(local))
+    return views
+
+
+def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a whole parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
+    shape, dim = piece.spec.shape, piece.spec.dim
+    if dim is None:
+        return [whole.reshape(1, -1).expand(shards, -1)]
+    if piece.even or shape[dim] % shards == 0:
+        before = math.prod(shape[:dim])
+        return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
+    return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]

@@ -1,0 +1,289 @@
+"""The lane of parameters that say themselves how they are gathered: in 8 bits, say. The protocol is FSDP2's.
+
+    shard --fsdp_pre_all_gather--> inputs ==all-gather==> outputs --fsdp_post_all_gather--> whole parameter
+                        '------------------ metadata ------------------------^
+
+What is sent has the shapes and dtypes that the subclass returns, and each input is a transfer of its own. Both methods are
+called once when the buffers are made, on this rank's own rows, so that whole parameters are there from the start like
+anybody else's; after that `fsdp_post_all_gather` refills them. Their storages, and those of the outputs, come and go.
+Gradients of whole parameters are reduced as any others.
+"""
+
+from __future__ import annotations
+
+import inspect
+import weakref
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from hsdp.buffers.flat_buffer import Arena
+from hsdp.buffers.layout import Piece
+from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.work import Named
+from hsdp.errors import ExtensionError, HSDPError
+from hsdp.params.param import ManagedParam, rows_of
+from hsdp.params.subclass import POST, PRE, data_of, wrapper_of
+from hsdp.params.tensor_parallel import block_of
+from hsdp.policies import MixedPrecisionPolicy
+from hsdp.torch_private import keeping_versions
+from hsdp.unit.dtype_group import U8, Lane
+
+
+class ExtensionLane(Lane):
+    """Buffers and transfers of parameters with a gather extension.
+
+    The shard buffer is as any lane's; local tensors are the subclass around views of it.
+
+    Args:
+        unit: whose lane it is; its name is told in errors.
+        policy: the unit's dtypes, about which a subclass may ask.
+    """
+
+    def __init__(self, *args: Any, unit: weakref.ref[Named], policy: MixedPrecisionPolicy) -> None:
+        super().__init__(*args)
+        self._unit = unit
+        # Subclasses are written for FSDP2, and get what it would give them.
+        self._policy = fsdp.MixedPrecisionPolicy(
+            policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
+        )
+        self._members: list[_Member] = []
+
+    def local(self, index: int) -> Tensor:
+        """Parameter `index`'s local tensor: the subclass around its bytes of the shard buffer."""
+        wrapper = self.params[index].wrapper
+        assert wrapper is not None, "parameters of this lane have one"
+        return wrapper.around(super().local(index))
+
+    def rehearse(self) -> None:
+        """Goes once from the original parameters to whole ones: what fails does so while the module is as it was."""
+        if self.shard.is_meta:
+            return
+        with torch.inference_mode(False), torch.no_grad():
+            for index, (param, piece) in enumerate(zip(self.params, self.layout.pieces, strict=True)):
+                local = self.local(index)
+                data_of(local).copy_(rows_of(block_of(param.sharded), piece, self.rank))
+                self._member(param, piece, local)
+
+    def _arrange(self) -> None:
+        pairs = zip(self.params, self.layout.pieces, strict=True)
+        self._members = [self._member(param, piece, param.local) for param, piece in pairs]
+        for param, member in zip(self.params, self._members, strict=True):
+            param.whole = member.whole
+        if self.shards > 1:
+            self.outputs = [arena.tensor.data.view(U8) for member in self._members for arena in member.outputs]
+        told = [(member.fqn, member.kinds) for member in self._members]
+        self.variant = zlib.crc32(repr(told).encode()) << 2
+
+    def _member(self, param: ManagedParam, piece: Piece, local: Tensor) -> _Member:
+        member = _Member(self._unit, param, piece, self.axes, self._policy, self.kind.compute)
+        member.make(self._source(piece, local), self.shards, self.device)
+        return member
+
+    def _source(self, piece: Piece, local: Tensor) -> Tensor:
+        """Whom to ask: the local tensor, but on the lane's device, and with as many rows as that of the first rank."""
+        if piece.rows(self.rank) == piece.chunk and self.shard.device == self.device:
+            return local
+        wrapper = wrapper_of(local, "a shard")
+        assert wrapper is not None, "parameters of this lane have one"
+        rows = self.shard.data[piece.offset : piece.offset + piece.numel].to(self.device, non_blocking=True)
+        return wrapper.around(rows.view(piece.chunk, *piece.spec.shape[1:]))
+
+    @property
+    def transient_bytes(self) -> int:
+        """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
+        return sum(arena.held for member in self._members for arena in member.arenas)
+
+    def prepare_gather(self) -> None:
+        """Asks what to send. On the compute stream: it orders the memory, and what a subclass communicates by itself."""
+        with torch.inference_mode(False), torch.no_grad():
+            for param, piece, member in zip(self.params, self.layout.pieces, self._members, strict=True):
+                member.prepare(self._source(piece, param.local))
+        if self.shards > 1:
+            self.inputs = [tensor.view(-1).view(U8) for member in self._members for tensor in member.inputs]
+
+    def fill_gather(self) -> None:
+        """With one shard rank, what would be sent is what arrives."""
+        if self.shards == 1:
+            for member in self._members:
+                member.fill(1)
+
+    def assemble(self) -> None:
+        """Has whole parameters made of what was gathered. On the compute stream, as it computes."""
+        with torch.inference_mode(False), torch.no_grad():
+            for member in self._members:
+                member.assemble()
+
+    def release_transients(self) -> None:
+        """Frees what was sent, and what arrived unless the whole parameters live in it."""
+        self.inputs = []
+        for member in self._members:
+            member.release_transients()
+
+    def release_whole(self) -> None:
+        """Frees the whole parameters."""
+        for member in self._members:
+            for arena in member.arenas:
+                arena.free()
+
+
+class _Member:
+    """One parameter on its way from shard to whole.
+
+    Attributes:
+        fqn: its name.
+        inputs: what it sends, as long as it is needed.
+        kinds: shapes and dtypes of that.
+        outputs: the memory in which what is gathered arrives.
+        whole: the whole parameter.
+        arenas: all memory that comes and goes: `outputs`, and what the subclass named along with the whole parameter.
+    """
+
+    inputs: list[Tensor]
+    kinds: list[tuple[tuple[int, ...], torch.dtype]]
+    outputs: list[Arena]
+    arenas: list[Arena]
+    whole: nn.Parameter
+
+    def __init__(
+        self,
+        unit: weakref.ref[Named],
+        param: ManagedParam,
+        piece: Piece,
+        axes: MeshAxes,
+        policy: fsdp.MixedPrecisionPolicy,
+        dtype: torch.dtype,
+    ) -> None:
+        self._unit = unit
+        self.fqn = param.fqn
+        self._module = param.places[0].module
+        self._requires_grad = param.sharded.requires_grad
+        self._shape = torch.Size(piece.spec.shape)
+        self._stride = torch.empty(self._shape, device="meta").stride()
+        self._mesh = axes.shard_mesh
+        self._policy = policy
+        self._dtype = dtype
+        self._source: Tensor | None = None
+        self._metadata: Any = None
+
+    def make(self, source: Tensor, shards: int, device: torch.device) -> None:
+        """The first time: makes outputs, all of them this rank's own rows, and the whole parameter of them."""
+        self.inputs, self._metadata = self._ask(source)
+        self.kinds = _kinds(self.inputs)
+        self.outputs = [Arena(shards * tensor.numel(), tensor.dtype, device) for tensor in self.inputs]
+        self._shown = tuple(
+            arena.tensor.data.view(shards * (shape[0] if shape else 1), *shape[1:])
+            for arena, (shape, _) in zip(self.outputs, self.kinds, strict=True)
+        )
+        self.fill(shards)
+        with self._told(source, POST):
+            whole, inner = getattr(source, POST)(self._shown, self._metadata, self._dtype)
+            if whole.shape != self._shape:  # rows of padding come behind its own
+                whole = torch.as_strided(whole, self._shape, self._stride, 0)
+            self.whole = nn.Parameter(whole, requires_grad=self._requires_grad)
+            named = {_address(tensor): Arena.around(tensor) for tensor in inner}
+        used = {*named, *map(_address, _parts(whole))}
+        outputs = {_address(arena.tensor): arena for arena in self.outputs}
+        self._inner = [arena for at, arena in named.items() if at not in outputs]
+        self._spare = [arena for at, arena in outputs.items() if at not in used]
+        self.arenas = [*self.outputs, *self._inner]
+        self.inputs, self._metadata = [], None
+
+    def fill(self, shards: int) -> None:
+        """Puts the inputs in each of `shards` places of the outputs."""
+        for arena, tensor in zip(self.outputs, self.inputs, strict=True):
+            arena.tensor.data.view(shards, -1).copy_(tensor.view(1, -1))
+
+    def prepare(self, source: Tensor) -> None:
+        """Asks `source` what to send, and allocates the memory for what arrives."""
+        inputs, self._metadata = self._ask(source)
+        with self._told(source, PRE):
+            if _kinds(inputs) != self.kinds:
+                raise ValueError(
+                    f"it returned {_kinds(inputs)}, and {self.kinds} the first time; shapes and dtypes must stay the same, "
+                    "as what arrives lives in memory that is made once"
+                )
+        self.inputs, self._source = inputs, source
+        for arena in self.outputs:
+            arena.alloc()
+
+    def assemble(self) -> None:
+        """Refills the whole parameter."""
+        source, self._source = self._source, None
+        assert source is not None, f"{self.fqn!r} was not gathered"
+        for arena in self._inner:
+            arena.alloc()
+        # Autograd must not take it for a change between forward and backward: the runtime compares epochs.
+        with self._told(source, POST), keeping_versions((self.whole, *_parts(self.whole))):
+            getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.whole)
+        self._metadata = None
+
+    def release_transients(self) -> None:
+        """Forgets what was sent; frees what arrived, unless the whole parameter lives in it."""
+        self.inputs, self._metadata, self._source = [], None, None
+        for arena in self._spare:
+            arena.free()
+
+    def _ask(self, source: Tensor) -> tuple[list[Tensor], Any]:
+        with self._told(source, PRE):
+            pre = getattr(source, PRE)
+            args = (self._mesh, self._shape, self._stride, self._module(), self._policy)
+            count = len(inspect.signature(pre).parameters)
+            if count not in (1, len(args)):
+                raise TypeError(
+                    f"it takes {count} arguments, and not (mesh) or (mesh, outer_size, outer_stride, module, mp_policy)"
+                )
+            inputs, metadata = pre(*args[:count])
+            return [tensor.contiguous() for tensor in inputs], metadata
+
+    @contextmanager
+    def _told(self, source: Tensor, method: str) -> Iterator[None]:
+        """Tells in errors whose they are."""
+        try:
+            yield
+        except HSDPError:
+            raise
+        except Exception as error:
+            unit, kind = self._unit(), type(source).__name__
+            raise ExtensionError(
+                f"unit {unit.name if unit is not None else '(freed)'!r}, parameter {self.fqn!r}: {kind}.{method} failed "
+                f"with {type(error).__name__}: {error}"
+            ) from error
+
+
+def check_extension(param: ManagedParam, axes: MeshAxes, reshard_after_forward: object, where: str) -> None:
+    """Raises ValueError if a parameter with a gather extension cannot be sharded as asked for; `where` names it."""
+    parts = reshard_after_forward if type(reshard_after_forward) is int else 1
+    told = ""
+    if param.replicated:
+        told = "is in replicate_params, and what is kept whole is not gathered; leave it out"
+    elif param.spec.dim != 0 or param.spec.merged > 1:
+        told = "can be sharded on dim 0 only; let shard_placement_fn return None for it"
+    elif axes.shard_axis is None or (axes.mesh.ndim > 1 and axes.mesh.mesh_dim_names is None):
+        told = "needs a mesh with a shard axis that has a name; pass mesh_dim_names to init_device_mesh"
+    elif 1 < parts < axes.shard_size:
+        told = f"cannot stay sharded over {parts} ranks after forward; pass reshard_after_forward=True or False"
+    if told:
+        raise ValueError(f"{where} has a gather extension and {told}")
+
+
+def _kinds(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:
+    return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
+
+
+def _address(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+def _parts(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: itself, or those inside of it."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in _parts(getattr(tensor, name))]

@@ -1,0 +1,428 @@
+"""A unit's gradients on this rank: from autograd's hooks to the operands of a reduction, and from those to `.grad`.
+
+    slots      whole gradients of the backward under way
+    stash      whole sums of micro-batches that were not communicated              } pending: visible, cleared with the
+    partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
+    .grad      sharded DTensors, or None: what users and the optimizer see
+
+Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a witness (see
+zero_grad.py), on every rank alike: it keeps what others add to the gradient, and tells when somebody zeroes it.
+
+What a backward does to gradients and to pending sums is undone if it fails (rollback.py), with one exception: whole sums
+are added in place, as a second copy of an unsharded model would not fit. They are *lost* then. Whether they are follows
+from what ranks did alike, not from what this rank has added already, and until gradients are zeroed everybody is refused
+who would take them for complete.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any, Literal
+
+import torch
+from torch import Tensor
+
+from hsdp.buffers.flat_buffer import owned
+from hsdp.comm.streams import host_wait
+from hsdp.errors import StateError
+from hsdp.params.dtensors import as_dtensor
+from hsdp.params.param import ManagedParam
+from hsdp.unit.dtype_group import Lane
+from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, zero
+from hsdp.unit.reduce_plan import LaneReduction, ReducePlan
+from hsdp.unit.rollback import Undo
+from hsdp.unit.zero_grad import Witness, Witnesses, local_grad
+
+_MOST_PLANS = 8
+"""How many sets of trainable parameters a lane keeps the plans of; a GAN alternates between two."""
+
+Partial = list[list[Tensor]]
+"""Sharded sums that wait for their all-reduce: the operands of each lane."""
+
+
+class Gradients:
+    """The gradients of one unit.
+
+    Attributes:
+        unused: what a parameter gets that no rank used: None or zeros.
+        slots: whole gradients of the backward under way, one per parameter; None where none came.
+        partial: per lane, sharded sums that wait for their all-reduce; None when nothing was deferred.
+        kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
+            though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
+        deferred: a reduction without all-reduce was submitted, and none with it since.
+        lost: whole sums went with a backward that failed. Ask `refuse_lost`.
+    """
+
+    def __init__(self, params: list[ManagedParam]) -> None:
+        self._params = params
+        self._lanes: list[Lane] = []
+        self._mask: tuple[bool, ...] | None = None
+        self._plans: list[ReducePlan] = []
+        self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+        self.unused: Literal["none", "zero"] = "none"
+        self.slots: list[Tensor | None] = [None] * len(params)
+        self._stash: dict[int, Tensor] = {}
+        self.partial: Partial | None = None
+        self.kept = self.deferred = self.lost = False
+        self._witnesses = Witnesses(params)
+        self._running: list[LaneReduction] = []
+        # Of the backward under way: reductions on their way, and how things were before it.
+        self._open: list[LaneReduction] = []
+        self._undo = Undo()
+        self._owed_before: tuple[bool, bool, list[int]] | None = None
+        self._partial_before: tuple[Partial | None] | None = None
+
+    def arrange(self, lanes: list[Lane]) -> None:
+        """New buffers: plans and sums made for the old ones are forgotten."""
+        self._lanes = lanes
+        self._mask = None
+        self._made.clear()
+        self.clear()
+
+    # -- towards a reduction -------------------------------------------------------------------------------------
+
+    def put(self, slot: int, grad: Tensor) -> None:
+        """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
+        held = self.slots[slot]
+        self.slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
+
+    def waiting(self) -> bool:
+        """Whether gradients of the backward under way wait to be reduced."""
+        return any(grad is not None for grad in self.slots)
+
+    def drop(self) -> None:
+        """Forgets the gradients of the backward under way."""
+        self.slots = [None] * len(self._params)
+
+    def clear(self) -> None:
+        """Forgets everything that has not landed."""
+        self.drop()
+        self._stash.clear()
+        self._running.clear()
+        self.partial = None
+        self.kept = self.deferred = self.lost = False
+        self.commit()
+        self._witnesses.take_all_down()
+
+    def choose(self, mask: tuple[bool, ...], unit: str) -> None:
+        """Sets which parameters take part in reductions.
+
+        Raises:
+            StateError: the choice changes while sums of the parameters chosen before are pending.
+        """
+        if self._mask != mask:
+            if self._mask is not None and self.is_pending():
+                changed = next(p.fqn for p, a, b in zip(self._params, self._mask, mask, strict=True) if a != b)
+                raise StateError(
+                    f"unit {unit!r}: requires_grad of parameter {changed!r} changed while gradients of earlier "
+                    "micro-batches have not been summed over all ranks; call model.flush() or zero_grad() first"
+                )
+            self._mask = mask
+            self._plans = []
+            for lane in self._lanes:
+                trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
+                if trainable:
+                    self._plans.append(self._plan_for(lane, trainable))
+
+    def _plan_for(self, lane: Lane, trainable: tuple[int, ...]) -> ReducePlan:
+        key = (id(lane), trainable)
+        found = self._made.get(key)
+        if found is None:
+            while len(self._made) >= _MOST_PLANS * len(self._lanes):
+                del self._made[next(iter(self._made))]
+            found = ReducePlan(lane, trainable)
+        else:
+            del self._made[key]
+        self._made[key] = found  # the last one: the first goes first
+        return found
+
+    def take(self, runs_on: bool, all_reduce: bool = True) -> list[LaneReduction]:
+        """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
+
+        Args:
+            runs_on: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
+            all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
+        """
+        if self._witnesses:
+            self._heed_zero_grad()
+        self._note_owed()
+        self.kept, self.deferred = False, not all_reduce
+        if self._stash:
+            self.slots = [self._joined(slot) for slot in range(len(self.slots))]
+            self._stash.clear()
+        slots = self.slots
+        self.drop()
+        parts = []
+        for plan in self._plans:
+            grads = [slots[slot] for slot in plan.slots]
+            for slot in plan.slots:
+                slots[slot] = None  # `fill` holds the last reference: what it casts is not alive twice
+            parts.append(plan.fill(grads, [grad is not None for grad in grads]))
+        self._open += parts
+        if runs_on:
+            self._running += parts
+            self._witness_all(self._plans)
+        return parts
+
+    def stash(self) -> None:
+        """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
+        self._heed_zero_grad()
+        self._note_owed()
+        self.kept = True
+        for lane in self._lanes:
+            for slot in lane.slots:
+                grad, held = self.slots[slot], self._stash.get(slot)
+                if grad is not None:
+                    self._stash[slot] = owned(grad.to(lane.kind.accumulate)) if held is None else held.add_(grad)
+                    self._witnesses.put_up(slot)
+        self._witness_all(self._plans)  # used here or not: other ranks may have used it
+        self.drop()
+
+    def defer(self, parts: list[LaneReduction]) -> None:
+        """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.
+
+        Like `land` it runs on the compute stream, behind the reduction.
+        """
+        undoable = self._settle(parts)
+        for part in parts:
+            if part.dropped:
+                zero(part.plan, part.operands, part.dropped)
+        before, sums = self.partial, [[t.to(part.plan.kind.accumulate) for t in part.operands] for part in parts]
+        if before is not None:
+            for mine, held in zip(sums, before, strict=True):
+                torch._foreach_add_(mine, held)
+        self._replace_partial(sums, undoable)
+        self._witness_all(part.plan for part in parts)
+
+    def join_partial(self, parts: list[LaneReduction]) -> None:
+        """Adds what was deferred to the operands that are about to be all-reduced. Runs on the stream of that.
+
+        The parts hold what was deferred until they land: by then the compute stream, to which that memory belongs, is
+        behind the sum.
+        """
+        before = self.partial
+        if before is None:
+            return
+        for held, part in zip(before, parts, strict=True):
+            if held[0].dtype == part.operands[0].dtype:
+                torch._foreach_add_(part.operands, held)
+            else:
+                torch._foreach_copy_(part.operands, torch._foreach_add(held, part.operands))
+            part.joined = held
+        self._replace_partial(None, any(part in self._open for part in parts))
+
+    def _replace_partial(self, sums: Partial | None, undoable: bool) -> None:
+        if undoable and self._partial_before is None:
+            self._partial_before = (self.partial,)
+        self.partial = sums
+
+    def _note_owed(self) -> None:
+        if self._owed_before is None:
+            self._owed_before = (self.kept, self.deferred, self._witnesses.slots())
+
+    def _joined(self, slot: int) -> Tensor | None:
+        grad, stash = self.slots[slot], self._stash.get(slot)
+        if stash is None:
+            return grad
+        return stash if grad is None else stash.add_(grad)
+
+    # -- pending sums and zero_grad ------------------------------------------------------------------------------
+
+    def heed_zero_grad(self) -> None:
+        """Lets go of what users have zeroed since. On the compute stream, to which pending sums belong."""
+        if self._witnesses:
+            self._heed_zero_grad()
+
+    def is_pending(self) -> bool:
+        """Whether sums are pending, on any rank: the same on all of them."""
+        self.heed_zero_grad()
+        return bool(self._witnesses) and (self.kept or self.deferred or self.lost or bool(self._running))
+
+    def refuse_lost(self, unit: str, what: str) -> None:
+        """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
+        if self.lost:
+            self._heed_zero_grad()
+        if self.lost:
+            raise StateError(
+                f"{what}: gradients of unit {unit!r} are incomplete: a backward (or flush) failed that had sums of earlier "
+                "micro-batches in hand, and they are lost; call zero_grad() and run the micro-batches again"
+            )
+
+    def refuse_pending(self, unit: str, what: str) -> None:
+        """Raises StateError if sums are pending, or lost."""
+        if not self._witnesses:
+            return
+        self.refuse_lost(unit, what)
+        self.heed_zero_grad()
+        if self._witnesses and (self.kept or self.deferred):
+            names = ", ".join(self._witnesses.names())
+            raise StateError(
+                f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
+                "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
+                "drop them with zero_grad()"
+            )
+
+    def pending(self) -> dict[str, str]:
+        """Which parameters have sums that have not been communicated, and how far those came."""
+        self._heed_zero_grad()
+        found = {self._params[slot].fqn: "on this rank" for slot in self._stash}
+        if self.partial is not None:
+            for plan in self._plans:
+                for param in plan.params:
+                    found[param.fqn] = (
+                        "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
+                    )
+        if self.lost:
+            found.update(dict.fromkeys(self._witnesses.names(), "lost with a backward that failed"))
+        return found
+
+    def local_sums(self) -> dict[str, Tensor]:
+        """Whole gradients of this rank that have not been communicated, by parameter name."""
+        self._heed_zero_grad()
+        return {self._params[slot].fqn: value for slot, value in self._stash.items()}
+
+    def _witness_all(self, plans: Iterable[ReducePlan]) -> None:
+        for plan in plans:
+            for slot in plan.slots:
+                self._witnesses.put_up(slot)
+
+    def _heed_zero_grad(self) -> None:
+        """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
+        gone = self._witnesses.gone()
+        for slot in gone:
+            self._witnesses.take_down(slot)
+            self._stash.pop(slot, None)
+        if gone:
+            for part in self._running:
+                part.dropped |= gone
+            if self.partial is not None:
+                self._drop_partial(gone)
+        if not self._witnesses:
+            self.lost = False
+
+    def _drop_partial(self, gone: set[int]) -> None:
+        assert self.partial is not None, "checked by the caller"
+        for plan, held in zip(self._plans, self.partial, strict=True):
+            zero(plan, held, gone)
+        if len(gone) >= sum(len(plan.slots) for plan in self._plans):
+            self.partial = None
+
+    def _retire_witnesses(self) -> None:
+        if self._witnesses and not (self.partial or self._running or self.kept or self.lost or self.deferred):
+            self._witnesses.take_all_down()
+
+    # -- landing -------------------------------------------------------------------------------------------------
+
+    def land(self, parts: list[LaneReduction]) -> None:
+        """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
+        undoable = self._settle(parts)
+        self._retire_witnesses()
+        for part in parts:
+            plan = part.plan
+            used = part.used if self.unused == "none" else [True] * len(part.used)
+            if not all(used):
+                # The one host synchronisation of a step, and only on a rank that left a parameter unused.
+                used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
+            if part.dropped:
+                used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
+            values = part.stored()
+            if plan.offload is not None and host_reads(plan.params):
+                host_wait(plan.device)
+            run_grad_hooks(plan, values, used)
+            noted = len(self._undo)
+            if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
+                self._assign(plan, values, used, undoable)
+            if run_hooks(plan.params, used):
+                self._undo.forget_taken(noted)
+
+    def _settle(self, parts: list[LaneReduction]) -> bool:
+        """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
+        self.heed_zero_grad()
+        undoable = any(part in self._open for part in parts)
+        self._running = [part for part in self._running if part not in parts]
+        self._open = [part for part in self._open if part not in parts]
+        return undoable
+
+    def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
+        for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
+            if not was_used:
+                continue
+            sharded: Any = param.sharded
+            standing = None
+            if sharded.grad is None:
+                sharded.grad = as_dtensor(local, param.tensor_spec)
+            else:
+                held = local_grad(param)
+                standing = held.standing if isinstance(held, Witness) else None
+                if standing is None or standing.lent:
+                    memory = held if standing is None else standing.memory(write=True)
+                    if undoable:
+                        self._undo.add(memory, local, standing)
+                    else:
+                        memory.add_(local)
+                    continue
+                standing.base = local  # it stood for zeros; now it stands for the gradient
+            if undoable:
+                self._undo.show(param, sharded.grad, local)
+
+    def _add_flat(self, plan: ReducePlan, flat: Tensor, undoable: bool) -> bool:
+        """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
+        base: Tensor | None = None
+        for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
+            if param.sharded.grad is None:
+                return False
+            local = local_grad(param)
+            base = local._base if base is None else base
+            if base is None or local._base is not base or local.storage_offset() != piece.offset:
+                return False
+        if base is None or base.ndim != 1 or base.numel() < flat.numel():
+            return False
+        if undoable:
+            self._undo.add(base[: flat.numel()], flat)
+        else:
+            base[: flat.numel()].add_(flat)
+        return True
+
+    # -- the end of a backward -----------------------------------------------------------------------------------
+
+    def commit(self) -> None:
+        """The backward ended well: what it did stays."""
+        self._open.clear()
+        self._undo.clear()
+        self._owed_before = self._partial_before = None
+
+    def is_open(self, parts: list[LaneReduction]) -> bool:
+        """Whether a reduction is of the backward under way."""
+        return any(part in self._open for part in parts)
+
+    def roll_back(self, at_once: bool = False) -> None:
+        """The backward failed: gradients and pending sums are again what they were before it.
+
+        Args:
+            at_once: nobody has seen them since.
+        """
+        self.drop()
+        self._running = [part for part in self._running if part not in self._open]
+        for part in self._open:
+            part.void = True
+        self._open.clear()
+        witnessed: list[int] = []
+        able = self._undo.run(at_once)
+        if self._owed_before is not None:
+            self.kept, self.deferred, witnessed = self._owed_before
+            self._owed_before = None
+        if self._partial_before is not None:
+            self.partial = self._partial_before[0]
+            self._partial_before = None
+        for slot in witnessed:
+            self._witnesses.put_up(slot)
+        self._stash.clear()
+        if self.kept or not able:
+            self.lose()
+        self._retire_witnesses()
+
+    def lose(self) -> None:
+        """Sums are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+        self._stash.clear()
+        self.kept, self.lost = False, True
+        self._witness_all(self._plans)

@@ -1,0 +1,224 @@
+"""How a lane's gradients are reduced: the way from whole gradients to the operands of a reduction, and back to local ones.
+
+    gradients ----(direct: as autograd made them)-------------> reduce-scatter inputs
+    gradients ----(packed: one copy)----> rows ---------------> reduce-scatter input
+    reduction buffer (layout of the shard buffer) <------------ reduce-scatter outputs
+
+With one shard rank gradients are all-reduced where autograd made them.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hsdp.buffers.flat_buffer import Arena, owned
+from hsdp.buffers.layout import Layout, Piece, plan
+from hsdp.unit.dtype_group import Lane, row_views, whole_views
+
+
+class ReducePlan:
+    """How the gradients of a set of a lane's parameters are reduced.
+
+    The reduction buffer has the layout of the shard buffer, then a tail of one *used-flag* per parameter: how many
+    ranks used it. Each rank sends its flags with every row of the packed transfer.
+
+    Attributes:
+        op: identifies the set for the ranks' agreement.
+    """
+
+    def __init__(self, lane: Lane, trainable: tuple[int, ...]) -> None:
+        # Not the lane itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
+        self.kind = lane.kind
+        self.shards = lane.shards
+        self.device = lane.device
+        # Gradients follow their shards; None: those are on the device.
+        self.offload = lane.offload if lane.shard.device != lane.device else None
+        self.op = hash(trainable)
+        self.params = [lane.params[i] for i in trainable]
+        self.slots = [lane.slots[i] for i in trainable]
+        everything = len(trainable) == len(lane.params)
+        specs = [p.spec for p in self.params]
+        self.layout: Layout = lane.layout if everything else plan(specs, lane.shards, lane.thresholds)
+        layout = self.layout
+        self.flags = len(trainable)
+        self.local_shapes = [piece.local_shape(lane.rank) for piece in layout.pieces]
+        strides = [_strides(shape) for shape in self.local_shapes]
+        self._cuts = [
+            (shape, stride, p.offset) for shape, stride, p in zip(self.local_shapes, strides, layout.pieces, strict=True)
+        ]
+        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
+        self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
+        self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
+        self.packed = layout.numel - layout.reduce_packed_start + self.flags
+        self._free_rows: list[Rows] = []
+
+    def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
+        """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
+
+        Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
+        copy would live beside the reduction before it, which by now has ended.
+        """
+        if self.shards == 1:
+            return self._fill_alone(grads, used)
+        layout, dtype, device = self.layout, self.kind.reduce, self.device
+        pieces = layout.pieces
+        buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
+        rows = self._free_rows.pop() if self._free_rows else Rows(self, dtype, device)
+        rows.arena.alloc()
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
+        for i in self._direct:
+            inputs.append(_flat(grads[i], pieces[i], dtype, device))
+            grads[i] = None
+            outputs.append(buffer[pieces[i].offset : pieces[i].offset + pieces[i].numel])
+        shards = layout.shards
+        if all(used):
+            rows.flags.fill_(1.0)
+            to = rows.even
+            sources = [grads[i].reshape(shards, -1) for i in self._even]  # type: ignore[union-attr]
+        else:
+            to, sources = [], []
+            for at, was_used in enumerate(used):
+                rows.flags[:, at] = float(was_used)
+            for i, column in zip(self._even, rows.even, strict=True):
+                grad = grads[i]
+                if grad is None:
+                    column.zero_()
+                else:
+                    to.append(column)
+                    sources.append(grad.reshape(shards, -1))
+        for i, columns in zip(self._odd, rows.odd, strict=True):
+            grad = grads[i]
+            if grad is None:
+                torch._foreach_zero_(columns)
+            else:
+                to = to + columns
+                sources += whole_views(pieces[i], grad, shards)
+        if to:
+            torch._foreach_copy_(to, sources)
+        inputs.append(rows.flat)
+        outputs.append(buffer[layout.reduce_packed_start :])
+        return LaneReduction(self, inputs, outputs, [buffer], used, rows)
+
+    def take_back(self, rows: Rows) -> None:
+        """The rows were sent: their memory goes, their views stay for the next reduction."""
+        rows.arena.free()
+        self._free_rows.append(rows)
+
+    def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
+        dtype, device = self.kind.reduce, self.device
+        operands: list[Tensor] = []
+        for i, piece in enumerate(self.layout.pieces):
+            operands.append(_flat(grads[i], piece, dtype, device))
+            grads[i] = None
+        operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
+        return LaneReduction(self, [], [], operands, used, None)
+
+    def locals(self, values: list[Tensor]) -> list[Tensor]:
+        """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
+        if self.shards == 1:
+            return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
+        flat = values[0]
+        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._cuts]
+
+
+class Rows:
+    """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
+
+    __slots__ = ("arena", "even", "flags", "flat", "odd")
+
+    def __init__(self, plan: ReducePlan, dtype: torch.dtype, device: torch.device) -> None:
+        layout = plan.layout
+        start = layout.reduce_packed_start
+        with torch.inference_mode(False):
+            self.arena = Arena(layout.shards * plan.packed, dtype, device)
+            self.flat = self.arena.tensor
+            rows = self.flat.view(layout.shards, plan.packed)
+            columns = [rows[:, p.offset - start : p.offset - start + p.numel] for p in layout.pieces]
+            self.flags = rows[:, plan.packed - plan.flags :]
+            self.even = [columns[i] for i in plan._even]
+            self.odd = [row_views(layout.pieces[i], columns[i]) for i in plan._odd]
+
+
+class LaneReduction:
+    """One lane's part of a reduction.
+
+    Attributes:
+        inputs, outputs: the transfers of the reduce-scatter, 1-D (none with one shard rank).
+        operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
+            gradient and the flags.
+        used: which parameters this rank used.
+        dropped: slots whose gradients were zeroed by the user while the reduction was under way.
+        void: its backward failed: it is not to land.
+        joined: deferred sums that were added to the operands on a side stream: theirs until the reduction lands.
+    """
+
+    __slots__ = ("_stored", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
+
+    def __init__(
+        self,
+        plan: ReducePlan,
+        inputs: list[Tensor],
+        outputs: list[Tensor],
+        operands: list[Tensor],
+        used: list[bool],
+        rows: Rows | None = None,
+    ) -> None:
+        self.plan = plan
+        self.inputs = inputs
+        self.outputs = outputs
+        self.operands = operands
+        self.used = used
+        self.rows = rows
+        self.dropped: set[int] = set()
+        self.void = False
+        self.joined: list[Tensor] | None = None
+        self._stored: list[Tensor] | None = None
+
+    def release_inputs(self, ended: bool = True) -> None:
+        """Lets the whole gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
+        self.inputs = self.outputs = []
+        if self.rows is not None and ended:
+            self.plan.take_back(self.rows)
+            self.rows = None
+
+    def values(self) -> list[Tensor]:
+        """The operands without the used-flags."""
+        if len(self.operands) == 1:
+            return [self.operands[0][: self.plan.layout.numel]]
+        return self.operands[:-1]
+
+    def store(self) -> None:
+        """Copies the reduced values to where the shards live, if that is not the device; the host waits in `drain`."""
+        offload, dtype = self.plan.offload, self.plan.kind.storage
+        if offload is not None:
+            values = [value.to(dtype) for value in self.values()]
+            self._stored = [offload.staging(value).copy_(value, non_blocking=True) for value in values]
+
+    def stored(self) -> list[Tensor]:
+        """The reduced values in the dtype and on the device of the shards."""
+        if self._stored is not None:
+            return self._stored
+        values, dtype = self.values(), self.plan.kind.storage
+        return values if values[0].dtype == dtype else [value.to(dtype) for value in values]
+
+    def flags(self) -> Tensor:
+        """How many ranks used each parameter: exact only in sign."""
+        if len(self.operands) == 1:
+            return self.operands[0][self.plan.layout.numel :]
+        return self.operands[-1]
+
+
+def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """The gradient as a 1-D tensor of the reduce dtype, ours to sum and scale in place: itself if nothing has to change."""
+    if grad is None:
+        return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
+    return owned(grad.to(dtype).contiguous()).view(-1)
+
+
+def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * max(1, shape[dim])
+    return tuple(strides)

@@ -1,0 +1,95 @@
+"""What a failed backward is undone with: the gradients of one unit, as they were before its sums landed in them.
+
+Sums land in place, as users (and flat optimizers) hold the memory of gradients. So the values from before are kept until
+the backward has ended. What was no gradient before needs no memory: it goes again.
+"""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from torch import Tensor
+
+from hsdp.params.param import ManagedParam
+from hsdp.unit.zero_grad import Standing, Witness
+
+
+class _Shown(NamedTuple):
+    """A gradient where there was none."""
+
+    param: ManagedParam
+    grad: Any
+    local: Tensor
+
+
+class _Added(NamedTuple):
+    """A gradient that was there: its memory, the values from before, and the version that it had behind the sum."""
+
+    memory: Tensor
+    before: Tensor
+    version: int
+    standing: Standing | None
+
+
+class Undo:
+    """The landings of the backward under way, in order."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Shown | _Added] = []
+
+    def __bool__(self) -> bool:
+        return bool(self._entries)
+
+    def show(self, param: ManagedParam, grad: Any, local: Tensor) -> None:
+        """Notes that `grad`, around `local`, came where there was none."""
+        self._entries.append(_Shown(param, grad, local))
+
+    def add(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
+        """Adds a sum to a gradient, or to zeros that a witness lent, and notes what was there."""
+        before = memory.clone()
+        memory.add_(landed)
+        self._entries.append(_Added(memory, before, memory._version, standing))
+
+    def forget_taken(self, since: int) -> None:
+        """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
+        late = self._entries[since:]
+        self._entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.param.sharded.grad is one.grad]
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def clear(self) -> None:
+        """The backward ended well."""
+        self._entries.clear()
+
+    def run(self, at_once: bool) -> bool:
+        """Puts everything back, last things first; returns whether it could.
+
+        Without `at_once` somebody may have written to a gradient since the failure. Zeros stay then, as they were
+        zeroed. Of anything else nobody knows what it should be.
+        """
+        able = True
+        untouched: dict[int, bool] = {}
+        for entry in reversed(self._entries):
+            if isinstance(entry, _Shown):
+                self._take_away(entry)
+                continue
+            storage = entry.memory.untyped_storage()._cdata
+            if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
+                entry.memory.copy_(entry.before)
+                if entry.standing is not None:
+                    entry.standing.lent = True
+            else:
+                able = able and not bool(entry.memory.count_nonzero())
+        self._entries.clear()
+        return able
+
+    @staticmethod
+    def _take_away(entry: _Shown) -> None:
+        now: Any = entry.param.sharded.grad
+        local = getattr(now, "_local_tensor", None)
+        if isinstance(local, Witness):
+            if local.standing.base is entry.local:
+                local.standing.base = None
+        elif now is entry.grad:
+            entry.param.sharded.grad = None

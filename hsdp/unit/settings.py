@@ -1,0 +1,55 @@
+"""What users may change about a unit between iterations: the attributes behind the setters of `HSDPModule`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Generic, TypeVar
+
+from torch import Tensor
+
+from hsdp.comm.replica_reduce import DEFAULT, ReplicaReduce
+from hsdp.policies import ReduceOp
+
+UnitT = TypeVar("UnitT")
+
+
+@dataclass(slots=True)
+class UnitSettings(Generic[UnitT]):
+    """The settings of a unit. Every rank of its mesh must have the same.
+
+    Attributes:
+        reshard_after_forward: as `fully_shard` takes it.
+        reshard_after_backward: free the whole parameters as soon as their backward is over.
+        unshard_in_backward: backward gathers the unit.
+        forward_prefetch, backward_prefetch: what is gathered when its pass begins; None: what the recorded order says.
+        requires_grad_sync: backward communicates gradients.
+        requires_all_reduce: where it does, it sums over replicas too.
+        drains: the end of a backward of which the unit is the root waits for every reduction.
+        reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`.
+        replica_reduce: the all-reduce stage.
+        all_reduce_hook: called on each reduction buffer after that stage.
+    """
+
+    reshard_after_forward: bool | int | None = None
+    reshard_after_backward: bool = True
+    unshard_in_backward: bool = True
+    forward_prefetch: list[UnitT] | None = None
+    backward_prefetch: list[UnitT] | None = None
+    requires_grad_sync: bool = True
+    requires_all_reduce: bool = True
+    drains: bool = True
+    reduce_op: ReduceOp = "avg"
+    gradient_scale: float = 1.0
+    divide_factor: float | None = None
+    replica_reduce: ReplicaReduce = DEFAULT
+    all_reduce_hook: Callable[[Tensor], None] | None = None
+
+    def factor(self, ranks: int) -> float:
+        """What a sum over so many ranks is multiplied with.
+
+        `divide_factor` replaces the division of "avg"; the scale comes on top of either.
+        """
+        if self.divide_factor is not None:
+            return self.gradient_scale / self.divide_factor
+        return self.gradient_scale / ranks if self.reduce_op == "avg" else self.gradient_scale

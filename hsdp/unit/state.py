@@ -1,0 +1,108 @@
+"""What a unit is doing, and the errors of a call that comes at another moment than it can be carried out at.
+
+IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
+IDLE --full_params--> FULL_PARAMS --> IDLE
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Iterable
+from typing import Protocol
+
+from hsdp.errors import StaleParametersError, StateError
+
+
+class TrainingState(enum.Enum):
+    """What a unit is doing."""
+
+    IDLE = "idle"
+    FORWARD = "in its forward"
+    BACKWARD_PRE = "in backward, its gradients incomplete"
+    BACKWARD_POST = "in backward, its gradients on their way"
+    FULL_PARAMS = "lent to full_params, gathered_apply or init_sharded"
+
+
+class _Schedule(Protocol):
+    def in_backward(self) -> bool: ...
+
+
+class Stateful(Protocol):
+    """A unit, as far as its state is concerned."""
+
+    name: str
+    state: TrainingState
+    lent: bool
+
+    @property
+    def runtime(self) -> _Schedule | None:
+        """The schedule of its root."""
+        ...
+
+    def assigned(self) -> str | None:
+        """The name of a parameter whose `.data` was assigned to."""
+        ...
+
+
+def training_state(unit: Stateful) -> TrainingState:
+    """What `unit` is doing now. A backward that raised is over, though nobody could tell the unit."""
+    if unit.lent:
+        return TrainingState.FULL_PARAMS
+    if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST):
+        runtime = unit.runtime
+        return unit.state if runtime is not None and runtime.in_backward() else TrainingState.IDLE
+    return unit.state
+
+
+def expect(unit: Stateful, what: str, *expected: TrainingState) -> None:
+    """Raises StateError if `unit` is in none of the states in which `what` can be done."""
+    state = training_state(unit)
+    if state not in expected:
+        raise wrong_state(unit, what, f"{state.name} ({state.value})", *expected)
+
+
+def refuse_assigned(units: Iterable[Stateful], what: str) -> None:
+    """Raises StateError, once, if somebody assigned to the `.data` of a sharded parameter: the values are lost."""
+    found = [(unit, name) for unit in units if (name := unit.assigned()) is not None]
+    if found:
+        unit, name = found[0]
+        raise StateError(
+            f"{what}: the .data of parameter {name!r} of unit {unit.name!r} was assigned to, which changes nothing in a "
+            "DTensor; write into it instead (param.data.copy_(...), or in place under torch.no_grad())"
+        )
+
+
+def wrong_state(unit: Stateful, what: str, found: str, *expected: TrainingState) -> StateError:
+    """The error of a call that finds `unit` in a state in which it cannot be carried out."""
+    names = " or ".join(state.name for state in expected)
+    when = "between iterations" if expected == (TrainingState.IDLE,) else "at another moment"
+    return StateError(f"{what}: unit {unit.name!r} is {found}, expected {names}; call it {when}")
+
+
+def unentered(unit: Stateful, what: str) -> StateError:
+    """The error of a backward that runs through a unit without having entered it by an output of its forward."""
+    return StateError(
+        f"unit {unit.name!r}: a gradient of its {what} arrived, but none had entered the unit through what its forward "
+        "returned, left on its modules or put into an argument. A tensor went out by a way that cannot be seen (a "
+        "global, a closure), and its backward ran before the parameters were gathered. Return that tensor from the "
+        "forward, or keep it in an attribute of the module; call the unit's module, not functions on its parameters"
+    )
+
+
+def written(unit: str, name: str) -> StateError:
+    """The error of a write to whole parameter `name` of unit `unit`, which would be lost with it."""
+    return StateError(
+        f"unit {unit!r}: its forward, or a hook in its backward, wrote to parameter {name!r} (in place, by an assignment "
+        "to .data, or as an embedding with max_norm). They see a gathered copy, so the write would be lost, or differ "
+        "between ranks; "
+        "change the sharded parameter between iterations, or use hsdp.full_params(model, writeback='rank0')"
+    )
+
+
+def stale(unit: Stateful) -> StaleParametersError:
+    """The error of a backward whose parameters are not those of its forward any more."""
+    return StaleParametersError(
+        f"unit {unit.name!r}: its parameters were changed (optimizer step, load_state_dict, .to(), in place) between "
+        "a forward and its backward, so its gradients would be wrong; run backward before the change, or forward again "
+        "after it"
+    )

@@ -1,0 +1,366 @@
+"""A unit: the parameter group that one `fully_shard` call manages, gathered, opened, closed and reduced as one.
+
+Its whole parameters are those of unsharded.py. Gradients arrive one by one in autograd's accumulation hooks and leave
+together as the operands of one reduction.
+"""
+
+from __future__ import annotations
+
+import weakref
+import zlib
+from operator import or_
+from typing import Protocol
+
+import torch
+from torch import Tensor, nn
+
+from hsdp.comm.collectives import Comm, subgroup
+from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import Flight
+from hsdp.errors import StateError
+from hsdp.offload import OffloadPolicy
+from hsdp.params.install import Shadows
+from hsdp.params.ownership import forget, register
+from hsdp.params.param import ManagedParam
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
+from hsdp.torch_private import will_execute
+from hsdp.unit.dtype_group import Lane, LaneKind, thresholds_for
+from hsdp.unit.extension_group import ExtensionLane
+from hsdp.unit.gradients import Gradients
+from hsdp.unit.settings import UnitSettings
+from hsdp.unit.state import TrainingState, expect, stale, unentered
+from hsdp.unit.unsharded import NO_VERSION, Residency, Version, WholeParams
+from hsdp.unit.write_guard import WholeGuard
+
+_gradient_edge = torch.autograd.graph.get_gradient_edge
+
+
+class Schedule(Protocol):
+    """The schedule of a root, as far as its units and whoever has one of them ask it: `schedule.runtime.Runtime`."""
+
+    def in_backward(self) -> bool:
+        """Whether a backward of the root runs at this moment."""
+        ...
+
+    def recover(self, reason: str = ...) -> None:
+        """Forgets a backward that raised."""
+        ...
+
+    def settle(self) -> None:
+        """What comes before anybody looks at gradients."""
+        ...
+
+    def has_graphs(self) -> bool:
+        """Whether a graph of gradients reads whole parameters."""
+        ...
+
+    def has_entered(self, unit: Unit) -> bool:
+        """Whether the backward under way has entered `unit`."""
+        ...
+
+    def enter_task(self) -> int:
+        """Joins the graph task under way; returns its number."""
+        ...
+
+    def completed(self, unit: Unit) -> None:
+        """All gradients of `unit` that the graph task makes on this rank are there."""
+        ...
+
+
+class Unit(WholeParams):
+    """A parameter group.
+
+    Attributes:
+        name: qualified name of its module below the root (a class name until a root is known).
+        params: its parameters, in the order of `named_parameters`.
+        settings: what users may change about it.
+        ignored: identities of the parameters that its `fully_shard` was told to leave alone.
+        state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
+        runtime: the root's runtime, weakly held by `_runtime`.
+        forward_version: `version` at the last forward.
+        gradients: this rank's gradients, on their way to `.grad`.
+        trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
+            earlier one whose backward or whose sums are still to come.
+        calls: forward calls of its modules under way.
+        ran: identities of its modules whose forward ended while others of them were still to run.
+        remaining: for each graph task under way, how many of the unit's gradients it has still to make.
+        ready: its gradients are complete and wait for the unit's turn to be reduced.
+        in_turn: in the backward under way it has a turn to come.
+        visits: how often backwards visited it, by the number of its forwards that waited for theirs.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        params: list[ManagedParam],
+        axes: MeshAxes,
+        mp_policy: MixedPrecisionPolicy,
+        comm_policy: CommPolicy,
+        reshard_after_forward: bool | int | None,
+        offload: OffloadPolicy,
+        replica_policy: ReplicaPolicy,
+        ignored: frozenset[int],
+    ) -> None:
+        self.name = name
+        self.params = params
+        self.axes = axes
+        self.mp_policy = mp_policy
+        self.comm_policy = comm_policy
+        self.offload = offload
+        self.replica_policy = replica_policy
+        self.ignored = ignored
+        self.settings: UnitSettings[Unit] = UnitSettings(reshard_after_forward)
+        self.state = TrainingState.IDLE
+        self.lent = False
+
+        # Its place among others, known once a root is.
+        self._runtime: weakref.ref[Schedule] | None = None
+        self.parent: Unit | None = None
+        self.op = 0
+
+        # Whole parameters.
+        self.lanes: list[Lane] = []
+        self.residency = Residency.SHARDED
+        self.open = self.pinned = self.retained = False
+        self.epoch = 0
+        self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
+        self._fillings = 0
+        self._kept_version: Version | None = None
+        self._versioned: list[Tensor] = []
+        self.calls = 0
+        self.ran: set[int] = set()
+        self._kept_shards: list[int] | None = None
+        self._guard = WholeGuard((), 0)
+        self._flight: Flight | None = None
+        self._shadows = Shadows(())
+        self._sharded: list[nn.Parameter] = []
+        self._registered: list[int] = []
+        weakref.finalize(self, forget, self._registered)
+
+        # Gradients.
+        self.gradients = Gradients(params)
+        self.trainable: tuple[bool, ...] = ()
+        self._wanted: tuple[bool, ...] = ()
+        self.remaining: dict[int, int] = {}
+        self.visits: dict[int, int] = {}
+        self.ready = self.in_turn = False
+
+        # Communication.
+        self.streams = Streams(axes.device)
+        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, self.streams)
+        self.scatter_comm = self.shard_comm
+        self.replicate_comm = Comm(
+            axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, self.streams
+        )
+        self.part_comm = self._comm_of_parts(reshard_after_forward)
+        self._parts = 1 if self.part_comm is None else self.part_comm.size
+
+    def _comm_of_parts(self, parts: bool | int | None) -> Comm | None:
+        """Over the `parts` neighbouring ranks among which whole parameters stay sharded after forward, if they do."""
+        axes = self.axes
+        if type(parts) is not int or not 1 < parts < axes.shard_size:
+            return None
+        assert axes.shard_group is not None, "an axis of several ranks has a group"
+        group = subgroup(axes.shard_group, axes.shard_rank, parts)
+        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.streams)
+
+    # -- building ------------------------------------------------------------------------------------------------
+
+    def build(self) -> None:
+        """Shards the original parameters, one at a time: none is held twice but the one at hand."""
+        self._make_lanes(self.axes.device)
+        for lane in self.lanes:
+            lane.rehearse()
+        for lane in self.lanes:
+            for index, param in enumerate(lane.params):
+                param.shard(lane.local(index), lane.layout.pieces[index], self.axes, weakref.ref(self))
+        self._arrange()
+
+    def rebuild(self, loses_sums: bool = False) -> None:
+        """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised.
+
+        Args:
+            loses_sums: gradient sums that are pending are lost, and said to be.
+
+        Raises:
+            StateError: such sums are pending otherwise. Those of parameters that were replaced by others went with them.
+        """
+        if self.lent:
+            expect(self, "use of the sharded parameters", TrainingState.IDLE)
+        self.reshard()
+        self.weights_changed()
+        for param in self.params:
+            if param.moved():
+                param.adopt(self.name)
+        lost = loses_sums and self.gradients.is_pending()
+        if not loses_sums:
+            self.gradients.refuse_pending(self.name, "use of parameters that were moved, cast or replaced")
+        devices = self.devices()
+        if len(devices) != 1:
+            raise StateError(
+                f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
+            )
+        device = devices.pop()
+        self._make_lanes(self.axes.device if device == self.offload.home(self.axes.device) else device)
+        for lane in self.lanes:
+            for index, param in enumerate(lane.params):
+                param.piece = lane.layout.pieces[index]
+                param.rehome(lane.local(index))
+        self._arrange()
+        if lost:
+            self.gradients.lose()
+
+    def devices(self) -> set[torch.device]:
+        """Where the sharded parameters are at present: on one device, but while somebody moves them."""
+        return {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
+
+    def _make_lanes(self, device: torch.device) -> None:
+        groups: dict[LaneKind, list[int]] = {}
+        for slot, param in enumerate(self.params):
+            kind = LaneKind.of(param.dtype, self.mp_policy, param.replicated, param.wrapper is not None)
+            groups.setdefault(kind, []).append(slot)
+        self.lanes = []
+        if self.params and self.params[0].sharded.is_meta:
+            device = torch.device("meta")
+        for kind, slots in groups.items():
+            thresholds = thresholds_for(
+                self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
+            )
+            args = (kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
+            lane = ExtensionLane(*args, unit=weakref.ref(self), policy=self.mp_policy) if kind.extension else Lane(*args)
+            lane.allocate(device)
+            self.lanes.append(lane)
+
+    def _arrange(self) -> None:
+        self.gradients.arrange(self.lanes)
+        self._sharded = [param.sharded for param in self.params]
+        register(self._sharded, self, self._registered)
+        self._variant = 0
+        self._reads_host = any(lane.shard.device != lane.device for lane in self.lanes)
+        for lane in self.lanes:
+            lane.arrange()
+            self._variant ^= lane.variant
+        self._versioned = [
+            tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
+        ]
+        for param in self.params:
+            param.node = param.trained = None
+        self._shadows = Shadows(self.params)
+        self.trainable = self._wanted = ()
+        self.choose_trainable(afresh=True)
+        self.forward_version = self.version
+
+    def _watch(self, slot: int) -> None:
+        """Hooks autograd's accumulation into a whole parameter."""
+        param = self.params[slot]
+        whole, this = param.trained, weakref.ref(self)
+        assert whole is not None, "only an arranged parameter is watched"
+        with torch.inference_mode(False), torch.enable_grad():
+            param.node = _gradient_edge(whole).node
+
+        def accumulated(tensor: Tensor) -> None:
+            unit = this()
+            if unit is not None:
+                unit._take(slot, tensor)
+
+        whole.register_post_accumulate_grad_hook(accumulated)
+
+    # -- gathering -----------------------------------------------------------------------------------------------
+
+    @property
+    def runtime(self) -> Schedule | None:
+        """The runtime of the root that the unit belongs to at present."""
+        return None if self._runtime is None else self._runtime()
+
+    def join(self, runtime: Schedule, streams: Streams, parent: Unit | None, name: str) -> None:
+        """Puts the unit under a root."""
+        self._runtime = weakref.ref(runtime)
+        self.streams = self.shard_comm.streams = self.scatter_comm.streams = self.replicate_comm.streams = streams
+        if self.part_comm is not None:
+            self.part_comm.streams = streams
+        self.parent = parent
+        if name != self.name or not self.op:
+            self.name = name
+            self.op = zlib.crc32(name.encode()) << 2
+
+    def begin_forward(self, afresh: bool) -> None:
+        """A forward of one of its modules begins; `afresh` as in `choose_trainable`."""
+        self.forward_version = self.version
+        self.choose_trainable(afresh)
+
+    def choose_trainable(self, afresh: bool) -> None:
+        """Notes which parameters want gradients; users may change that at any moment.
+
+        A forward, or a recomputation, sees what holds when it begins. A reduction covers all forwards behind it, so that a
+        parameter that was frozen since takes part in it. `afresh`: no backward of an earlier forward is to come.
+        """
+        wanted = tuple([param.requires_grad for param in self._sharded])
+        if wanted != self._wanted:
+            self._show_wanted(wanted)
+        mask = wanted
+        if mask != self.trainable and self.trainable and not (afresh and not self.gradients.is_pending()):
+            mask = tuple(map(or_, wanted, self.trainable))
+        if mask != self.trainable:
+            self.gradients.choose(mask, self.name)
+            self.trainable = mask
+
+    def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
+        for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
+            if param.whole is not None:
+                param.choose(wants)
+                if wants and param.node is None:
+                    self._watch(slot)
+        self._wanted = wanted
+        self._shadows.choose()
+        self._guard = WholeGuard(self.lanes, self._fillings)
+        if self.residency is not Residency.WHOLE:
+            self._guard.freed()
+        if self.open:
+            self._shadows.show()
+
+    # -- gradients -----------------------------------------------------------------------------------------------
+
+    def will_get_gradients(self) -> bool:
+        """Whether the present graph task will make a gradient of one of the unit's parameters."""
+        return any(wanted and will_execute(param.node) for param, wanted in zip(self.params, self.trainable, strict=True))
+
+    def begin_task(self, task: int) -> None:
+        """Asks the engine which of the unit's gradients graph task `task` will make."""
+        count = 0
+        for param, wanted in zip(self.params, self.trainable, strict=True):
+            if wanted and will_execute(param.node):
+                count += 1
+        self.remaining[task] = count
+
+    def _take(self, slot: int, whole: Tensor) -> None:
+        """A gradient is there: moves it from the whole parameter to its slot."""
+        grad, whole.grad = whole.grad, None
+        runtime, param = self.runtime, self.params[slot]
+        if grad is None:
+            return
+        # Whole since its forward, or entered: else the backward read memory that no gather had filled.
+        if runtime is None or (self.residency is not Residency.WHOLE and not runtime.has_entered(self)):
+            raise unentered(self, f"parameter {param.fqn!r}")
+        if grad.layout is not torch.strided:
+            grad = grad.to_dense()  # that of an embedding with sparse=True
+        inner = param.inner
+        if inner is not None:
+            grad = inner.block_of_grad(grad)
+        task = runtime.enter_task()
+        remaining = self.remaining
+        if task not in remaining:
+            self.begin_task(task)
+        if param.sharded.requires_grad:  # else it was frozen since its forward: it gets none, as a plain parameter would
+            self.gradients.put(slot, grad)
+        del grad  # or the last one would be alive beside its cast
+        remaining[task] -= 1
+        if remaining[task] == 0:
+            # Entering a unit compares versions; one that is whole since its forward may be trained without.
+            if not runtime.has_entered(self) and self.version != self.forward_version:
+                raise stale(self)
+            runtime.completed(self)
+
+    def factor(self) -> float:
+        """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter."""
+        return self.settings.factor(self.axes.shard_size * self.axes.replicate_size)

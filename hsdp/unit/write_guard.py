@@ -1,0 +1,87 @@
+"""A guard over unsharded parameters: what the engine gathered is what the backward finds, and nobody's write is lost.
+
+An unsharded parameter is a copy that is freed at the end of its use. A forward that writes to it (`weight.copy_()`,
+`weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
+than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
+version counter, its storage, offset and shape, and in debug mode its content.
+
+Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill, and in a later use it may
+hold other weights. The guard sets its version counter accordingly: the same number whenever it holds the same weights,
+another one whenever it does not. Autograd, which compares the counters of what it saved, then refuses a backward that
+would read it at the wrong moment, by whatever way that backward came.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hsdp import debug
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.dtype_group import Lane
+
+_set_versions = torch._C._autograd._unsafe_set_version_counter
+
+
+class WholeGuard:
+    """What the unsharded parameters of a unit look like while nobody but the engine wrote to them.
+
+    Args:
+        lanes: the unit's lanes; those whose unsharded parameters are the shards themselves, on one rank alone, are not
+            looked at, as writes to them are kept.
+        fillings: how many different weights the unsharded parameters have held.
+    """
+
+    def __init__(self, lanes: Sequence[Lane], fillings: int) -> None:
+        self._watched: list[tuple[str, Tensor, Tensor]] = []
+        self._content: list[Tensor] = []
+        for lane in lanes:
+            if lane.shard.is_meta or lane.kind.extension or lane.keeps_writes:
+                continue
+            for param in lane.params:
+                assert param.whole is not None, "a lane that is not on the meta device has unsharded parameters"
+                block = block_of(param.whole)
+                self._watched.append((param.fqn, block, block.detach()))
+        # Third-party devices answer `is_set_to` by way of a copy on the host.
+        self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same
+        self._blocks = tuple(block for _, block, _ in self._watched)
+        self._filled = 2 * fillings  # between two even numbers, the odd one says that there are no weights
+
+    def freed(self) -> None:
+        """The unsharded parameters are not to be read until they are filled again."""
+        _set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
+        self._content = []
+
+    def opened(self, fillings: int) -> None:
+        """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
+        self._filled = 2 * fillings
+        _set_versions(self._blocks, (self._filled,) * len(self._blocks))
+        if debug.ON:
+            self._content = [block.detach().clone() for _, block, _ in self._watched]
+
+    def written(self) -> str | None:
+        """The name of a parameter that was written to since it was gathered; the guard then forgets about that write."""
+        found = None
+        for name, block, there in self._watched:
+            if not self._same(block, there):
+                block.data = there
+                found = name
+            elif block._version != self._filled:
+                _set_versions((block,), (self._filled,))
+                found = name
+        if self._content:
+            content, self._content = self._content, []
+            for (name, block, _), then in zip(self._watched, content, strict=True):
+                if not torch.equal(_bits(block), _bits(then)):
+                    found = name
+        return found
+
+
+def _same(a: Tensor, b: Tensor) -> bool:
+    return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
+
+
+def _bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().contiguous().view(-1).view(torch.uint8)

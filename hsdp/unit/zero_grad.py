@@ -1,0 +1,313 @@
+"""A witness stands in `.grad` while sums are pending: it sees what users do to the gradient, for optimizers have no hook
+for `zero_grad`, and versions do not tell.
+
+    reads               see what has landed so far: the gradient that was there before, or zeros that take no memory
+    additions           are kept: in that gradient, or in zeros that become one (`add_`, autograd's own accumulation)
+    zeroing, setting    clears the pending sums, as it would clear the gradient (`zero_`, `mul_(0)`, `fill_`, `copy_`)
+    any other change    cannot be made to sums that are not here yet: an error that names the parameter
+
+Aliases and views of a witness (`.data`, `detach()`, `[0]`) are witnesses of the same `Standing`: nothing passes it by.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from hsdp.errors import StateError
+from hsdp.params.dtensors import as_dtensor
+from hsdp.params.param import ManagedParam
+
+_ADDS = frozenset(
+    f"aten::{prefix}{name}_"
+    for prefix, names in (
+        ("", ("add", "sub", "addcmul", "addcdiv", "index_add", "scatter_add")),
+        ("_foreach_", ("add", "sub", "addcmul", "addcdiv")),
+    )
+    for name in names
+)
+_SETS = frozenset(("aten::zero_", "aten::_foreach_zero_", "aten::fill_", "aten::copy_", "aten::_foreach_copy_"))
+_SCALES = frozenset(("aten::mul_", "aten::_foreach_mul_"))
+_ALIASES = frozenset(("aten::detach", "aten::alias"))
+
+
+class Standing:
+    """What a witness and its aliases stand for.
+
+    Attributes:
+        fqn: the parameter's name.
+        base: the gradient that was there, or has landed; None: there is none, which reads as zeros.
+        lent: `base` was made because somebody took a view of the zeros; nobody has written to it.
+        cleared: somebody set the gradient to zero or to something else: the pending sums are void.
+        read: somebody computed something else from it.
+        over: nothing is pending any more; the witness is the gradient, and no more.
+    """
+
+    __slots__ = ("base", "cleared", "fqn", "lent", "like", "over", "read")
+
+    def __init__(self, fqn: str, like: Tensor, base: Tensor | None) -> None:
+        self.fqn = fqn
+        self.like = like
+        self.base = base
+        self.lent = self.cleared = self.read = self.over = False
+
+    @property
+    def gradient(self) -> Tensor | None:
+        """The gradient without what is pending; None if there is none."""
+        return None if self.lent else self.base
+
+    def memory(self, write: bool) -> Tensor:
+        """The memory behind it; zeros become real where there was none."""
+        if self.base is None:
+            self.base, self.lent = self.zeros(), True
+        if write:
+            self.lent = False
+        return self.base
+
+    def zeros(self) -> Tensor:
+        """What a gradient that is not there reads as."""
+        return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
+
+
+class Witness(Tensor):
+    """Stands for a gradient with pending sums, or for a view of it. It has no memory of its own.
+
+    Attributes:
+        standing: what it stands for, shared with its aliases.
+        view_of: the part of the memory that it shows; None: all of it, as it lies.
+        part: whether that leaves elements out.
+    """
+
+    standing: Standing
+    view_of: Tensor | None
+    part: bool
+
+    @staticmethod
+    def __new__(cls, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> Witness:
+        """A wrapper without memory of its own."""
+        like = standing.like if view_of is None else view_of
+        witness: Witness = torch.Tensor._make_wrapper_subclass(
+            cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
+        )
+        witness.standing = standing
+        witness.view_of = view_of
+        witness.part = part
+        return witness
+
+    def __init__(self, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> None:
+        super().__init__()
+
+    def behind(self, write: bool) -> Tensor:
+        """The memory that it shows."""
+        if self.view_of is not None:
+            if write:
+                self.standing.memory(write)
+            return self.view_of
+        return self.standing.memory(write)
+
+    def shown(self) -> Tensor:
+        """What it reads as. Takes memory only while it is looked at."""
+        if self.view_of is None and self.standing.base is None:
+            return self.standing.zeros()
+        return self.behind(write=False)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs the operation on what the witnesses stand for."""
+        kwargs = kwargs or {}
+        if func._schema.is_mutable:
+            return _write(func, args, kwargs)
+        if func._schema.name in _ALIASES and isinstance(args[0], Witness):
+            return Witness(args[0].standing, args[0].view_of, args[0].part)
+        if func.is_view and isinstance(args[0], Witness):
+            return _view(func, args[0], args[1:], kwargs)
+        return _read(func, args, kwargs)
+
+
+def _view(func: Any, witness: Witness, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = witness.behind(write=False)
+    views = func(source, *rest, **kwargs)
+
+    def wrapped(view: Tensor) -> Witness:
+        whole = not witness.part and view.numel() == source.numel() and "strided" not in func._schema.name
+        return Witness(witness.standing, view, part=not whole)
+
+    return tree_map_only(Tensor, wrapped, views)
+
+
+def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    name = func._schema.name
+    made_alike = name.endswith("_like") or name.startswith("aten::new_")
+
+    def shown(witness: Witness) -> Tensor:
+        witness.standing.read = witness.standing.read or not made_alike
+        return witness.shown()
+
+    real_args, real_kwargs = tree_map_only(Witness, shown, (args, kwargs))
+    return func(*real_args, **real_kwargs)
+
+
+def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    targets, others = _split(func, args, kwargs)
+    written = [target.standing for target in targets if not (target.standing.over or target.standing.cleared)]
+    name, sets = func._schema.name, False
+    if written:
+        own = {id(standing) for standing in written}
+        sets = name in _SETS or (name in _SCALES and _factors(others) == {0.0})
+        harmless = sets or name in _ADDS or (name in _SCALES and _factors(others) == {1.0})
+        from_itself = any(isinstance(other, Witness) and id(other.standing) in own for other in others)
+        if not harmless or from_itself or (sets and any(target.part for target in targets)):
+            raise StateError(
+                f"{name.removeprefix('aten::')} on the gradient of parameter {written[0].fqn!r}, or on a view of it, while "
+                "sums of earlier micro-batches are pending for it, which this cannot change as it should; call "
+                "model.flush() or zero_grad() first"
+            )
+    ids = {id(target) for target in targets}
+
+    def real(witness: Witness) -> Tensor:
+        if id(witness) in ids:
+            witness.standing.cleared = witness.standing.cleared or sets
+            return witness.behind(write=True)
+        witness.standing.read = True
+        return witness.shown()
+
+    real_args, real_kwargs = tree_map_only(Witness, real, (args, kwargs))
+    result = func(*real_args, **real_kwargs)
+    return None if result is None else args[0]
+
+
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Witness], list[Any]]:
+    """The witnesses that an operation writes to, and everything else that it is given."""
+    targets: list[Witness] = []
+    others: list[Any] = []
+    for at, argument in enumerate(func._schema.arguments):
+        value = args[at] if at < len(args) else kwargs.get(argument.name)
+        leaves: Iterable[Any] = tree_iter(value)
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            targets += (leaf for leaf in leaves if isinstance(leaf, Witness))
+        else:
+            others += leaves
+    return targets, others
+
+
+def _factors(others: list[Any]) -> set[float]:
+    """The numbers that a scaling multiplies by; nan for what is not a number that the host knows."""
+    return {float(one) if _known(one) else float("nan") for one in others}
+
+
+def _known(factor: Any) -> bool:
+    if isinstance(factor, Tensor):
+        return type(factor) is Tensor and factor.numel() == 1 and factor.device.type == "cpu"
+    return isinstance(factor, (int, float))
+
+
+class Witnesses:
+    """The witnesses of a unit's gradients, by the slots of their parameters."""
+
+    def __init__(self, params: list[ManagedParam]) -> None:
+        self._params = params
+        self._up: dict[int, Any] = {}
+
+    def __bool__(self) -> bool:
+        return bool(self._up)
+
+    def slots(self) -> list[int]:
+        """Where there is one."""
+        return list(self._up)
+
+    def names(self) -> list[str]:
+        """Of their parameters."""
+        return [self._params[slot].fqn for slot in sorted(self._up)]
+
+    def put_up(self, slot: int) -> None:
+        """Has a witness stand in the gradient of a parameter from now on."""
+        if slot in self._up:
+            return
+        param = self._params[slot]
+        grad: Any = param.sharded.grad
+        if grad is None:
+            grad = param.sharded.grad = as_dtensor(Witness(Standing(param.fqn, param.local, None)), param.tensor_spec)
+        else:
+            grad._local_tensor = Witness(Standing(param.fqn, param.local, local_grad(param)))
+        self._up[slot] = grad
+
+    def gone(self) -> set[int]:
+        """The slots of gradients that were zeroed, set or replaced since their witnesses were put up.
+
+        Raises:
+            StateError: one was replaced by what was computed from it, as far as it had landed.
+        """
+        return {slot for slot in list(self._up) if self._is_gone(slot)}
+
+    def _is_gone(self, slot: int) -> bool:
+        witnessed = self._up[slot]
+        standing: Standing = witnessed._local_tensor.standing
+        shown: Any = self._params[slot].sharded.grad
+        if shown is witnessed:
+            return standing.cleared
+        local = getattr(shown, "_local_tensor", None)
+        if isinstance(local, Witness) and local.standing is standing and local.view_of is None:
+            self._up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
+            return standing.cleared
+        if shown is not None and standing.read and not standing.cleared:
+            standing.cleared = True
+            raise StateError(
+                f"the gradient of parameter {standing.fqn!r} was replaced while sums of earlier micro-batches were "
+                "pending for it, by what may be computed from it without them; they are dropped. Call model.flush() before "
+                "you change gradients, or zero_grad()"
+            )
+        return True
+
+    def take_down(self, slot: int) -> None:
+        """Nothing is pending any more: the gradient that a witness stood for shows again."""
+        grad = self._up.pop(slot)
+        standing: Standing = grad._local_tensor.standing
+        standing.over = True
+        param = self._params[slot]
+        if standing.gradient is not None:
+            grad._local_tensor = standing.gradient
+        elif param.sharded.grad is grad:
+            param.sharded.grad = None
+
+    def take_all_down(self) -> None:
+        """As `take_down`, of all of them."""
+        for slot in list(self._up):
+            self.take_down(slot)
+
+
+def local_grad(param: ManagedParam) -> Tensor:
+    """This rank's part of a parameter's gradient, as far as it has landed; a witness where nothing has.
+
+    Raises:
+        StateError: it is not sharded as the parameter is.
+    """
+    grad: Any = param.sharded.grad
+    spec = param.tensor_spec
+    if isinstance(grad, DTensor) and grad._spec.placements != spec.placements and _is_replicated(grad._spec, spec):
+        # DTensor does not shard what has fewer rows than ranks where it can help it: a penalty's gradient comes so.
+        with torch.no_grad():
+            grad._local_tensor = grad.redistribute(placements=spec.placements)._local_tensor  # a cut, no communication
+        grad._spec = spec
+    if not isinstance(grad, DTensor) or grad._spec.placements != spec.placements:
+        raise StateError(
+            f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
+            f"set it to None, or to a DTensor with placements {spec.placements}"
+        )
+    local: Tensor = grad._local_tensor
+    if isinstance(local, Witness) and local.standing.gradient is not None:
+        return local.standing.gradient
+    return local
+
+
+def _is_replicated(spec: DTensorSpec, wanted: DTensorSpec) -> bool:
+    """Whether every rank holds what it needs to be sharded as `wanted`."""
+    pairs = zip(spec.placements, wanted.placements, strict=True) if spec.mesh == wanted.mesh else ()
+    return spec.mesh == wanted.mesh and all(had.is_replicate() or had == wants for had, wants in pairs)

@@ -1,0 +1,184 @@
+"""`full_params`: whole parameters under their own names for a while; `gathered_apply`: `Module.apply` on whole modules."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Literal
+
+import torch
+from torch import nn
+
+from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.lookup import units_below
+from hsdp.unit.unit import Unit
+from hsdp.weights.gather import Loan, check_idle, gather, is_first, write, write_first
+
+WriteBack = Literal["rank0", "local"]
+
+
+@contextmanager
+def full_params(
+    model: nn.Module,
+    *,
+    recurse: bool = True,
+    writeback: WriteBack | None = None,
+    rank0_only: bool = False,
+    cast: torch.dtype | None = None,
+) -> Iterator[nn.Module]:
+    """Inside it, the parameters of a sharded model are whole: attributes, `named_parameters()` and `state_dict()`.
+
+        with hsdp.full_params(model, writeback="rank0"):
+            model.head.weight.data.mul_(0.5)
+
+    The whole parameters are plain `nn.Parameter`s of the storage dtype, on the mesh's device; tied ones are one object
+    under all names. Every rank of the mesh must enter and leave together. However the body ends, the sharded parameters
+    are back afterwards, the same objects as before; optimizers never notice. Takes the memory of the whole model on each
+    rank that shows it. The model cannot run inside: its units gather for themselves.
+
+    Args:
+        model: a model with sharded parameters, or a module of one.
+        recurse: also those of the units below `model`; False: only those of its own unit.
+        writeback: what becomes of changes. None: they are dropped. "rank0": every rank takes those of the mesh's first
+            rank. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
+            alike. After an exception nothing is written back.
+        rank0_only: only the mesh's first rank holds the whole parameters; the others go on seeing sharded ones.
+        cast: floating-point dtype of the whole parameters, for reading.
+
+    Yields:
+        `model`.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: nothing is sharded; `writeback` is unknown, is "local" with `rank0_only`, or comes with `cast`.
+        StateError: in the middle of a forward or backward, or inside another `full_params` of the same units; a unit is
+            on the meta device; a parameter was replaced by something that cannot be written back.
+    """
+    _check_arguments(writeback, rank0_only, cast)
+    units = units_below(model, recurse, "full_params")
+    check_idle(units, "full_params")
+    loans: dict[Unit, Loan] = {}
+    try:
+        for unit in units:
+            # Replicas of the first have nothing to show, and those of its shard group only help it to gather.
+            if rank0_only and unit.axes.replicate_rank:
+                continue
+            wholes = gather(unit, "full_params", cast)
+            if is_first(unit) or not rank0_only:
+                loans[unit] = Loan(unit, wholes)
+                loans[unit].show()
+            del wholes
+        yield model
+    finally:
+        for loan in loans.values():
+            loan.hide()
+    if writeback is not None:
+        values = {unit: loan.values("full_params") for unit, loan in loans.items()}
+        for unit in units:
+            if writeback == "local":
+                write(unit, values[unit])
+            else:
+                write_first(unit, values.get(unit))
+
+
+def _check_arguments(writeback: object, rank0_only: bool, cast: object) -> None:
+    if writeback not in (None, "rank0", "local"):
+        raise ValueError(f"full_params(writeback={writeback!r}): expected None, 'rank0' or 'local'")
+    if writeback == "local" and rank0_only:
+        raise ValueError(
+            "full_params(writeback='local', rank0_only=True): the other ranks have no whole parameters to write back; use "
+            "writeback='rank0'"
+        )
+    if cast is None:
+        return
+    if not isinstance(cast, torch.dtype) or not cast.is_floating_point:
+        raise TypeError(f"full_params(cast={cast!r}): expected a floating-point torch.dtype, or None to keep each dtype")
+    if writeback is not None:
+        raise ValueError(
+            f"full_params(cast={cast}, writeback={writeback!r}): to write back would round every parameter to {cast}; "
+            "leave one of the two out"
+        )
+
+
+def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
+    """Does `model.apply(fn)` on whole parameters, unit by unit: the way to run an init function on a sharded model.
+
+    `fn` is called on every module, children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of the
+    module's unit, and of the units around it, are whole plain `nn.Parameter`s; those of nested units are sharded again.
+    So memory is that of a few units, never of the model. When a unit is done, every rank takes its values from
+    the mesh's first rank: ranks may draw different random numbers.
+
+    Args:
+        model: a model with sharded parameters, or a module of one; every rank must call it.
+        fn: changes a module in place; what it returns is ignored.
+
+    Returns:
+        `model`.
+
+    Raises:
+        TypeError: an argument is of the wrong type.
+        ValueError: nothing is sharded.
+        StateError: in the middle of a forward or backward, or inside `full_params`; a unit is on the meta device; `fn`
+            replaced a parameter by something that cannot be written back.
+    """
+    if not callable(fn):
+        raise TypeError(f"gathered_apply: expected a function of a module, not {fn!r}")
+    units = units_below(model, True, "gathered_apply")
+    check_idle(units, "gathered_apply")
+    loans: dict[Unit, Loan] = {}
+
+    def enter(unit: Unit) -> None:
+        loans[unit] = Loan(unit, gather(unit, "gathered_apply"))
+        loans[unit].show()
+
+    def leave(unit: Unit) -> None:
+        loan = loans.pop(unit)
+        loan.hide()
+        write_first(unit, loan.values("gathered_apply"))
+
+    try:
+        visit(model, units, fn, enter, leave)
+    finally:
+        for loan in loans.values():
+            loan.hide()
+    return model
+
+
+def visit(
+    model: nn.Module,
+    units: list[Unit],
+    fn: Callable[[nn.Module], object],
+    enter: Callable[[Unit], None],
+    leave: Callable[[Unit], None],
+) -> None:
+    """Calls `fn` on every module, children first, each between the `enter` and `leave` of the units around it.
+
+    A unit is entered with the first of its modules and left after the last one, though they may be siblings.
+    """
+    modules = list(model.modules())
+    left = Counter(state.unit for module in modules if (state := state_of(module)) is not None)
+    entered: set[Unit] = set()
+    seen: set[int] = set()
+
+    def go(module: nn.Module) -> None:
+        seen.add(id(module))
+        state = state_of(module)
+        if state is not None and state.unit not in entered:
+            entered.add(state.unit)
+            enter(state.unit)
+        for child in module.children():
+            if id(child) not in seen:
+                go(child)
+        fn(module)
+        if state is not None:
+            left[state.unit] -= 1
+            if not left[state.unit]:
+                leave(state.unit)
+
+    around = [unit for unit in units if unit not in left]  # `model` is a part of these
+    for unit in around:
+        enter(unit)
+    go(model)
+    for unit in around:
+        leave(unit)

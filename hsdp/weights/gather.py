@@ -1,0 +1,250 @@
+"""Whole parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
+
+A forward shadows sharded parameters by whole ones that live in the unit's arena, in its compute dtype. Here they are
+tensors of their own, in the storage dtype, and they are *registered*: `named_parameters()` and `state_dict()` are whole
+too. Code that initialises, exports or edits a model expects that.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+
+from hsdp.buffers.fingerprints import plain_row
+from hsdp.buffers.layout import Piece
+from hsdp.comm.collectives import Comm
+from hsdp.errors import StateError
+from hsdp.params.param import ManagedParam, Place, refresh_flat_weights, rows_of
+from hsdp.params.subclass import data_of
+from hsdp.params.tensor_parallel import block_of
+from hsdp.schedule.runtime import runtime_of
+from hsdp.torch_private import NO_TASK, graph_task
+from hsdp.unit.dtype_group import Lane
+from hsdp.unit.state import TrainingState, expect, wrong_state
+from hsdp.unit.unit import Unit
+
+
+def check_idle(units: Iterable[Unit], what: str) -> None:
+    """Raises StateError in the middle of a forward or backward of the units' root, or while the units are lent."""
+    for unit in units:
+        expect(unit, what, TrainingState.IDLE)
+        runtime = runtime_of(unit)
+        if runtime is not None and runtime.depth:
+            forward = TrainingState.FORWARD
+            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", TrainingState.IDLE)
+        if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
+            raise wrong_state(unit, what, "in the middle of a backward", TrainingState.IDLE)
+
+
+def is_first(unit: Unit) -> bool:
+    """Whether this rank is the first one of the unit's mesh."""
+    return unit.axes.shard_rank == 0 and unit.axes.replicate_rank == 0
+
+
+@torch.no_grad()
+def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
+    """The whole parameters of a unit, in its parameters' order: new tensors on the mesh's device.
+
+    They have the storage dtype, or `dtype`. Every rank of the shard group must call it. While it runs the unit takes its
+    memory twice.
+
+    Raises:
+        StateError: the unit is still on the meta device.
+    """
+    if unit.disturbed():
+        unit.rebuild()
+    wholes: dict[int, Tensor] = {}
+    with torch.inference_mode(False):
+        for lane in unit.lanes:
+            if lane.shard.is_meta:
+                raise StateError(
+                    f"{what}: unit {unit.name!r} ({unit.params[0].fqn!r}, ...) is still on the meta device; call "
+                    "hsdp.init_sharded(model) first"
+                )
+            rows = _gather_rows(unit, lane)
+            for slot, piece in zip(lane.slots, lane.layout.pieces, strict=True):
+                whole = _whole_of(piece, rows)
+                wholes[slot] = whole if dtype is None else whole.to(dtype)
+    return [wholes[slot] for slot in range(len(unit.params))]
+
+
+def _gather_rows(unit: Unit, lane: Lane) -> Tensor:
+    """The shard buffers of all ranks of the shard group, one row each."""
+    axes, shard = unit.axes, lane.shard.to(unit.axes.device)
+    if lane.shards == 1:
+        return shard.view(1, -1)
+    flat = DTensor.from_local(shard, axes.mesh, axes.placements(0), run_check=False).full_tensor()
+    return flat.view(lane.shards, -1)
+
+
+def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
+    at = piece.offset
+    if piece.spec.dim is None:  # whole on every rank; the first one's serves
+        return rows[0, at : at + piece.numel].view(piece.spec.shape).clone()
+    if piece.even:
+        # A copy, though the rows may lie as the whole does: with one shard rank they are the shards.
+        return rows[:, at : at + piece.numel].clone(memory_format=torch.contiguous_format).view(piece.spec.shape)
+    shapes = [piece.local_shape(rank) for rank in range(rows.shape[0])]
+    parts = [row[at : at + math.prod(shape)].view(shape) for row, shape in zip(rows, shapes, strict=True)]
+    return torch.cat(parts, piece.spec.dim)
+
+
+def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    """Keeps this rank's rows of whole parameters as its shards. No communication: all ranks hold the same, or should."""
+    _keep_rows(unit, wholes)
+    changed(unit)
+
+
+@torch.no_grad()
+def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    for lane in unit.lanes:
+        for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
+            data_of(param.local).copy_(rows_of(wholes[slot], piece, lane.rank))
+
+
+def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
+    """Every rank takes the whole parameters of the mesh's first rank; the others may pass None. All must call it."""
+    if unit.axes.replicate_rank == 0:
+        _keep_rows(unit, _from_first(unit, wholes))
+    spread(unit)  # raises the epoch, as often on every rank
+
+
+@torch.no_grad()
+def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
+    """The whole parameters of the shard group's first rank."""
+    found: dict[int, Tensor] = {}
+    for lane in unit.lanes:
+        specs = [param.spec for param in lane.params]
+        if unit.axes.shard_rank == 0:
+            assert wholes is not None, "the first rank has what the others get"
+            flat = torch.cat([wholes[slot].reshape(-1).to(lane.kind.storage) for slot in lane.slots])
+            flat = flat.to(unit.axes.device)
+        else:
+            numel = sum(spec.numel for spec in specs)
+            flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
+        broadcast(flat, unit, unit.shard_comm)
+        for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
+            found[slot] = part.view(spec.shape)
+    return [found[slot] for slot in range(len(unit.params))]
+
+
+@torch.no_grad()
+def spread(unit: Unit) -> None:
+    """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
+    if unit.disturbed():
+        unit.rebuild()
+    for lane in unit.lanes:
+        broadcast(lane.shard, unit, unit.replicate_comm)
+        for param in lane.params:
+            if param.spec.dim is None:
+                broadcast(data_of(param.local), unit, unit.shard_comm)
+    changed(unit)
+
+
+def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
+    """Overwrites a tensor, on any device, by that of the first rank of each of the unit's `comms`, one after the other.
+
+    Along its replicate axis and then its shard axis, the first rank of the mesh reaches all others.
+    """
+    if tensor.numel() and any(comm.size > 1 for comm in comms):
+        data = tensor.to(unit.axes.device).contiguous()
+        for comm in comms:
+            comm.broadcast(data, unit)
+        if data is not tensor:
+            tensor.copy_(data)
+
+
+@torch.no_grad()
+def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
+    """Overwrites plain tensors of any dtype by those of the first rank of the unit's mesh: one transfer per axis."""
+    if not tensors:
+        return
+    # As bytes: backends do not send every dtype, and one buffer serves for all.
+    rows = [plain_row(tensor).view(torch.uint8).to(unit.axes.device) for tensor in tensors]
+    flat = torch.cat(rows)
+    broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
+    for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):
+        # A copy of its own begins where its dtype may begin.
+        tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))
+
+
+def changed(unit: Unit) -> None:
+    """The shards have new values: whatever was gathered before is void."""
+    unit.weights_changed()
+    if unit.holds_whole:
+        unit.reshard()
+
+
+class Loan:
+    """Whole parameters registered in place of a unit's sharded ones, in every module and under every name.
+
+    Args:
+        unit: the unit; on no other loan.
+        wholes: one tensor for each of its parameters; those that were DTensors before hsdp (tensor parallelism) are
+            registered as such, around these blocks.
+    """
+
+    def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
+        self.unit = unit
+        with torch.inference_mode(False):
+            self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+        self._now: list[Any] = list(self.params)
+        self._before: list[tuple[int, Place, Any, Any]] = []
+
+    def show(self) -> None:
+        """Registers the whole parameters."""
+        self.unit.lent = True
+        for slot, param in enumerate(self.unit.params):
+            for place in param.places:
+                module = place.module()
+                if module is None:  # users took it out of their model
+                    continue
+                # A unit that somebody opened (unshard) has shadows, and they would hide what is registered.
+                shadow = module.__dict__.pop(place.name, None)
+                self._before.append((slot, place, module._parameters[place.name], shadow))
+                module._parameters[place.name] = self.params[slot]
+                refresh_flat_weights(module, place.name, self.params[slot])
+
+    def hide(self) -> None:
+        """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
+        before, self._before = self._before, []
+        for slot, place, param, shadow in before:
+            module = place.module()
+            if module is None:
+                continue
+            now = module._parameters.get(place.name)
+            if now is not self.params[slot]:
+                self._now[slot] = now
+            module._parameters[place.name] = param
+            if shadow is not None and self.unit.open:
+                module.__dict__[place.name] = shadow
+            refresh_flat_weights(module, place.name, getattr(module, place.name))
+        self.unit.lent = False
+
+    def values(self, what: str) -> list[Tensor]:
+        """The whole parameters as they were when they were hidden.
+
+        Raises:
+            StateError: one of them was replaced by something that cannot be written back.
+        """
+        for now, param in zip(self._now, self.unit.params, strict=True):
+            fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None)
+            if not fits or tuple(block_of(now).shape) != param.spec.shape:
+                told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
+                raise StateError(
+                    f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r} was replaced by {told}, which cannot be "
+                    f"written back; it must keep its kind and shape {param.spec.shape}: write into it in place"
+                )
+        return [block_of(now.detach()) for now in self._now]
+
+
+def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
+    whole = whole if param.inner is None else param.inner.wrap(whole)
+    new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
+    new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
+    return new

@@ -1,0 +1,113 @@
+"""All ranks of a mesh begin with the same parameters, buffers and values: verified, and made so or refused."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from hsdp.buffers.fingerprints import fingerprint
+from hsdp.errors import DivergenceError
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.unit import Unit
+from hsdp.weights.gather import broadcast, broadcast_all
+from hsdp.weights.module_buffers import Buffer, own_buffers
+
+
+def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
+    """All ranks of the mesh shard the same parameters and hold the same buffers, equal in value unless they are trusted.
+
+    Args:
+        unit: the unit, not built yet.
+        modules: what it is made of.
+
+    Raises:
+        DivergenceError: they do not, or the values differ and the unit's `replica_policy` is "check".
+    """
+    buffers = own_buffers(modules, unit)
+    blocks = [block_of(param.sharded) for param in unit.params]
+    values = [[block] for block in blocks] + [buffer.parts for buffer in buffers]
+    names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
+    trusted = unit.replica_policy == "trust"
+    prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
+    # Buffers come along with the parameters: one question, however many there are.
+    told = told_by_all((_structure(unit, buffers), prints), unit)
+    check_structures(f"fully_shard({unit.name})", "parameter, buffer or policy", [structure for structure, _ in told])
+    odd = differing([values for _, values in told])
+    if odd and unit.replica_policy == "check":
+        raise unequal(f"fully_shard({unit.name})", names, odd)
+    count = len(blocks)
+    with torch.no_grad():
+        for index in odd:  # in one order on all ranks: they were told the same
+            if index < count:
+                broadcast(blocks[index].detach(), unit, unit.replicate_comm, unit.shard_comm)
+    broadcast_all([part for index in odd if index >= count for part in values[index]], unit)
+
+
+def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
+    """What must be the same on all ranks: each parameter and buffer, and what else decides the sizes of transfers."""
+    params: list[tuple[Any, ...]] = [
+        (
+            p.fqn,
+            p.spec.shape,
+            str(p.dtype),
+            p.spec.dim,
+            p.spec.merged,
+            p.replicated,
+            p.sharded.requires_grad,
+            p.sharded.is_meta,
+            len(p.places),
+            None if p.wrapper is None else p.wrapper.kind.__name__,
+        )
+        for p in unit.params
+    ]
+    held = [("buffer", buffer.fqn, *kind_of(buffer), buffer.tensor.is_meta) for buffer in buffers]
+    reshard = repr(unit.settings.reshard_after_forward)
+    policies = (repr(unit.mp_policy), repr(unit.comm_policy), reshard, unit.replica_policy)
+    return [*params, *held, policies]
+
+
+def kind_of(buffer: Buffer) -> tuple[tuple[tuple[int, ...], str], ...]:
+    """Shapes and dtypes of what is compared of a buffer, and may be sent."""
+    return tuple((tuple(part.shape), str(part.dtype)) for part in buffer.parts)
+
+
+def check_structures(what: str, item: str, told: list[list[tuple[Any, ...]]]) -> None:
+    """Raises DivergenceError if the ranks of a mesh, in its order, tell of different models; `item` says what they list."""
+    for rank, structure in enumerate(told):
+        pairs = itertools.zip_longest(told[0], structure, fillvalue="nothing")
+        for index, (first, other) in enumerate(pairs):
+            if first != other:
+                raise DivergenceError(
+                    f"{what}: the ranks build different models: {item} {index} is {first} on the mesh's first rank and "
+                    f"{other} on rank {rank} of the mesh; build the same module everywhere, in the same order"
+                )
+
+
+def told_by_all(value: object, unit: Unit) -> list[Any]:
+    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For set-up: it is slow."""
+    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(value, unit), unit)
+    return [told for row in rows for told in row]
+
+
+def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
+    """Which items of what the ranks of a mesh tell differ from those of its first rank, and on which ranks."""
+    found: dict[int, list[int]] = {}
+    for rank, items in enumerate(told):
+        for index, (item, first) in enumerate(zip(items, told[0], strict=True)):
+            if item != first:
+                found.setdefault(index, []).append(rank)
+    return found
+
+
+def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> DivergenceError:
+    """The error of values that differ where `replica_policy` is "check"."""
+    told = ", ".join(f"{names[index]!r} on ranks {ranks}" for index, ranks in list(odd.items())[:5])
+    more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
+    return DivergenceError(
+        f"{what}: values differ from those of the mesh's first rank: {told}{more} of the mesh, and replica_policy='check' "
+        "forbids that; seed all ranks alike and load the same files, or let replica_policy='broadcast' make them equal"
+    )

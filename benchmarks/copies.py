@@ -30,7 +30,7 @@ from benchmarks.harness import PRECISIONS, dtypes_of, progress, publish, shard
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
 from hsdp.buffers.layout import Layout, ParamSpec, plan
 from hsdp.comm.collectives import direct_bytes
-from hsdp.unit.dtype_group import LaneKind, thresholds_for
+from hsdp.unit.dtype_group import GroupKey, thresholds_for
 from tests.counting import CollectiveCounter, CopyCounter
 from tests.rig import fake_world
 
@@ -181,7 +181,7 @@ def planned(block: str, shapes: Shapes, shards: int, precision: str, backend: tu
 
 def plan_of(shapes: Shapes, shards: int, precision: str, backend: tuple[int, int], *, experts: bool = False) -> Layout:
     """The layout that a unit of these parameters gets under the default policy; `experts`: placed by `least_padding`."""
-    kind = LaneKind.of(torch.float32, hsdp.MixedPrecisionPolicy(**dtypes_of(precision)))
+    kind = GroupKey.of(torch.float32, hsdp.MixedPrecisionPolicy(**dtypes_of(precision)))
     specs = [_least_padding(shape, shards) if experts else ParamSpec(shape, 0) for shape in shapes.values()]
     return plan(specs, shards, thresholds_for(hsdp.CommPolicy(), *backend, kind))
 

@@ -34,7 +34,7 @@ import hsdp
 from benchmarks.harness import positive, progress, publish, shard
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 from hsdp.examples.llama import Block, LlamaConfig
 
 LIBRARIES = ("plain", "hsdp", "fsdp2")
@@ -68,11 +68,11 @@ class Blocks(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(sizes.layers))
         angles = torch.outer(torch.arange(sizes.length).float(), torch.ones(sizes.width // sizes.heads // 2))
-        self.register_buffer("turns", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("reduce_order", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, self.turns)
+            x = block(x, self.reduce_order)
         return x
 
 
@@ -81,7 +81,7 @@ class Blocks(nn.Module):
 
 @dataclass(frozen=True)
 class Owner:
-    """What a flight is for."""
+    """What a collective is for."""
 
     name: str = "benchmark"
 
@@ -100,11 +100,11 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     def fresh(*dtypes: torch.dtype) -> list[Tensor]:
         return [torch.randn(1024 * (i + 1), device=device).to(dtype) for i, dtype in enumerate(dtypes)]
 
-    def check(what: str, start: Callable[[], Flight], outputs: list[Tensor], expected: list[Tensor]) -> None:
-        flight = start()
-        flight.wait()
+    def check(what: str, start: Callable[[], CommWork], outputs: list[Tensor], expected: list[Tensor]) -> None:
+        comm_work = start()
+        comm_work.wait()
         streams.synchronize()
-        assert flight.done(), f"{what}: not done after it was waited for"
+        assert comm_work.done(), f"{what}: not done after it was waited for"
         for output, value in zip(outputs, expected, strict=True):
             assert torch.equal(output, value), f"{what} changed a tensor of {value.numel()} {value.dtype}"
         checked.append(what)
@@ -119,7 +119,7 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
             torch._foreach_copy_(doubled, got)
             torch._foreach_mul_(doubled, 2.0)
 
-        def gather(given: list[Tensor] = given, got: list[Tensor] = got, then: Any = double) -> Flight:
+        def gather(given: list[Tensor] = given, got: list[Tensor] = got, then: Any = double) -> CommWork:
             outs, ins = ([one.view(torch.uint8) for one in tensors] for tensors in (got, given))
             with streams.on("gather"):
                 return comm.all_gather(Owner(), next(op), outs, ins, then)
@@ -128,13 +128,13 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         kept, got_back = fresh(*dtypes), [torch.zeros_like(one) for one in given]
         before = [one.clone() for one in kept]
 
-        def scatter(given: list[Tensor] = given, got: list[Tensor] = got_back, whole: list[Tensor] = kept) -> Flight:
+        def scatter(given: list[Tensor] = given, got: list[Tensor] = got_back, whole: list[Tensor] = kept) -> CommWork:
             with streams.on("scatter"):
                 return comm.reduce_scatter(Owner(), next(op), got, given, whole, None)
 
         check(f"reduce-scatter of {what}", scatter, [*got_back, *kept], [*given, *before])
 
-        def reduce(tensors: list[Tensor] = kept) -> Flight:
+        def reduce(tensors: list[Tensor] = kept) -> CommWork:
             with streams.after("replicate", streams.mark()):
                 return comm.all_reduce(Owner(), next(op), tensors)
 
@@ -347,8 +347,8 @@ def measure_overlap(sizes: Sizes, device: torch.device) -> Overlap:
             for _ in range(sizes.steps):
                 step()
         summary = t.summary()
-        flights = {kind: one.flights / sizes.steps for kind, one in summary.collectives.items()}
-        delays = 1e3 * sum(flights[kind] * took for kind, took in pauses.items())
+        started = {kind: one.started / sizes.steps for kind, one in summary.collectives.items()}
+        delays = 1e3 * sum(started[kind] * took for kind, took in pauses.items())
         hidden = 1.0 - (slow - plain) / delays
         return Overlap(plain, slow, delays, hidden, summary.overlap, str(summary))
 

@@ -30,7 +30,7 @@ import hsdp
 from benchmarks.harness import Spread, Step, positive, progress, publish, shard
 from benchmarks.netns import two_nodes
 from benchmarks.schedule import Durations, best_step
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 
 WORLD = 4
 RATES = {"unlimited": None, "1gbit": "1gbit", "500mbit": "500mbit"}
@@ -97,10 +97,10 @@ class RealLayer(nn.Module):
 class InTurn(hsdp.AllReduce):
     """The all-reduce stage without overlap: the host waits for each."""
 
-    def start(self, *args: Any) -> Flight:
-        flight = super().start(*args)
-        flight.wait()
-        return flight
+    def start(self, *args: Any) -> CommWork:
+        comm_work = super().start(*args)
+        comm_work.wait()
+        return comm_work
 
 
 def build(job: Job, library: str, policy: hsdp.CommPolicy, mesh: DeviceMesh) -> nn.Module:

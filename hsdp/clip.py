@@ -17,7 +17,7 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import all_reduce_now
-from hsdp.comm.divergence import CLIP, Agreement
+from hsdp.comm.divergence import CLIP, DivergenceGuard
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.unit.lookup import unit_of
 
@@ -38,7 +38,7 @@ def clip_grad_norm_(
 ) -> Tensor:
     """Scales gradients in place so that their norm, as one vector over all ranks, is at most `max_norm`.
 
-    Does what `torch.nn.utils.clip_grad_norm_` does with the whole gradients on one device, and what that does with
+    Does what `torch.nn.utils.clip_grad_norm_` does with the unsharded gradients on one device, and what that does with
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
     share a mesh there is one all-reduce of one number. The host does not wait for the device, unless
     `error_if_nonfinite` is on or gradients are offloaded. Reductions that still run (`set_is_last_backward`) are joined.
@@ -141,16 +141,16 @@ def _join(params: list[Tensor]) -> None:
     Replicas clip alike though they do not communicate about it: the next all-reduce of gradients tells whether they did.
     """
     known: set[int] = set()
-    replicas: dict[Agreement, None] = {}
+    replicas: dict[DivergenceGuard, None] = {}
     for param in params:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
         check_communicated(unit, "clip_grad_norm_")
-        if unit.replicate_comm.agreement is not None:
-            replicas[unit.replicate_comm.agreement] = None
-    for agreement in replicas:
-        agreement.note(CLIP)
+        if unit.replicate_comm.divergence_guard is not None:
+            replicas[unit.replicate_comm.divergence_guard] = None
+    for divergence_guard in replicas:
+        divergence_guard.note_event(CLIP)
 
 
 def _device_of(grad: Tensor) -> torch.device:

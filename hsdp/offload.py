@@ -25,7 +25,7 @@ class OffloadPolicy:
         return device
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-        """A 1-D tensor of `numel` zeros of `dtype`, for the shards of a lane whose mesh is on `device`."""
+        """A 1-D tensor of `numel` zeros of `dtype`, for the shards of a dtype group whose mesh is on `device`."""
         return torch.zeros(numel, dtype=dtype, device=self.home(device))
 
     def staging(self, like: Tensor) -> Tensor:

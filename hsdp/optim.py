@@ -79,7 +79,7 @@ def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
         raise ValueError(f"optim.local({cls.__name__}): it steps local tensors already")
     if cls not in ELEMENTWISE and not elementwise:
         raise TypeError(
-            f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at whole parameters "
+            f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at unsharded parameters "
             "(their norms, rows or columns, as LAMB, Adafactor and Muon do), shards would give other updates: leave it as "
             "it is. If it does not, pass elementwise=True"
         )
@@ -157,7 +157,7 @@ class _Target:
         if self.alone:
             return value
         part = value[member.start : member.start + member.count]
-        # With a storage of its own, as `Lane.local` makes them: code that copies storages does not know offsets.
+        # With a storage of its own, as `DtypeGroup.local` makes them: code that copies storages does not know offsets.
         return with_own_storage(part).view(member.shape)
 
 
@@ -290,11 +290,11 @@ def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> l
     """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
     places: dict[int, _Place] = {}
     for unit in dict.fromkeys(unit_of(param) for param in params):
-        for lane in unit.lanes if unit is not None else ():
-            stops = sorted({piece.offset for piece in lane.layout.pieces} | {lane.layout.numel})
-            for managed, piece in zip(lane.params, lane.layout.pieces, strict=True):
-                stop = next((stop for stop in stops if stop > piece.offset), lane.layout.numel)
-                places[id(managed.sharded)] = _Place(lane.shard, piece.offset, stop)
+        for dtype_group in unit.dtype_groups if unit is not None else ():
+            stops = sorted({piece.offset for piece in dtype_group.layout.pieces} | {dtype_group.layout.numel})
+            for managed, piece in zip(dtype_group.params, dtype_group.layout.pieces, strict=True):
+                stop = next((stop for stop in stops if stop > piece.offset), dtype_group.layout.numel)
+                places[id(managed.sharded)] = _Place(dtype_group.shard, piece.offset, stop)
     targets: list[_Target] = []
     runs: dict[tuple[int, object], list[Any]] = {}
     for param in params:

@@ -37,8 +37,8 @@ from hsdp.unit.gradients import Gradients
 from hsdp.unit.landing import run_hooks
 from hsdp.unit.rollback import Undo
 from hsdp.unit.unit import Unit
-from hsdp.unit.write_guard import WholeGuard
-from hsdp.unit.zero_grad import Standing, Witness, Witnesses
+from hsdp.unit.write_guard import WriteGuard
+from hsdp.unit.zero_grad import Sentinels, Standing, ZeroGradSentinel
 from tests.action_play import Verdict, run_programs
 from tests.action_soak import run_all
 from tests.actions import SHAPES, Program, draw
@@ -92,10 +92,12 @@ planted("units that are passed over skipped")(gives(Backwards, "_pass_over"))
 
 # -- guards of values -----------------------------------------------------------------------------------------------
 
-planted("version check dropped")(lambda: mock.patch.object(Unit, "version", property(lambda unit: (unit.epoch, 0))))
+planted("version check dropped")(
+    lambda: mock.patch.object(Unit, "version", property(lambda unit: (unit.weights_version, 0)))
+)
 planted("epoch not raised by a step")(gives(Unit, "weights_changed"))
 planted("as_kept always True")(gives(Unit, "as_kept", True))
-planted("whole guard dropped")(gives(WholeGuard, "written"))
+planted("whole guard dropped")(gives(WriteGuard, "written"))
 planted("assigned data not noticed")(gives(Unit, "assigned"))
 planted("retained ignored")(lambda: mock.patch.object(Unit, "retained", _never("retained"), create=True))
 planted("whole parameters kept after a failed forward")(gives(Root, "_reshard_all"))
@@ -110,10 +112,10 @@ def _no_fill() -> AbstractContextManager[Any]:
             if unit.residency is hsdp.unit.unit.Residency.SHARDED and unit.runtime is not None and unit.runtime._tasks:
                 unit.launch()
                 unit.finish()
-                for lane in unit.lanes:
-                    for param in lane.params:
-                        if param.whole is not None:
-                            param.whole.data.zero_()
+                for group in unit.dtype_groups:
+                    for param in group.params:
+                        if param.unsharded is not None:
+                            param.unsharded.data.zero_()
             show(unit)
 
         return early
@@ -129,8 +131,8 @@ planted("union of masks dropped")(lambda: mock.patch.object(hsdp.unit.unit, "or_
 @planted("two leaves replaced by requires_grad_")
 def _one_leaf() -> AbstractContextManager[Any]:
     def choose(param: ManagedParam, wanted: bool) -> None:
-        assert param.whole is not None
-        param.trained = param.whole.requires_grad_(wanted)  # type: ignore[assignment]
+        assert param.unsharded is not None
+        param.trained = param.unsharded.requires_grad_(wanted)  # type: ignore[assignment]
 
     return mock.patch.object(ManagedParam, "choose", choose)
 
@@ -166,28 +168,28 @@ def _choice() -> AbstractContextManager[Any]:
 # -- pending sums ---------------------------------------------------------------------------------------------------
 
 planted("pending sums not refused")(gives(Gradients, "refuse_pending"))
-planted("zeroing not heeded")(gives(Witnesses, "gone", frozenset()))
+planted("zeroing not heeded")(gives(Sentinels, "gone", frozenset()))
 planted("micro-batches forgotten")(lambda: mock.patch.object(Gradients, "stash", Gradients.drop))
 planted("flush does nothing")(gives(Runtime, "flush"))
 planted("zeroed parameters stay in partial sums", 4, "2d")(gives(hsdp.unit.gradients, "zero"))
-planted("a witness of each parameter used on this rank only")(gives(Gradients, "_witness_all"))
+planted("a sentinel of each parameter used on this rank only")(gives(Gradients, "_watch_all"))
 
 
-@planted("aliases of a witness not shared")
+@planted("aliases of a sentinel not shared")
 def _own_standing() -> AbstractContextManager[Any]:
     def change(dispatch: Any) -> Any:
         def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func._schema.name in hsdp.unit.zero_grad._ALIASES and isinstance(args[0], Witness):
+            if func._schema.name in hsdp.unit.zero_grad._ALIASES and isinstance(args[0], ZeroGradSentinel):
                 standing = args[0].standing
-                return Witness(Standing(standing.fqn, standing.like, standing.base))
+                return ZeroGradSentinel(Standing(standing.fqn, standing.like, standing.base))
             return dispatch(func, types, args, kwargs)
 
         return classmethod(dispatched)
 
-    return replaced(Witness, "__torch_dispatch__", change)
+    return replaced(ZeroGradSentinel, "__torch_dispatch__", change)
 
 
-@planted("additions to a witness of zeros lost")
+@planted("additions to a sentinel of zeros lost")
 def _still_lent() -> AbstractContextManager[Any]:
     return replaced(Standing, "memory", lambda memory: lambda standing, write: memory(standing, False))
 
@@ -247,7 +249,7 @@ def _replaced() -> AbstractContextManager[Any]:
     def change(assign: Callable[..., Any]) -> Callable[..., Any]:
         def assigning(gradients: Gradients, plan: Any, values: Any, used: Any, undoable: bool) -> None:
             for param in plan.params:
-                if param.sharded.grad is not None and not isinstance(param.sharded.grad._local_tensor, Witness):
+                if param.sharded.grad is not None and not isinstance(param.sharded.grad._local_tensor, ZeroGradSentinel):
                     param.sharded.grad = None
             assign(gradients, plan, values, used, undoable)
 

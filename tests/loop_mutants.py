@@ -25,13 +25,13 @@ import hsdp.weights.gather
 import hsdp.weights.init
 import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
-from hsdp.schedule.gather_order import Order
+from hsdp.schedule.gather_order import GatherOrder
 from hsdp.schedule.module_hooks import ModuleState
 from hsdp.schedule.runtime import Runtime
-from hsdp.unit.dtype_group import Lane
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.unit import Unit
-from hsdp.unit.write_guard import WholeGuard
+from hsdp.unit.write_guard import WriteGuard
 from tests import test_feature_rows as rows
 from tests import test_loops as loops
 from tests import test_training_state as states
@@ -102,12 +102,12 @@ def takes_strided_memory_as_it_lies() -> Any:
 
 @mutant(Check(rule_04.check_shapes, ((4,),), world=4))
 def leaves_one_piece_packed() -> Any:
-    def unpack(lane: Lane) -> None:
-        if lane._unpack_to:
-            torch._foreach_copy_(lane._unpack_to[:-1], lane._unpack_from[:-1])
-            lane._unpack_to[-1].zero_()
+    def unpack(group: DtypeGroup) -> None:
+        if group._unpack_to:
+            torch._foreach_copy_(group._unpack_to[:-1], group._unpack_from[:-1])
+            group._unpack_to[-1].zero_()
 
-    return mock.patch.object(Lane, "unpack", unpack)
+    return mock.patch.object(DtypeGroup, "unpack", unpack)
 
 
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))
@@ -129,32 +129,32 @@ def does_not_see_moves() -> Any:
 
 @mutant(Check(rule_07.check_fresh, ("the root kept its parameters", None)), kill="p.data differs")
 def trusts_what_an_earlier_forward_left() -> Any:
-    return mock.patch.object(Unit, "holds_whole", property(lambda unit: None))
+    return mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
 
 
 @mutant(Check(rule_08.check_bound, (1,)), kill="AssertionError")
 def gathers_all_that_follows() -> Any:
-    return replaced(Order, "visit", lambda visit: lambda order, unit, window: visit(order, unit, 99))
+    return replaced(GatherOrder, "visit", lambda visit: lambda order, unit, window: visit(order, unit, 99))
 
 
 @mutant(Check(rule_08.check_other_order), kill="AssertionError")
 def never_records_anew() -> Any:
-    return replaced(Order, "end", lambda end: lambda order: order.cancel() if order._expected else end(order))
+    return replaced(GatherOrder, "end", lambda end: lambda order: order.cancel() if order._expected else end(order))
 
 
 @mutant(Check(rule_09.check_freed), kill="still there")
 def frees_nothing() -> Any:
-    return mock.patch.object(Lane, "release_whole", return_value=None)
+    return mock.patch.object(DtypeGroup, "free_unsharded", return_value=None)
 
 
 @mutant(Check(side_channels.check_loud_alone, world=2), kill="AssertionError")
 def lets_freed_parameters_be_read() -> Any:
-    return mock.patch.object(WholeGuard, "freed", return_value=None)
+    return mock.patch.object(WriteGuard, "freed", return_value=None)
 
 
 @mutant(Check(side_channels.check_late, (False,)), kill="DID NOT RAISE")
 def takes_all_weights_for_the_same() -> Any:
-    return replaced(WholeGuard, "opened", lambda opened: lambda guard, fillings: opened(guard, 0))
+    return replaced(WriteGuard, "opened", lambda opened: lambda guard, fillings: opened(guard, 0))
 
 
 @mutant(Check(rule_09.check_changed, ("step",)), kill=NOT_REFUSED)
@@ -188,16 +188,18 @@ def clips_by_its_own_norm() -> Any:
 
 @mutant(Check(rows.check_mesh, ((4, 1),), world=4), kill="no copy|differ")
 def copies_the_only_shard() -> Any:
-    def change(arrange: Callable[[Lane], None]) -> Callable[[Lane], None]:
-        def copied(lane: Lane) -> None:
-            arrange(lane)
-            for param in lane.params:
-                assert param.whole is not None
-                param.whole = nn.Parameter(param.whole.detach().clone(), requires_grad=param.whole.requires_grad)
+    def change(arrange: Callable[[DtypeGroup], None]) -> Callable[[DtypeGroup], None]:
+        def copied(group: DtypeGroup) -> None:
+            arrange(group)
+            for param in group.params:
+                assert param.unsharded is not None
+                param.unsharded = nn.Parameter(
+                    param.unsharded.detach().clone(), requires_grad=param.unsharded.requires_grad
+                )
 
         return copied
 
-    return replaced(Lane, "_arrange_alone", change)
+    return replaced(DtypeGroup, "_arrange_alone", change)
 
 
 @mutant(Check(rows.check_reshard, (2,), world=4), kill="AssertionError")

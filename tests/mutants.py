@@ -26,18 +26,18 @@ import tests.loop_mutants
 import tests.side_mutants  # noqa: F401  (both register their own)
 from hsdp.api.fsdp2 import PipelineFace
 from hsdp.comm.collectives import Comm
-from hsdp.comm.divergence import Agreement
-from hsdp.comm.work import Flight
+from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.work import CommWork
 from hsdp.examples.int8_gather import Int8Weight
 from hsdp.params.tensor_parallel import Inner
-from hsdp.planning.layouts import LanePlan, UnitPlan
+from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.schedule.pipeline import ReductionPipeline
-from hsdp.schedule.reduce_order import Turns
+from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.schedule.runtime import Runtime
-from hsdp.unit.dtype_group import Lane, LaneKind
-from hsdp.unit.extension_group import ExtensionLane, _Member
+from hsdp.unit.dtype_group import DtypeGroup, GroupKey
+from hsdp.unit.extension_group import ExtensionGroup, _Member
 from hsdp.unit.gradients import Gradients
-from hsdp.unit.reduce_plan import LaneReduction
+from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.unit import Unit
 from tests import test_compat, test_compressed, test_pipelining
@@ -92,7 +92,7 @@ def drops_partial_sums() -> Any:
 @mutant(script("scatter:abc local:abc scatter:abc full:abc"))
 def adds_partial_sums_twice() -> Any:
     def change(join: Callable[..., Any]) -> Callable[..., Any]:
-        def twice(gradients: Gradients, parts: list[LaneReduction]) -> None:
+        def twice(gradients: Gradients, parts: list[GroupReduction]) -> None:
             partial = gradients.partial
             join(gradients, parts)
             if partial is not None:
@@ -135,7 +135,7 @@ def reduces_twice() -> Any:
 
 @mutant(Check(rule_14.check_wide_sums, ("local", (2,))), kill="AssertionError")
 def sums_in_the_reduce_dtype() -> Any:
-    return mock.patch.object(LaneKind, "accumulate", property(lambda kind: kind.reduce))
+    return mock.patch.object(GroupKey, "accumulate", property(lambda kind: kind.reduce))
 
 
 @mutant(script("local:abc zero full:abc"))
@@ -224,9 +224,9 @@ def reduces_at_the_end_only() -> Any:
 @mutant(Check(rule_11.check_ranks_reduce_in_one_order), kill="DivergenceError|AssertionError")
 def reduces_out_of_turn() -> Any:
     def at_once(runtime: Runtime, unit: Unit) -> None:
-        if unit.in_turn:
-            runtime.turns._queue.remove(unit)
-            unit.in_turn = False
+        if unit.queued:
+            runtime.reduce_order._queue.remove(unit)
+            unit.queued = False
         runtime._reduce(unit)
 
     return mock.patch.object(Runtime, "completed", at_once)
@@ -239,11 +239,11 @@ def reduces_at_the_first_gradient() -> Any:
 
 @mutant(Check(rule_12.check_interleaved, ("F F B B",)), kill="DivergenceError")
 def sweeps_in_the_first_backward_only() -> Any:
-    def end(turns: Turns) -> list[Unit]:
-        turns.clear()
+    def end(reduce_order: ReduceOrder) -> list[Unit]:
+        reduce_order.clear()
         return []
 
-    return mock.patch.object(Turns, "end", end)
+    return mock.patch.object(ReduceOrder, "end", end)
 
 
 @mutant(Check(rule_28.check_heads, ((2,), True, 1)), kill="DivergenceError")
@@ -267,7 +267,9 @@ def reduces_after_each_reentrant_checkpoint() -> Any:
 @mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")
 def forgets_forwards_at_the_first_backward() -> Any:
     return replaced(
-        Turns, "begin", lambda begin: lambda turns, answers: (begin(turns, answers), setattr(turns, "awaited", 0))
+        ReduceOrder,
+        "begin",
+        lambda begin: lambda reduce_order, answers: (begin(reduce_order, answers), setattr(reduce_order, "awaited", 0)),
     )
 
 
@@ -286,7 +288,7 @@ def does_not_sweep() -> Any:
 @mutant(Check(rule_11.check_case, ("several outputs", (2,))), kill="idle.*should not be|never.*should not be")
 def ignores_used_flags() -> Any:
     def change(land: Callable[..., Any]) -> Callable[..., Any]:
-        def all_used(gradients: Gradients, parts: list[LaneReduction]) -> None:
+        def all_used(gradients: Gradients, parts: list[GroupReduction]) -> None:
             for part in parts:
                 part.used = [True] * len(part.used)
             land(gradients, parts)
@@ -316,11 +318,11 @@ def takes_recomputation_for_forward() -> Any:
 
 @mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole")
 def uses_a_stale_gather() -> Any:
-    return mock.patch.object(Unit, "holds_whole", property(lambda unit: None))
+    return mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
 
 
 @mutant(Check(rule_20.check_stale), kill="DID NOT RAISE")
-def forgets_the_epoch() -> Any:
+def forgets_the_weights_version() -> Any:
     return versions_told_by(lambda unit: (0, 0))
 
 
@@ -344,31 +346,31 @@ def does_not_roll_back() -> Any:
 
 
 @mutant(Check(rule_20.check_nothing_held), kill="AssertionError")
-def remembers_failed_flights() -> Any:
-    return remembering(Flight, "__init__")
+def remembers_failed_works() -> Any:
+    return remembering(CommWork, "__init__")
 
 
-# -- agreement ------------------------------------------------------------------------------------------------------
+# -- divergence guard ------------------------------------------------------------------------------------------------------
 
 SKIPS = Case("without sync", (2,), (1,), step=3)  # by then the ranks know what follows, and do not ask
 
 
 @mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|Hung|Died|^None")
 def asks_nobody() -> Any:
-    def count(agreement: Agreement, *args: Any) -> None:
-        agreement.count += 1
+    def count(divergence_guard: DivergenceGuard, *args: Any) -> None:
+        divergence_guard.count += 1
 
-    return mock.patch.object(Agreement, "check", count)
+    return mock.patch.object(DivergenceGuard, "before_collective", count)
 
 
 @mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|DivergenceError.*did not come")
 def does_not_look_while_it_waits() -> Any:
-    return mock.patch.object(Agreement, "look", return_value=None)
+    return mock.patch.object(DivergenceGuard, "answer_peers", return_value=None)
 
 
 @mutant(Check(disagree, (Case("skips the step", (2,), (1,)),), ends="DivergenceError"), kill="^None")
 def does_not_tell_of_steps() -> Any:
-    return mock.patch.object(Agreement, "note", return_value=None)
+    return mock.patch.object(DivergenceGuard, "note_event", return_value=None)
 
 
 EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceError")
@@ -376,12 +378,12 @@ EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceErro
 
 @mutant(EXTRA, kill="RuntimeError|CollectiveError|Hung|Died|ValueError")
 def sets_up_without_asking() -> Any:
-    return mock.patch.object(Agreement, "alike", return_value=False)
+    return mock.patch.object(DivergenceGuard, "all_equal", return_value=False)
 
 
 @mutant(Check(rule_21.check_steady_loop, ((2, 2),), world=4), kill="asked")
 def asks_all_the_time() -> Any:
-    return mock.patch.object(Agreement, "begin", return_value=None)
+    return mock.patch.object(DivergenceGuard, "begin_pass", return_value=None)
 
 
 # -- bounds ---------------------------------------------------------------------------------------------------------
@@ -403,7 +405,7 @@ def queues_without_bounds() -> Any:
 
 @mutant(BOUNDS, kill="AssertionError")
 def keeps_whole_gradients() -> Any:
-    return mock.patch.object(LaneReduction, "release_inputs", return_value=None)
+    return mock.patch.object(GroupReduction, "release_inputs", return_value=None)
 
 
 @mutant(BOUNDS, kill="AssertionError")
@@ -462,16 +464,16 @@ def deals_out_merged_rows_in_another_order() -> Any:
 
 @mutant(OFFLOADED)
 def gathers_what_was_not_copied_to_the_device() -> Any:
-    return mock.patch.object(Lane, "fill_gather", return_value=None)
+    return mock.patch.object(DtypeGroup, "fill_gather", return_value=None)
 
 
 @mutant(OFFLOADED, kill="AttributeError|AssertionError")
 def stores_other_gradients_than_the_reduced_ones() -> Any:
-    def store(part: LaneReduction) -> None:
+    def store(part: GroupReduction) -> None:
         if part.plan.offload is not None:
             part._stored = [torch.zeros_like(value) for value in part.values()]
 
-    return mock.patch.object(LaneReduction, "store", store)
+    return mock.patch.object(GroupReduction, "store", store)
 
 
 # -- beside others --------------------------------------------------------------------------------------------------
@@ -514,17 +516,17 @@ ODD_ROWS = Check(extension.check_odd_rows, ((2,),))
 
 @mutant(ODD_ROWS, kill="DivergenceError")
 def asks_each_rank_for_as_many_rows_as_it_has() -> Any:
-    return mock.patch.object(ExtensionLane, "_source", lambda lane, piece, local: local)
+    return mock.patch.object(ExtensionGroup, "_source", lambda group, piece, local: local)
 
 
 @mutant(ODD_ROWS, kill="no attribute 'fsdp_pre_all_gather'")
 def loses_the_subclass() -> Any:
-    return mock.patch.object(ExtensionLane, "local", Lane.local)
+    return mock.patch.object(ExtensionGroup, "local", DtypeGroup.local)
 
 
 @mutant(Check(extension.check_odd_rows, ((2, 1),)))
 def sends_nothing_where_nobody_else_is() -> Any:
-    return mock.patch.object(ExtensionLane, "fill_gather", Lane.fill_gather)
+    return mock.patch.object(ExtensionGroup, "fill_gather", DtypeGroup.fill_gather)
 
 
 @mutant(Check(extension.check_bytes), kill="whole weight only")
@@ -544,7 +546,7 @@ def takes_a_refilled_weight_for_a_changed_one() -> Any:
 
 @mutant(Check(extension.check_divergence, ends="DivergenceError"), kill="Died|CollectiveError|AssertionError")
 def does_not_compare_what_is_sent() -> Any:
-    return mock.patch.object(ExtensionLane, "variant", property(lambda lane: 0, lambda lane, value: None))
+    return mock.patch.object(ExtensionGroup, "wire_signature", property(lambda group: 0, lambda group, value: None))
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------
@@ -555,7 +557,7 @@ PEAK = Check(plan_memory.check_on_gloo, ((2,), ("fp32",)))
 
 @mutant(COLLECTIVES, kill="AssertionError")
 def plans_without_used_flags() -> Any:
-    return mock.patch.object(LanePlan, "flags", 0)
+    return mock.patch.object(GroupPlan, "flags", 0)
 
 
 @mutant(COLLECTIVES, kill="AssertionError")
@@ -570,4 +572,4 @@ def plans_parameters_that_are_never_freed() -> Any:
 
 @mutant(PEAK, kill="reduction below 0")
 def plans_reductions_that_take_nothing() -> Any:
-    return mock.patch.object(LanePlan, "buffer_bytes", 0)
+    return mock.patch.object(GroupPlan, "buffer_bytes", 0)

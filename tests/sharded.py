@@ -63,9 +63,13 @@ def check_rest(model: nn.Module) -> None:
     for unit in model._units():
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
         assert not unit.gradients.waiting(), f"{unit.name} holds gradients"
-        for lane in unit.lanes:
-            arenas = {"whole": lane._arena, "staging": lane._staging}
-            held = [kind for kind, arena in arenas.items() if arena is not None and arena.nbytes and arena.allocated]
+        for group in unit.dtype_groups:
+            flat_buffers = {"whole": group._flat_buffer, "staging": group._staging}
+            held = [
+                kind
+                for kind, flat_buffer in flat_buffers.items()
+                if flat_buffer is not None and flat_buffer.nbytes and flat_buffer.allocated
+            ]
             assert not held, f"{unit.name} holds {held} memory"
         assert unit.runtime is None or len(unit.runtime.pipeline) == 0, f"{unit.name}: reductions did not land"
 

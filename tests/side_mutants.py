@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
+from hsdp.tracing.started import WorkRecord
 
 import hsdp.optim
 import hsdp.tracing.replay
 import hsdp.tracing.summary
-from hsdp.planning.layouts import LanePlan
+from hsdp.planning.layouts import GroupPlan
 from hsdp.planning.traffic import Wires
-from hsdp.tracing.flights import FlightRecord
 from hsdp.tracing.recorder import Recorder
 from hsdp.tracing.replay import Op
 from tests import test_optim as optim
@@ -57,13 +57,13 @@ def traces_forwards_that_never_end() -> Any:
 
 @mutant(Check(traces, ((2, 2),), world=4), kill="AssertionError")
 def traces_operands_as_if_they_were_sent_once() -> Any:
-    def change(flying: Callable[..., Any]) -> Callable[..., Any]:
+    def change(outstanding: Callable[..., Any]) -> Callable[..., Any]:
         def once(recorder: Recorder, comm: Any, stage: Any, whole: Any = None, summed: Any = None) -> Any:
-            return flying(recorder, comm, stage, summed if whole is None else whole)
+            return outstanding(recorder, comm, stage, summed if whole is None else whole)
 
         return once
 
-    return replaced(Recorder, "_flying", change)
+    return replaced(Recorder, "_recorded", change)
 
 
 @mutant(TRACED, kill="no communication buffer")
@@ -73,7 +73,7 @@ def traces_buffers_that_are_never_freed() -> Any:
 
 @mutant(Check(tracing._sleep_beside_a_gather), kill="not when somebody waited")
 def traces_collectives_until_somebody_waits() -> Any:
-    return mock.patch.object(FlightRecord, "call_done", return_value=None)
+    return mock.patch.object(WorkRecord, "call_done", return_value=None)
 
 
 @mutant(TRACED, kill="AssertionError")
@@ -144,7 +144,7 @@ def takes_gradients_from_where_they_do_not_lie() -> Any:
 
 @mutant(Check(plans.check_on_gloo, ((4,), ("kept in parts",)), world=4), kill="AssertionError")
 def plans_parts_as_if_they_were_whole() -> Any:
-    return mock.patch.object(LanePlan, "part_bytes", property(lambda lane: lane.whole_bytes))
+    return mock.patch.object(GroupPlan, "part_bytes", property(lambda group: group.whole_bytes))
 
 
 @mutant(Check(plans.check_on_gloo, ((2, 2), ("wide",)), world=4), kill="AssertionError")

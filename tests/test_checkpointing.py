@@ -28,7 +28,7 @@ OPTIMIZERS = {"sgd": sgd, "adamw": adamw}
 # -- at any moment --------------------------------------------------------------------------------------------------
 
 
-class _Witness:
+class _Sentinel:
     """Looks at a model's parameters and state_dict whenever something happens in it."""
 
     def __init__(self, model: nn.Module) -> None:
@@ -71,18 +71,18 @@ class _Witness:
 
 def _look_all_the_time(env: RankEnv, shape: tuple[int, ...], keep: bool | None) -> list[str]:
     model = shard(Net().double(), env.mesh(shape), reshard_after_forward=keep)
-    witness = _Witness(model)
+    sentinel = _Sentinel(model)
     for k in range(2):
-        witness.look("at rest")
+        sentinel.look("at rest")
         value = loss(model, env.rank, k)
-        witness.look("between forward and backward")
+        sentinel.look("between forward and backward")
         value.backward()
-        witness.look("after backward")
-        witness.compare()
+        sentinel.look("after backward")
+        sentinel.compare()
     with torch.no_grad():
         model(tokens(env.rank))
-    witness.compare()
-    return witness.moments
+    sentinel.compare()
+    return sentinel.moments
 
 
 @pytest.mark.parametrize(

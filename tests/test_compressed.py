@@ -52,10 +52,10 @@ def _errors(env: RankEnv) -> None:
     comm = model._units()[0].replicate_comm
     ours = _values(env.rank)
     landed: list[str] = []
-    flight = hsdp.CompressedAllReduce().start(_Named(), 1, [ours[:999], ours[999:]], comm, lambda: landed.append("yes"))
-    assert not flight.done(), "no poll may start the second half"
-    flight.wait()
-    assert flight.done() and landed == ["yes"]
+    comm_work = hsdp.CompressedAllReduce().start(_Named(), 1, [ours[:999], ours[999:]], comm, lambda: landed.append("yes"))
+    assert not comm_work.done(), "no poll may start the second half"
+    comm_work.wait()
+    assert comm_work.done() and landed == ["yes"]
     assert _error(ours, exact) < _error(theirs, exact) / 1.15
     everybody = [torch.empty_like(ours) for _ in range(ranks)]
     dist.all_gather(everybody, ours)

@@ -17,7 +17,7 @@ import hsdp.schedule.pipeline
 import hsdp.unit.gradients
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.unit.unit import Unit
 from tests.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
@@ -80,14 +80,14 @@ def copies_to_the_host_do_not_wait_for_reductions() -> Any:
 
 def _unjoined(kind: str) -> Any:
     def change(wait: Callable[..., None]) -> Callable[..., None]:
-        def go(flight: Flight) -> None:
-            if flight.kind == kind:
-                flight._event = None
-            wait(flight)
+        def go(comm_work: CommWork) -> None:
+            if comm_work.kind == kind:
+                comm_work._event = None
+            wait(comm_work)
 
         return go
 
-    return replaced(Flight, "wait", change)
+    return replaced(CommWork, "wait", change)
 
 
 @mutant("trains mlp")
@@ -128,17 +128,17 @@ def whole_gradients_are_freed_in_the_middle_of_their_reduce_scatter() -> Any:
 
 
 @mutant("fusion packed")
-def a_flight_s_event_comes_before_what_follows_its_collective() -> Any:
+def a_work_s_event_comes_before_what_follows_its_collective() -> Any:
     def change(settle: Callable[..., None]) -> Callable[..., None]:
-        def go(flight: Flight) -> None:
-            streams = flight._comm.streams
+        def go(comm_work: CommWork) -> None:
+            streams = comm_work._comm.streams
             event = streams.mark()
-            settle(flight)
+            settle(comm_work)
             streams.mark = lambda: (streams.__dict__.pop("mark"), event)[1]  # type: ignore[method-assign]
 
         return go
 
-    return replaced(Flight, "_settle", change)
+    return replaced(CommWork, "_settle", change)
 
 
 @mutant("trains mlp")
@@ -161,7 +161,10 @@ def _all(patches: list[Any]) -> Iterator[None]:
 @mutant("fusion packed")
 def staging_is_freed_when_its_gather_was_launched() -> Any:
     def change(launch: Callable[..., None]) -> Callable[..., None]:
-        return lambda unit, *version: (launch(unit, *version), [lane.release_transients() for lane in unit.lanes])[0]
+        return lambda unit, *version: (
+            launch(unit, *version),
+            [group.release_transients() for group in unit.dtype_groups],
+        )[0]
 
     return replaced(Unit, "launch", change)
 

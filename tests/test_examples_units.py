@@ -170,9 +170,9 @@ class TestLlama:
         assert all(not torch.equal(before[i], after[i]) for i in range(6, 10))
 
     def test_rotary_scores_depend_on_the_distance_alone(self) -> None:
-        turns = _rotary_turns(SMALL)
+        reduce_order = _rotary_turns(SMALL)
         query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, SMALL.max_len, 1, 8)
-        turned_query, turned_key = _rotate(query, turns)[0, :, 0], _rotate(key, turns)[0, :, 0]
+        turned_query, turned_key = _rotate(query, reduce_order)[0, :, 0], _rotate(key, reduce_order)[0, :, 0]
         scores = turned_query @ turned_key.T
         for distance in range(3):
             diagonal = scores.diagonal(distance)

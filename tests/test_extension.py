@@ -95,12 +95,14 @@ def _shard(model: nn.Module, mesh: Any, **options: Any) -> Any:
 
 def _check_nothing_is_whole(model: Any) -> None:
     check_rest(model)
-    held = {unit.name: lane.transient_bytes for unit in model._units() for lane in unit.lanes if lane.kind.extension}
+    held = {
+        unit.name: group.transient_bytes for unit in model._units() for group in unit.dtype_groups if group.kind.extension
+    }
     assert held and not any(held.values()), f"held after the iteration: {held}"
     for unit in model._units():
         for param in unit.params:
             if param.wrapper is not None:
-                assert param.whole.untyped_storage().nbytes() == 0, param.fqn
+                assert param.unsharded.untyped_storage().nbytes() == 0, param.fqn
                 assert isinstance(param.sharded.to_local(), param.wrapper.kind), param.fqn
 
 
@@ -259,7 +261,7 @@ def check_as_another(
     params, expected = map(full_params, models)
     assert_same(dict(params), dict(expected), 0, 0)
     for unit in models[0]._units():  # type: ignore[operator]
-        assert not any(lane.transient_bytes for lane in unit.lanes)
+        assert not any(group.transient_bytes for group in unit.dtype_groups)
 
 
 def test_a_whole_weight_that_lives_in_what_arrives(pool2: Pool) -> None:
@@ -332,13 +334,13 @@ def check_bytes(env: RankEnv) -> None:
     codes, scales = 2 * 64 * 32, (32 + 64) * 4
     assert counter.total("all_gather").bytes_out == codes + scales
     for unit, rows in zip(root._units()[1:], (32, 64), strict=True):
-        (lane,) = unit.lanes
+        (group,) = unit.dtype_groups
         unit.launch()
-        assert lane.transient_bytes == 64 * 32 + rows * 4, "on the way there are the codes and scales only"
+        assert group.transient_bytes == 64 * 32 + rows * 4, "on the way there are the codes and scales only"
         unit.finish()
-        assert lane.transient_bytes == 64 * 32 * 4, "and then the whole weight only"
+        assert group.transient_bytes == 64 * 32 * 4, "and then the whole weight only"
         unit.reshard()
-        assert lane.transient_bytes == 0 and not lane.inputs
+        assert group.transient_bytes == 0 and not group.inputs
 
 
 def test_a_quarter_of_the_bytes_and_no_more_memory_than_needed(pool2: Pool) -> None:

@@ -21,7 +21,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 from hsdp.schedule.module_hooks import ModuleState
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime
@@ -84,7 +84,7 @@ GATHER = [
     (Unit, "reshard"),
     (Unit, "_unpack"),
     (Comm, "all_gather"),
-    (Flight, "wait"),
+    (CommWork, "wait"),
 ]
 BACKWARD = [
     (Runtime, "enter_backward"),
@@ -109,7 +109,7 @@ POINTS: dict[str, tuple[type, str]] = {
 
 
 NEVER_BEHIND = {"Comm", "Unit._unpack", "Runtime._end_task"}
-"""Points behind which nothing can raise: a flight that nobody has yet, the end of a follow-up, the end of it all."""
+"""Points behind which nothing can raise: a collective that nobody has yet, the end of a follow-up, the end of it all."""
 
 
 @contextmanager
@@ -232,8 +232,8 @@ def inject(
     done, wrong = {}, []
     for index, point in enumerate(points):
         calls = subject.count(point)
-        turns = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
-        for at in turns:
+        reduce_order = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
+        for at in reduce_order:
             try:
                 subject.fail(point, at, behind)
                 if at < stride + 2:  # slow: a collective for each parameter
@@ -242,7 +242,7 @@ def inject(
             except Exception as error:
                 wrong.append(f"call {at} of {point} raised, then {type(error).__name__}: {error}".partition("\n")[0])
                 subject = Subject(env, shape, recompute)
-        done[point] = len(turns)
+        done[point] = len(reduce_order)
     assert not wrong, "\n".join(wrong)
     return done
 

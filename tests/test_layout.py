@@ -42,9 +42,9 @@ def _overlaps(spans: list[tuple[int, int]]) -> bool:
 
 
 @given(_LANES)
-def test_pieces_do_not_overlap_and_lie_in_the_buffers(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    layout = plan(*lane)
-    assert [piece.spec for piece in layout.pieces] == lane[0]
+def test_pieces_do_not_overlap_and_lie_in_the_buffers(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    layout = plan(*group)
+    assert [piece.spec for piece in layout.pieces] == group[0]
     assert not _overlaps([(p.offset, p.numel) for p in layout.pieces])
     assert not _overlaps([(p.whole_offset, p.spec.numel) for p in layout.pieces])
     assert all(p.offset >= 0 and p.offset + p.numel <= layout.numel for p in layout.pieces)
@@ -52,8 +52,8 @@ def test_pieces_do_not_overlap_and_lie_in_the_buffers(lane: tuple[list[ParamSpec
 
 
 @given(_LANES)
-def test_every_piece_starts_aligned(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    layout = plan(*lane)
+def test_every_piece_starts_aligned(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    layout = plan(*group)
     starts = [start for p in layout.pieces for start in (p.offset, p.whole_offset)]
     starts += [layout.numel, layout.whole_numel, layout.reduce_packed_start, layout.gather_packed_start]
     assert all(start % ALIGN == 0 for start in starts)
@@ -61,9 +61,9 @@ def test_every_piece_starts_aligned(lane: tuple[list[ParamSpec], int, Thresholds
 
 
 @given(_LANES)
-def test_padding_is_bounded_and_reported(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    specs, shards, _ = lane
-    layout = plan(*lane)
+def test_padding_is_bounded_and_reported(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    specs, shards, _ = group
+    layout = plan(*group)
     held = sum(s.numel * (shards if s.dim is None else 1) for s in specs)
     assert layout.padding == shards * layout.numel - held
     # Each piece: less than one row per missing rank, and less than one alignment per rank.
@@ -79,9 +79,9 @@ def test_large_parameters_are_hardly_padded() -> None:
 
 @given(_LANES)
 @example(([ParamSpec((5, 3), 0)], 4, Thresholds(0, 4, 0, 4)))  # the last rank holds no rows
-def test_ranks_hold_what_dtensor_says(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    shards = lane[1]
-    for piece in plan(*lane).pieces:
+def test_ranks_hold_what_dtensor_says(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    shards = group[1]
+    for piece in plan(*group).pieces:
         spec = piece.spec
         for rank in range(shards):
             local = piece.local_shape(rank)
@@ -104,10 +104,10 @@ def _can_go_direct(piece: Piece, shards: int, at_least: int, itemsize: int) -> b
 @example(([ParamSpec((8, 1), 0)], 8, Thresholds(0, 4, 0, 4)))  # 4 bytes per rank: an odd size
 @example(([ParamSpec((8, 1), 0)], 2, Thresholds(0, 4, 0, 2)))  # 16 bytes to gather, 8 to reduce
 def test_what_is_large_and_even_goes_direct_and_the_rest_is_packed(
-    lane: tuple[list[ParamSpec], int, Thresholds],
+    group: tuple[list[ParamSpec], int, Thresholds],
 ) -> None:
-    _, shards, thresholds = lane
-    layout = plan(*lane)
+    _, shards, thresholds = group
+    layout = plan(*group)
     for piece in layout.pieces:
         gather = _can_go_direct(piece, shards, thresholds.gather_bytes, thresholds.gather_itemsize)
         reduce = _can_go_direct(piece, shards, thresholds.reduce_bytes, thresholds.reduce_itemsize)
@@ -129,9 +129,9 @@ def test_thresholds_count_bytes_of_a_ranks_piece() -> None:
 
 @given(_LANES)
 def test_order_in_the_buffers_is_the_same_for_shards_and_wholes(
-    lane: tuple[list[ParamSpec], int, Thresholds],
+    group: tuple[list[ParamSpec], int, Thresholds],
 ) -> None:
-    layout = plan(*lane)
+    layout = plan(*group)
     pieces = [layout.pieces[i] for i in layout.in_order]
     assert sorted(layout.in_order) == list(range(len(layout.pieces)))
     offsets = [(p.offset, p.whole_offset) for p in pieces]
@@ -159,9 +159,9 @@ def _pack(layout: Layout, wholes: list[torch.Tensor]) -> torch.Tensor:
 @example(
     ([ParamSpec((3, 5), 1), ParamSpec((4, 6), 1), ParamSpec((), None), ParamSpec((0, 4), 0)], 2, Thresholds(0, 4, 0, 4))
 )
-def test_rows_hold_the_shards_and_give_the_wholes_back(lane: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    specs, shards, _ = lane
-    layout = plan(*lane)
+def test_rows_hold_the_shards_and_give_the_wholes_back(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
+    specs, shards, _ = group
+    layout = plan(*group)
     wholes = [_filled(spec) for spec in specs]
     rows = _pack(layout, wholes)
     for piece, whole in zip(layout.pieces, wholes, strict=True):

@@ -59,7 +59,7 @@ def check_copies(env: RankEnv, shape: tuple[int, ...], twin: Twin) -> None:
     with mock.patch.object(MeshAxes, "device", property(lambda axes: torch.device("cpu", 0))):
         model = shard(case.model(), env.mesh(shape), offload_policy=hsdp.CPUOffloadPolicy())
         states = [state for module in model.modules() if (state := state_of(module)) is not None]
-        assert all(lane._moves for state in states for lane in state.unit.lanes)
+        assert all(group._moves for state in states for group in state.unit.dtype_groups)
         losses = train(model, case, env.rank, len(twin.losses), adamw(model.parameters()))
         torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
         assert_close_to_twin(model, twin, grads=True)

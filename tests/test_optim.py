@@ -94,9 +94,9 @@ def _equals_stock(env: RankEnv, shape: tuple[int, ...], flat: bool) -> None:
 def _same_units_whole_buffers_stay_clean(model: Any) -> None:
     """Padding in the shard buffers is still zero."""
     for unit in model._units():
-        for lane in unit.lanes:
-            rest = lane.shard.clone()
-            for param, piece in zip(lane.params, lane.layout.pieces, strict=True):
+        for dtype_group in unit.dtype_groups:
+            rest = dtype_group.shard.clone()
+            for param, piece in zip(dtype_group.params, dtype_group.layout.pieces, strict=True):
                 rest[piece.offset : piece.offset + param.local.numel()] = 0
             assert not rest.any(), f"{unit.name}: padding was stepped"
 
@@ -199,7 +199,7 @@ def test_closures_hooks_and_gradients_that_are_let_go() -> None:
         optimizer = local(torch.optim.SGD(model.parameters(), lr=0.1))
         seen: list[Any] = []
         optimizer.register_step_pre_hook(lambda one, args, kwargs: seen.append(one.param_groups[0]["params"][0]))
-        epochs = [unit.epoch for unit in model._units()]
+        weights_versions = [unit.weights_version for unit in model._units()]
 
         def closure() -> Tensor:
             optimizer.zero_grad()
@@ -209,7 +209,9 @@ def test_closures_hooks_and_gradients_that_are_let_go() -> None:
 
         assert torch.is_tensor(optimizer.step(closure))
         assert seen == [next(iter(model.parameters()))] and isinstance(seen[0], DTensor)
-        assert [unit.epoch for unit in model._units()] == [epoch + 1 for epoch in epochs]
+        assert [unit.weights_version for unit in model._units()] == [
+            weights_version + 1 for weights_version in weights_versions
+        ]
         stepper: Any = optimizer._hsdp_stepper
         assert all(target.tensor.grad is None for targets in stepper._groups for target in targets)
 

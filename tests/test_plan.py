@@ -126,7 +126,7 @@ def check(setup: Setup, mesh: DeviceMesh) -> None:
     assert planned(after) == sent, f"on {sizes}, {backend}"
     by_unit = sum(one.sent for unit in after.by_unit for one in unit)
     assert by_unit == pytest.approx(sum(nbytes for *_, nbytes in sent.values()), abs=len(sent))
-    held = {id(unit): sum(lane.shard.nbytes for lane in unit.lanes) for unit in model._units()}  # type: ignore[operator]
+    held = {id(unit): sum(group.shard.nbytes for group in unit.dtype_groups) for unit in model._units()}  # type: ignore[operator]
     assert sum(unit.total("shard_bytes") for unit in after.units) == sum(held.values())
 
 

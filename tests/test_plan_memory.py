@@ -95,7 +95,7 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
     )
     kept = plan.memory.largest["gradients"]
     assert (1 - tolerance) * kept <= live.live <= (1 + tolerance) * kept + slack, f"planned {kept:,}, left {live.live:,}"
-    shards = sum(lane.shard.nbytes for unit in model._units() for lane in unit.lanes)  # type: ignore[operator]
+    shards = sum(group.shard.nbytes for unit in model._units() for group in unit.dtype_groups)  # type: ignore[operator]
     state = sum(block_of(value).nbytes for states in optimizer.state.values() for value in states.values() if value.ndim)
     assert shards + state == pytest.approx(plan.memory.persistent, rel=0.001)
 

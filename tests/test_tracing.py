@@ -40,10 +40,10 @@ def _seconds(covered: list[tuple[float, float]], grid: list[float]) -> set[int]:
     return {i for i, (a, b) in enumerate(pairwise(grid)) if any(s <= a and b <= e for s, e in covered)}
 
 
-def overlap_of(flights: list[tuple[float, float]], work: list[tuple[float, float]]) -> float:
-    """The share of the time with a flight under way in which there was work too."""
-    grid = sorted({at for interval in (*flights, *work) for at in interval})
-    under_way, working = _seconds(flights, grid), _seconds(work, grid)
+def overlap_of(started: list[tuple[float, float]], work: list[tuple[float, float]]) -> float:
+    """The share of the time with a collective under way in which there was work too."""
+    grid = sorted({at for interval in (*started, *work) for at in interval})
+    under_way, working = _seconds(started, grid), _seconds(work, grid)
     return sum(grid[i + 1] - grid[i] for i in under_way & working) / sum(grid[i + 1] - grid[i] for i in under_way)
 
 
@@ -51,15 +51,15 @@ def overlap_of_chrome(text: str) -> float:
     """The overlap share, from nothing but the file."""
     events = json.loads(text)["traceEvents"]
     threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["ph"] == "M" and e["name"] == "thread_name"}
-    flights, work = [], []
+    started, work = [], []
     for event in events:
         if event["ph"] == "X":
             interval = (event["ts"], event["ts"] + event["dur"])
             if threads[event["pid"], event["tid"]] == "compute":
                 work += [interval] if event["cat"] in WORKING else []
             elif event["cat"] in ("all-gather", "reduce-scatter", "all-reduce"):
-                flights.append(interval)
-    return overlap_of(flights, work)
+                started.append(interval)
+    return overlap_of(started, work)
 
 
 def test_intervals_are_joined_and_cut_as_sets_are() -> None:
@@ -80,12 +80,12 @@ def test_a_device_s_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPat
             micro_batch(model)
     collectives = [span for span in clock.trace if span.kind not in ("forward", "backward")]
     compute = [span for span in clock.trace if span.kind in ("forward", "backward")]
-    found = [(span.kind, span.unit, span.start, span.end) for span in t.recording.flights()]
+    found = [(span.kind, span.unit, span.start, span.end) for span in t.recording.started()]
     assert Counter(found) == Counter((span.kind, span.unit, span.ready, span.end) for span in collectives)
-    lane = t.recording.lane("compute")
+    track = t.recording.track("compute")
     for kind in ("forward", "backward"):
         took = {span.unit: span.end - span.start for span in compute if span.kind == kind}
-        assert {name: sum(s.seconds for s in lane if (s.kind, s.unit) == (kind, name)) for name in took} == took
+        assert {name: sum(s.seconds for s in track if (s.kind, s.unit) == (kind, name)) for name in took} == took
     summary = t.summary()
     expected = overlap_of([(s.ready, s.end) for s in collectives], [(s.start, s.end) for s in compute])
     assert summary.overlap == pytest.approx(expected, abs=1e-9)
@@ -113,11 +113,11 @@ def _trace_compressed(env: RankEnv) -> None:
         told.append(t.summary().collectives)
         sent = sum(one.sent for one in told[-1].values())
         assert sent == pytest.approx(counter.total().wire_bytes)
-        assert {span.lane for span in t.recording.flights() if span.kind == "all-reduce"} == {"replicate"}
+        assert {span.track for span in t.recording.started() if span.kind == "all-reduce"} == {"replicate"}
     plain, compressed = told
     assert compressed["all-gather"].nbytes == plain["all-gather"].nbytes, "the gathers are those of weights"
     assert compressed["all-reduce"].sent == plain["all-reduce"].sent / 2
-    assert compressed["all-reduce"].flights == 2 * plain["all-reduce"].flights
+    assert compressed["all-reduce"].started == 2 * plain["all-reduce"].started
 
 
 def test_a_compressed_all_reduce_is_traced_as_an_all_reduce(pool4: Pool) -> None:
@@ -176,12 +176,12 @@ def _check_recording(t: hsdp.Trace, counter: CollectiveCounter) -> None:
     assert summary.iterations == 3
     for span in recording.spans:
         assert 0 <= span.start <= span.end <= recording.end, span
-    lane = recording.lane("compute")
-    for before, after in pairwise(lane):
+    track = recording.track("compute")
+    for before, after in pairwise(track):
         assert before.end <= after.start, f"{before} and {after} overlap"
-    kinds = Counter(span.kind for span in lane)
+    kinds = Counter(span.kind for span in track)
     assert kinds["optimizer"] == 3 and {"forward", "backward", "launch", "copy", "sum", "landing"} <= kinds.keys()
-    computed = {span.unit for span in lane if span.kind == "backward"}
+    computed = {span.unit for span in track if span.kind == "backward"}
     assert {"blocks.0", "blocks.1", "blocks.2"} < computed
     assert recording.memory[-1][1] == 0, "at the end no communication buffer is held"
     assert 0 < summary.peak_bytes == max(nbytes for _, nbytes in recording.memory)
@@ -229,7 +229,7 @@ def _sleep_beside_a_gather(env: RankEnv) -> None:
         time.sleep(1.0)
         unit.finish()
         unit.reshard()
-    (gather,) = t.recording.flights()
+    (gather,) = t.recording.started()
     assert gather.seconds < 0.7, "its end is when it was done, not when somebody waited for it"
     assert t.summary().collectives["all-gather"].exposed < 0.3
 
@@ -309,7 +309,7 @@ def _fails_and_goes_on(env: RankEnv) -> None:
         time.sleep(0.05)
         model(x, False).sum().backward()
         time.sleep(0.05)
-    busy = length(union((s.start, s.end) for s in t.recording.lane("compute")))
+    busy = length(union((s.start, s.end) for s in t.recording.track("compute")))
     assert busy < t.recording.end - 0.09, "the pauses belong to no unit"
 
 

@@ -7,7 +7,7 @@ from torch import nn
 from hsdp.format import dotted, dtype_of, pattern_of, together
 from hsdp.params.ownership import class_name
 from hsdp.schedule.module_hooks import state_of
-from hsdp.unit.dtype_group import Lane
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.unit import Unit
 
 
@@ -61,14 +61,14 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
 
 
 def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
-    held = sum(lane.layout.numel * lane.kind.storage.itemsize for lane in unit.lanes)
-    padding = sum(lane.layout.padding * lane.kind.storage.itemsize for lane in unit.lanes) // unit.axes.shard_size
+    held = sum(group.layout.numel * group.kind.storage.itemsize for group in unit.dtype_groups)
+    padding = sum(group.layout.padding * group.kind.storage.itemsize for group in unit.dtype_groups) // unit.axes.shard_size
     count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
     head = f"{count}, {unit.axes}, {held:,} bytes per rank ({padding:,} of them padding), {_after_forward(unit, is_root)}"
     rows = []
     for slot, param in enumerate(unit.params):
-        lane = next(lane for lane in unit.lanes if slot in lane.slots)
-        rows.append(f"{param.fqn:<32} {tuple(param.spec.shape)!s:<20} {_path(lane, lane.slots.index(slot), unit)}")
+        group = next(group for group in unit.dtype_groups if slot in group.slots)
+        rows.append(f"{param.fqn:<32} {tuple(param.spec.shape)!s:<20} {_path(group, group.slots.index(slot), unit)}")
     return [head, *rows]
 
 
@@ -79,18 +79,18 @@ def _after_forward(unit: Unit, is_root: bool) -> str:
     return "whole until backward" if after is False or (after is None and is_root) else "freed after forward"
 
 
-def _path(lane: Lane, index: int, unit: Unit) -> str:
-    piece, kind = lane.layout.pieces[index], lane.kind
+def _path(group: DtypeGroup, index: int, unit: Unit) -> str:
+    piece, kind = group.layout.pieces[index], group.kind
     dtypes = f"{dtype_of(kind.storage)} / {dtype_of(kind.compute)} / {dtype_of(kind.reduce)}"
     where = unit.axes.placement_text(piece.spec.dim, piece.spec.merged)
     if kind.replicated:
         how = "kept whole, all-reduced"
     elif piece.spec.dim is None:
         how = "kept whole, reduced packed"
-    elif lane.shards == 1:
+    elif group.shards == 1:
         how = "nothing to gather, all-reduced where autograd made it"
     else:
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
         how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
-    frozen = "" if lane.params[index].sharded.requires_grad else ", frozen"
+    frozen = "" if group.params[index].sharded.requires_grad else ", frozen"
     return f"{where:<12} {dtypes:<20} {piece.numel * kind.storage.itemsize:>12,} B  {how}{frozen}"

@@ -59,7 +59,7 @@ class UnshardHandle(_UnshardHandle):
         self._units = units
 
     def wait(self) -> None:
-        """Waits until the module shows its whole parameters."""
+        """Waits until the module shows its unsharded parameters."""
         for unit in self._units:
             unit.show()
             unit.streams.finish_host_reads()
@@ -183,7 +183,7 @@ class PipelineFace:
     """What `torch.distributed.pipelining` reaches for once a stage has run the backward of its last micro-batch.
 
     A schedule switches gradient sync off and does FSDP2's post-backward by hand, on `fully_shard.state(stage)`. Here that
-    is one call: the sums over micro-batches are communicated and land in `.grad`, and whole parameters go.
+    is one call: the sums over micro-batches are communicated and land in `.grad`, and unsharded parameters go.
     """
 
     def __init__(self, module: nn.Module) -> None:
@@ -197,7 +197,7 @@ class PipelineFace:
         if any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units):
             raise StateError(
                 f"{type(module).__name__}: no gradient of this stage reached hsdp. Schedules that split a backward into "
-                "inputs and weights (zero-bubble, ZBV, DualPipeV) look for whole parameters in `parameters()`, where "
+                "inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters in `parameters()`, where "
                 "hsdp shows sharded ones; use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B"
             )
         module.flush()

@@ -55,7 +55,7 @@ def fully_shard(
             FSDP2 names it: a subclass of both the original class and `HSDPModule`.
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
             the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
-        reshard_after_forward: free the whole parameters after forward and gather them again for backward. None: True,
+        reshard_after_forward: free the unsharded parameters after forward and gather them again for backward. None: True,
             but False for the outermost unit and, once the order is known, for the last one, whose backward starts right
             away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
             ranks, so that the gather for backward stays inside such a group (a node, say).
@@ -230,7 +230,7 @@ def _watch_loads(unit: Unit) -> None:
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method of a sharded module an entry point, as its forward is: whole parameters, watched outputs.
+    """Makes another method of a sharded module an entry point, as its forward is: unsharded parameters, watched outputs.
 
     Args:
         module: a sharded module.

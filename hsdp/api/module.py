@@ -49,7 +49,7 @@ class HSDPModule(FSDP2Methods):
         return original(*args, **kwargs)
 
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        """Runs the module with its whole parameters; hooks that users put on the module see them too."""
+        """Runs the module with its unsharded parameters; hooks that users put on the module see them too."""
         if torch.compiler.is_exporting():
             raise TypeError(
                 f"{type(self).__name__} is sharded and cannot be exported; export a plain module that was given "
@@ -75,7 +75,9 @@ class HSDPModule(FSDP2Methods):
         """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
         own = super().extra_repr()  # type: ignore[misc]
         unit = own_state(self).unit
-        kinds = sorted({f"{lane.kind.storage} as {lane.kind.compute}".replace("torch.", "") for lane in unit.lanes})
+        kinds = sorted(
+            {f"{group.kind.storage} as {group.kind.compute}".replace("torch.", "") for group in unit.dtype_groups}
+        )
         dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
         count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
         told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
@@ -97,7 +99,7 @@ class HSDPModule(FSDP2Methods):
         return units_below(cast(nn.Module, self), recurse)
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
-        """Does what `torch.nn.Module.apply` does, with whole parameters: `hsdp.gathered_apply(self, fn)`.
+        """Does what `torch.nn.Module.apply` does, with unsharded parameters: `hsdp.gathered_apply(self, fn)`.
 
         Every rank must call it, and takes the values that `fn` writes on the mesh's first rank. For a model on the meta
         device call `hsdp.init_sharded(model, fn)`.
@@ -105,14 +107,14 @@ class HSDPModule(FSDP2Methods):
         return gathered_apply(cast(nn.Module, self), fn)
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the whole parameters of this module's unit; the module's attributes show them until `reshard()`.
+        """Gathers the unsharded parameters of this module's unit; the module's attributes show them until `reshard()`.
 
         `parameters()` shows the sharded ones all the same. A forward of the root gathers anew, as the shards may have been
         written since.
 
         Args:
             async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
-                whole parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
+                unsharded parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
                 changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
                 `p.data` meanwhile.
 
@@ -134,7 +136,7 @@ class HSDPModule(FSDP2Methods):
         return handle
 
     def reshard(self) -> None:
-        """Frees the whole parameters of this module's unit.
+        """Frees the unsharded parameters of this module's unit.
 
         Those that a graph of gradients (`create_graph=True`) reads are freed when that graph is gone.
 
@@ -158,8 +160,8 @@ class HSDPModule(FSDP2Methods):
     def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
         """Whether backward communicates gradients.
 
-        With False, whole gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward with
-        True sends the sums. That takes the memory of an unsharded model in that dtype.
+        With False, unsharded gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward
+        with True sends the sums. That takes the memory of an unsharded model in that dtype.
         """
         flag = check_flag("set_requires_grad_sync", requires_grad_sync)
         for unit in self._units(recurse):
@@ -239,7 +241,7 @@ class HSDPModule(FSDP2Methods):
         return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:
-        """This rank's whole gradients that were not communicated, by parameter name: raw ones, for looking at.
+        """This rank's unsharded gradients that were not communicated, by parameter name: raw ones, for looking at.
 
             with model.no_sync():  # skips the reduction
                 loss_of(model(batch)).backward()
@@ -325,13 +327,13 @@ class HSDPModule(FSDP2Methods):
     # -- gathering -----------------------------------------------------------------------------------------------
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether whole parameters are freed after forward and gathered again for backward; see `fully_shard`."""
+        """Whether unsharded parameters are freed after forward and gathered again for backward; see `fully_shard`."""
         flag = check_flag("set_reshard_after_forward", reshard_after_forward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_forward = flag
 
     def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether whole parameters are freed as soon as their backward is over; they never outlive the iteration."""
+        """Whether unsharded parameters are freed as soon as their backward is over; they never outlive the iteration."""
         flag = check_flag("set_reshard_after_backward", reshard_after_backward)
         for unit in self._units(recurse):
             unit.settings.reshard_after_backward = flag

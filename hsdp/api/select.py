@@ -70,12 +70,12 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        whole = id(param) in replicated
-        dim, merged = (None, 1) if whole else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
+        unsharded = id(param) in replicated
+        dim, merged = (None, 1) if unsharded else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes)
         if inner is not None:
             inner.check(axes, dim, where)
-        managed = ManagedParam(places, param, dim, merged, whole, inner)
+        managed = ManagedParam(places, param, dim, merged, unsharded, inner)
         if managed.wrapper is not None:
             check_extension(managed, axes, reshard_after_forward, where)
         params.append(managed)

@@ -25,11 +25,12 @@ def with_own_storage(tensor: Tensor) -> Tensor:
     return dlpack.from_dlpack(dlpack.to_dlpack(tensor)) if tensor.numel() else tensor  # type: ignore[attr-defined]
 
 
-class Arena:
+class FlatBuffer:
     """A flat tensor whose storage comes and goes.
 
     Freeing shrinks the storage to nothing, though autograd or a module still holds views: they come back to life when
-    the arena is allocated and filled again. An arena is born allocated: views can only be made of memory that is there.
+    the flat buffer is allocated and filled again. It is born
+    allocated: views can only be made of memory that is there.
     """
 
     __slots__ = ("_bytes", "_storage", "tensor")
@@ -40,13 +41,13 @@ class Arena:
         self._bytes = self._storage.nbytes()
 
     @classmethod
-    def around(cls, tensor: Tensor) -> Arena:
+    def around(cls, tensor: Tensor) -> FlatBuffer:
         """The memory that a tensor lives in, as somebody else allocated it."""
-        arena = cls.__new__(cls)
-        arena.tensor = tensor
-        arena._storage = tensor.untyped_storage()
-        arena._bytes = arena._storage.nbytes()
-        return arena
+        flat_buffer = cls.__new__(cls)
+        flat_buffer.tensor = tensor
+        flat_buffer._storage = tensor.untyped_storage()
+        flat_buffer._bytes = flat_buffer._storage.nbytes()
+        return flat_buffer
 
     @property
     def nbytes(self) -> int:
@@ -84,7 +85,7 @@ class Arena:
     def alias(self, start: int, stop: int) -> Tensor:
         """A view of elements `start:stop` with a version counter of its own.
 
-        Views made by plain slicing share one counter, and refilling the arena would then trip autograd's check that
+        Views made by plain slicing share one counter, and refilling the flat buffer would then trip autograd's check that
         saved tensors were not modified; the runtime compares epochs instead.
         """
         return self.tensor.data[start:stop]

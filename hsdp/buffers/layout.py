@@ -1,6 +1,6 @@
 """Where each parameter's bytes lie: pure integer planning, no tensors, no ranks' state.
 
-A *lane* is the set of a unit's parameters that share dtypes. For one lane and S shard ranks the plan is
+A *dtype group* is the set of a unit's parameters that share dtypes. For one dtype group and S shard ranks the plan is
 
     shard buffer      [ big A | big B | mid C | small d | small e | pad ]              one rank's pieces
                       '- direct -----'                                                 own transfer each
@@ -110,7 +110,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of one lane.
+    """The plan of one dtype group.
 
     Attributes:
         shards: number of shard ranks S.
@@ -140,7 +140,7 @@ class Layout:
 
 
 def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Layout:
-    """Plans the buffers of one lane.
+    """Plans the buffers of one dtype group.
 
     Args:
         specs: its parameters.

@@ -1,6 +1,6 @@
 """The ranks that save or load together: what they tell each other, and how an error on one becomes an error on all.
 
-These are small Python objects about files, not flights of tensors: they travel over a CPU group, a few per checkpoint.
+These are small Python objects about files, not collectives of tensors: they travel over a CPU group, a few per checkpoint.
 Whatever a rank does on its own (reading, writing, checking) happens inside one of the methods below, so that no rank
 goes on while another has failed, and all raise the same text.
 """

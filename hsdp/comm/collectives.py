@@ -1,4 +1,4 @@
-"""The only file that talks to `torch.distributed`: starts collectives, gives back flights, knows backends' habits."""
+"""The only file that talks to `torch.distributed`: starts collectives, gives back collectives, knows backends' habits."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
-from hsdp.comm.divergence import Agreement
+from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import Flight, Named, wait_for
+from hsdp.comm.work import CommWork, Named, wait_for
 
 GATHER_ALONE_BYTES = 512 * 1024
 """Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
@@ -30,11 +30,11 @@ REDUCE_ALONE_BYTES = 1024 * 1024
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
     """`torch.distributed.all_reduce(tensor, how, group)` in turn with units' collectives, known as `op`, told as `what`."""
     count = 0
-    if (agreement := Agreement.among(group)) is not None:
-        agreement.check(op, what, "")
-        count = agreement.count
+    if (divergence_guard := DivergenceGuard.among(group)) is not None:
+        divergence_guard.before_collective(op, what, "")
+        count = divergence_guard.count
     if (work := dist.all_reduce(tensor, how, group, async_op=True)) is not None:
-        wait_for(work, backend_name(group, tensor.device), agreement, count, what, "")
+        wait_for(work, backend_name(group, tensor.device), divergence_guard, count, what, "")
 
 
 class Comm:
@@ -43,8 +43,8 @@ class Comm:
     Attributes:
         size: number of its ranks.
         backend: "gloo", "nccl", "fake", ..., or "none".
-        streams: the side streams that its flights use.
-        agreement: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
+        streams: the side streams that its collectives use.
+        divergence_guard: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
         custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
     """
 
@@ -55,11 +55,11 @@ class Comm:
         self.device = device
         self.streams = streams
         self.backend = backend_name(group, device) if group is not None else "none"
-        self.agreement: Agreement | None = None
+        self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend != "fake":
-            self.agreement = Agreement.of(group, rank, size, timeout_of(group, device))
+            self.divergence_guard = DivergenceGuard.of(group, rank, size, timeout_of(group, device))
         self._all_gather_options = _options(c10d.AllgatherOptions, streams)
         self._reduce_scatter_options = _options(c10d.ReduceScatterOptions, streams)
         self._all_reduce_options = _options(c10d.AllreduceOptions, streams)
@@ -76,25 +76,25 @@ class Comm:
         """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
         return direct_bytes(self.backend)[1]
 
-    def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> Flight:
-        """A flight without a collective: `finish`, with the waiting of the others."""
-        return Flight(self, kind, owner, [], None, finish)
+    def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
+        """A collective without a collective: `finish`, with the waiting of the others."""
+        return CommWork(self, kind, owner, [], None, finish)
 
     def all_gather(
         self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
-    ) -> Flight:
+    ) -> CommWork:
         """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`.
 
-        `op` stands for the call in the ranks' agreement, here and below.
+        `op` stands for the call to the ranks' divergence guard, here and below.
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
         if self.custom_all_gather is not None:
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.streams.active)
-            return Flight(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
+            return CommWork(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
         for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
             works += _start_gather(group, outs, ins, self._all_gather_options)
-        return Flight(self, "all-gather", owner, works, (outputs, inputs), finish)
+        return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
     def reduce_scatter(
         self,
@@ -102,14 +102,14 @@ class Comm:
         op: int,
         outputs: list[Tensor],
         inputs: list[Tensor],
-        whole: list[Tensor],
+        replicated: list[Tensor],
         finish: Callable[[], object] | None,
-    ) -> Flight:
+    ) -> CommWork:
         """Sums over ranks; then `finish`.
 
         Args:
             outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
-            whole: tensors that every rank keeps whole: summed in place.
+            replicated: tensors that every rank keeps whole: summed in place.
         """
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
@@ -121,28 +121,28 @@ class Comm:
         else:
             for outs, ins in _by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._reduce_scatter_options)
-        self._sum_in_place(group, works, whole)
-        return Flight(self, "reduce-scatter", owner, works, (outputs, inputs, whole), finish)
+        self._sum_in_place(group, works, replicated)
+        return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
 
     def all_reduce(
         self, owner: Named, op: int, tensors: list[Tensor], finish: Callable[[], object] | None = None
-    ) -> Flight:
+    ) -> CommWork:
         """Sums tensors over ranks, in place, in one call per dtype."""
         group = self._ready(op, "all-reduce", owner)
         works: list[Any] = []
         self._sum_in_place(group, works, tensors)
-        return Flight(self, "all-reduce", owner, works, tensors, finish)
+        return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
-    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> Flight:
+    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> CommWork:
         """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
         group = self._ready(op, "all-to-all", owner)
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
-        return Flight(self, "all-to-all", owner, works, (outputs, inputs))
+        return CommWork(self, "all-to-all", owner, works, (outputs, inputs))
 
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
         assert self.group is not None, f"{kind} without a process group"
-        if self.agreement is not None:
-            self.agreement.check(op, kind, owner.name)
+        if self.divergence_guard is not None:
+            self.divergence_guard.before_collective(op, kind, owner.name)
         return self.group
 
     def _all_to_all_then_sum(
@@ -188,10 +188,10 @@ class Comm:
 
     def exchange(self, value: Any, owner: Named) -> list[Any]:
         """Every rank's `value` (plain data), in rank order. Blocking and slow, asks before: for set-up, not for steps."""
-        if self.agreement is None:
+        if self.divergence_guard is None:
             return [value]
         text = repr(value).encode()
-        if self.agreement.alike("set-up", owner.name, hashlib.sha256(text).hexdigest()):
+        if self.divergence_guard.all_equal("set-up", owner.name, hashlib.sha256(text).hexdigest()):
             return [value] * self.size
         # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
@@ -206,8 +206,8 @@ class Comm:
 
     def broadcast(self, tensor: Tensor, owner: Named) -> None:
         """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
-        if self.agreement is not None:
-            self.agreement.alike("broadcast", owner.name, "")
+        if self.divergence_guard is not None:
+            self.divergence_guard.all_equal("broadcast", owner.name, "")
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 

@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import Flight, Named
+from hsdp.comm.work import CommWork, Named
 
 
 class CompressedAllReduce:
@@ -38,7 +38,7 @@ class CompressedAllReduce:
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
-    ) -> Flight:
+    ) -> CommWork:
         """Sums `tensors` over the ranks of `comm`, in place."""
         sizes = [tensor.numel() for tensor in tensors]
         part = -(-sum(sizes) // comm.size)
@@ -53,11 +53,11 @@ class CompressedAllReduce:
             if finish is not None:
                 finish()
 
-        def gather() -> Flight:
+        def gather() -> CommWork:
             mine = add_in_order(received, comm.size).to(self.wire_dtype)
             return comm.all_gather(owner, hash((op, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], land)
 
-        return _TwoFlights(comm, owner, comm.all_to_all(owner, op, [received], [sent]), gather)
+        return _TwoWorks(comm, owner, comm.all_to_all(owner, op, [received], [sent]), gather)
 
 
 class CompressedReduceScatter:
@@ -108,16 +108,16 @@ def add_in_order(parts: Tensor, ranks: int) -> Tensor:
     return total
 
 
-class _TwoFlights(Flight):
-    """A flight of which the second half starts when the first has landed."""
+class _TwoWorks(CommWork):
+    """A collective of which the second half starts when the first has landed."""
 
     __slots__ = ("_first", "_go_on", "_second")
 
-    def __init__(self, comm: Comm, owner: Named, first: Flight, go_on: Callable[[], Flight]) -> None:
+    def __init__(self, comm: Comm, owner: Named, first: CommWork, go_on: Callable[[], CommWork]) -> None:
         super().__init__(comm, "all-reduce", owner, [], None)
         self._first = first
         self._go_on = go_on
-        self._second: Flight | None = None
+        self._second: CommWork | None = None
         if comm.streams.active:
             self._second = go_on()  # streams keep the order, the host goes on
 

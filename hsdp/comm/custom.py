@@ -1,4 +1,4 @@
-"""Collectives that users bring: the protocols, which are FSDP2's, and how a flight is made of one.
+"""Collectives that users bring: the protocols, which are FSDP2's, and how a collective is made of one.
 
     hsdp's input --copy--> comm.allocate()d input --comm(...)--> comm.allocate()d output --copy--> hsdp's output
 

@@ -39,7 +39,7 @@ _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
 
 STEP, CLIP = 1, 2
-"""Events for `Agreement.note`."""
+"""Events for `DivergenceGuard.note_event`."""
 
 
 class _Answer(NamedTuple):
@@ -49,7 +49,7 @@ class _Answer(NamedTuple):
         number: of that op: how many there have been in the group, this one included.
         what: the op, for people.
         op: identifies it; the same integer on all ranks that agree.
-        digest: of what comes with it, for `alike`.
+        digest: of what comes with it, for `all_equal`.
     """
 
     number: int
@@ -58,16 +58,16 @@ class _Answer(NamedTuple):
     digest: str = ""
 
 
-class Agreement:
+class DivergenceGuard:
     """The agreed order of one process group.
 
     Args:
-        group: the group; its ranks hold one `Agreement` each.
+        group: the group; its ranks hold one `DivergenceGuard` each.
         rank, size: this rank's place in it.
         timeout: how long to wait for the other ranks' answers, seconds.
     """
 
-    _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, Agreement]] = weakref.WeakKeyDictionary()
+    _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, DivergenceGuard]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float) -> None:
         store = dist.distributed_c10d._get_default_store()
@@ -91,19 +91,19 @@ class Agreement:
         self.count = 0
 
     @classmethod
-    def of(cls, group: ProcessGroup, rank: int, size: int, timeout: float) -> Agreement:
-        """The agreement of a group: one, however many units and models use the group."""
+    def of(cls, group: ProcessGroup, rank: int, size: int, timeout: float) -> DivergenceGuard:
+        """The guard of a process group: one, however many units and models use the group."""
         found = cls.among(group)
         if found is None:
             found = cls._of_group[group] = cls(group, rank, size, timeout)
         return found
 
     @classmethod
-    def among(cls, group: ProcessGroup) -> Agreement | None:
-        """The agreement of a group that units use; None of any other."""
+    def among(cls, group: ProcessGroup) -> DivergenceGuard | None:
+        """The guard of a process group that units use; None of any other group."""
         return cls._of_group.get(group)
 
-    def begin(self, plan: int) -> None:
+    def begin_pass(self, plan: int) -> None:
         """A pass begins with the next op: what follows it depends on `plan` alone and not on what was before.
 
         `plan` stands for the order in which ranks mean to gather ahead; it is the same on all that agree so far.
@@ -111,11 +111,11 @@ class Agreement:
         self._begins = True
         self._plan = plan
 
-    def note(self, event: int) -> None:
+    def note_event(self, event: int) -> None:
         """This rank did something that all must do alike, though nothing is communicated: the next op tells of it."""
         self._events = hash((self._events, event))
 
-    def check(self, op: int, kind: str, name: str) -> None:
+    def before_collective(self, op: int, kind: str, name: str) -> None:
         """Called before each collective.
 
         Args:
@@ -140,7 +140,7 @@ class Agreement:
             self._passes = min(self._passes + 1, _MOST_PASSES)
         self._begins = False
 
-    def alike(self, kind: str, name: str, digest: str) -> bool:
+    def all_equal(self, kind: str, name: str, digest: str) -> bool:
         """Always asks the other ranks; returns whether all came with the same `digest`. For set-up, not for steps.
 
         Raises:
@@ -182,7 +182,7 @@ class Agreement:
         self._store.delete_key(_key(self._asked - 1, self._rank))
         return told
 
-    def look(self, count: int, kind: str, name: str) -> None:
+    def answer_peers(self, count: int, kind: str, name: str) -> None:
         """Called from time to time while waiting for op number `count`: answers a rank that asks what comes there.
 
         Raises:

@@ -12,7 +12,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import Flight, Named
+from hsdp.comm.work import CommWork, Named
 
 
 class ReplicaReduce(Protocol):
@@ -20,7 +20,7 @@ class ReplicaReduce(Protocol):
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
-    ) -> Flight:
+    ) -> CommWork:
         """Starts summing `tensors` (1-D, in place) over the ranks of `comm`; `finish` runs behind the sum.
 
         On a device the stream that is current is the all-reduce stream. Every rank calls it for the same reductions in
@@ -34,7 +34,7 @@ class AllReduce:
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
-    ) -> Flight:
+    ) -> CommWork:
         """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `ReplicaReduce.start` says."""
         return comm.all_reduce(owner, op, tensors, finish)
 

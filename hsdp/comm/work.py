@@ -1,4 +1,4 @@
-"""A *flight*: a collective under way.
+"""A *collective*: a collective under way.
 
 On a device its work was enqueued on a side stream and `wait` makes the current stream wait for an event. On the CPU the
 backend's threads carry it and `wait` blocks the host until it is done, then runs what has to follow it (a local sum, a
@@ -17,33 +17,33 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
-from hsdp.comm.divergence import Agreement, described
+from hsdp.comm.divergence import DivergenceGuard, described
 from hsdp.comm.streams import Event, Streams
 from hsdp.errors import CollectiveError, DivergenceError
 
 
 class Named(Protocol):
-    """Whatever a flight is for; its name appears in errors."""
+    """Whatever a collective is for; its name appears in errors."""
 
     name: str
 
 
 class Carrier(Protocol):
-    """What started a flight: the process group, as far as waiting for it goes."""
+    """What started a collective: the process group, as far as waiting for it goes."""
 
     streams: Streams
     backend: str
-    agreement: Agreement | None
+    divergence_guard: DivergenceGuard | None
 
 
 _TICK = timedelta(seconds=1)
 """How often a rank that waits looks whether another one asks."""
 
-flying: weakref.WeakSet[Flight] = weakref.WeakSet()
-"""Flights that were not waited for yet: what a time-out tells of."""
+outstanding: weakref.WeakSet[CommWork] = weakref.WeakSet()
+"""Collectives that were not waited for yet: what a time-out tells of."""
 
 
-class Flight:
+class CommWork:
     """A collective under way: its works, the buffers they touch, and what follows them."""
 
     __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name", "start")
@@ -60,13 +60,13 @@ class Flight:
         self.kind = kind
         self.name = owner.name
         self._comm = comm
-        self._count = comm.agreement.count if comm.agreement is not None else 0
+        self._count = comm.divergence_guard.count if comm.divergence_guard is not None else 0
         self._works: list[Any] | None = works
         self._keep = keep
         self._finish = finish
         self._event: Event = None
         self.start = time.monotonic()
-        flying.add(self)
+        outstanding.add(self)
         if comm.streams.active:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
@@ -89,33 +89,33 @@ class Flight:
             self._comm.streams.join(self._event)
         elif self._works is not None:
             self._settle()
-        flying.discard(self)
+        outstanding.discard(self)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
 
     @property
     def event(self) -> Event:
-        """The device event behind the flight's last work; None on the CPU."""
+        """The device event behind the collective's last work; None on the CPU."""
         return self._event
 
     def _settle(self) -> None:
-        assert self._works is not None, "a flight settles once"
+        assert self._works is not None, "a collective settles once"
         for work in self._works:
             if work is not None:
-                wait_for(work, self._comm.backend, self._comm.agreement, self._count, self.kind, self.name)
+                wait_for(work, self._comm.backend, self._comm.divergence_guard, self._count, self.kind, self.name)
         self._works = None
         if self._finish is not None:
             self._finish()
 
 
-def wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, kind: str, name: str) -> None:
+def wait_for(work: Any, backend: str, divergence_guard: DivergenceGuard | None, count: int, kind: str, name: str) -> None:
     """Waits for a work of op number `count`, and meanwhile answers ranks that ask about it."""
     try:
         if backend != "gloo":
             work.wait()
             return
-        if agreement is not None and agreement.broken and not work.is_completed():
-            agreement.look(count, kind, name)
+        if divergence_guard is not None and divergence_guard.broken and not work.is_completed():
+            divergence_guard.answer_peers(count, kind, name)
         for tick in itertools.count(1):
             try:
                 work.wait(_TICK)
@@ -123,35 +123,35 @@ def wait_for(work: Any, backend: str, agreement: Agreement | None, count: int, k
             except RuntimeError:
                 if work.is_completed():
                     raise
-                if agreement is None:
+                if divergence_guard is None:
                     continue
-                agreement.look(count, kind, name)
-                if tick * _TICK.total_seconds() >= agreement.timeout:
-                    raise RuntimeError(f"it did not end within {agreement.timeout:g} seconds") from None
+                divergence_guard.answer_peers(count, kind, name)
+                if tick * _TICK.total_seconds() >= divergence_guard.timeout:
+                    raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
     except RuntimeError as error:
         if isinstance(error, DivergenceError):
             raise
         raise CollectiveError(
             f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
-            f"or taken another branch: see its log. This rank was waiting for: {_describe_flying()}"
+            f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
         ) from error
 
 
-_abandoned: list[Flight] = []
+_abandoned: list[CommWork] = []
 
 
-def abandon(flight: Flight) -> None:
-    """Keeps the buffers of a flight that nobody waits for any more until its collective has ended."""
+def abandon(comm_work: CommWork) -> None:
+    """Keeps the buffers of a collective that nobody waits for any more until its collective has ended."""
     _abandoned[:] = [other for other in _abandoned if not other.done()]
-    _abandoned.append(flight)
-    flying.discard(flight)
+    _abandoned.append(comm_work)
+    outstanding.discard(comm_work)
 
 
-def _describe_flying() -> str:
+def _describe_outstanding() -> str:
     now = time.monotonic()
     return "; ".join(
-        f"{described(flight.kind, flight.name)} ({_nbytes(flight._keep)} bytes, {now - flight.start:.1f} s old)"
-        for flight in sorted(flying, key=lambda flight: flight.start)
+        f"{described(comm_work.kind, comm_work.name)} ({_nbytes(comm_work._keep)} bytes, {now - comm_work.start:.1f} s old)"
+        for comm_work in sorted(outstanding, key=lambda comm_work: comm_work.start)
     )
 
 

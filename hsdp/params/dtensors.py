@@ -25,8 +25,8 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The spec of a tensor whose whole has this shape, contiguous."""
-    whole = torch.empty(shape, dtype=dtype, device="meta")
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), dtype))
+    unsharded = torch.empty(shape, dtype=dtype, device="meta")
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(unsharded.shape, unsharded.stride(), dtype))
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

@@ -1,4 +1,4 @@
-"""Whole parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first."""
+"""Unsharded parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ class Shadows:
         self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
         self._names: dict[int, list[tuple[int, str]]] = {}
         for param in params:
-            if param.whole is not None:
-                storage, start = _place_of(block_of(param.whole))
+            if param.unsharded is not None:
+                storage, start = _place_of(block_of(param.unsharded))
                 self._names.setdefault(storage, []).append((start, param.fqn))
         self._entries: list[tuple[dict[str, Any], str, ManagedParam]] = []
         modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
         for param in params:
             for module, name in param.holders():
                 entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
-                entry[1][name] = param.whole
+                entry[1][name] = param.unsharded
                 self._entries.append((entry[1], name, param))
                 self._registered.append((module._parameters, name, param.sharded, param.local))
         self._modules = list(modules.values())
@@ -45,20 +45,20 @@ class Shadows:
         self._wrappers = list(map(_storage_of, self._sharded))
 
     def choose(self) -> None:
-        """Takes the whole parameters that forwards are to see from now on (`ManagedParam.choose`)."""
+        """Takes the unsharded parameters that forwards are to see from now on (`ManagedParam.choose`)."""
         for shadows, name, param in self._entries:
-            shadows[name] = param.whole
+            shadows[name] = param.unsharded
 
     def show(self) -> None:
-        """Puts the whole parameters in front."""
+        """Puts the unsharded parameters in front."""
         for module, shadows, rnn in self._modules:
             there = module()
             if there is None:  # users took it out of their model
                 continue
             there.__dict__.update(shadows)
             if rnn:
-                for name, whole in shadows.items():
-                    refresh_flat_weights(there, name, whole)
+                for name, unsharded in shadows.items():
+                    refresh_flat_weights(there, name, unsharded)
 
     def hide(self) -> None:
         """Takes them away again."""

@@ -51,12 +51,12 @@ class ManagedParam:
         spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
         wrapper: what is around its data if it is a tensor subclass with a gather extension; None for a plain tensor.
         dtype: storage dtype.
-        sharded: the DTensor parameter that users see. Its local tensor is a view of the lane's shard buffer.
+        sharded: the DTensor parameter that users see. Its local tensor is a view of the dtype group's shard buffer.
         local: that view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`).
-        whole: the whole parameter that forwards see at present; its storage is filled while the unit is open. None until
-            the lane is built. See `choose`.
-        trained: the whole parameter of forwards that want its gradient; None as long as none did.
+        whole: the unsharded parameter that forwards see at present; its storage is filled while the unit is open. None
+            until the dtype group is built. See `choose`.
+        trained: the unsharded parameter of forwards that want its gradient; None as long as none did.
         node: autograd's accumulation node of `trained`, held so that it stays the same one.
     """
 
@@ -73,7 +73,7 @@ class ManagedParam:
         "spec",
         "tensor_spec",
         "trained",
-        "whole",
+        "unsharded",
         "wrapper",
     )
 
@@ -94,7 +94,7 @@ class ManagedParam:
         self.dtype = original.dtype
         self.replicated = replicated
         self.sharded: nn.Parameter = original
-        self.whole: nn.Parameter | None = None
+        self.unsharded: nn.Parameter | None = None
         self.trained: nn.Parameter | None = None
         self.node: Any = None
         self.piece: Piece
@@ -134,25 +134,25 @@ class ManagedParam:
         return spec_of(*cut, shape, self.dtype)
 
     def make_whole(self, memory: Tensor) -> None:
-        """Makes the whole parameter of `memory`, this parameter's part of a whole buffer."""
+        """Makes the unsharded parameter of `memory`, this parameter's part of a whole buffer."""
         view = memory.view(self.spec.shape)
         view = view if self.inner is None else self.inner.wrap(view)
-        self.whole = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
 
     def choose(self, wanted: bool) -> None:
-        """Makes `whole` the tensor of a forward that does, or does not, want its gradient.
+        """Makes `unsharded` the tensor of a forward that does, or does not, want its gradient.
 
         They are two leaves over one memory. With one that changes its mind, autograd would drop the gradients of graphs
         that were made before.
         """
-        whole = self.whole
-        assert whole is not None, "an arranged parameter has a whole one"
-        if whole.requires_grad != wanted:
+        unsharded = self.unsharded
+        assert unsharded is not None, "an arranged parameter has a whole one"
+        if unsharded.requires_grad != wanted:
             with torch.inference_mode(False):
                 other = self.trained if wanted else None
-                self.whole = other if other is not None else nn.Parameter(whole.detach(), requires_grad=wanted)
+                self.unsharded = other if other is not None else nn.Parameter(unsharded.detach(), requires_grad=wanted)
         if wanted:
-            self.trained = self.whole
+            self.trained = self.unsharded
 
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
@@ -240,14 +240,14 @@ def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None
         )
 
 
-def rows_of(whole: Tensor, piece: Piece, rank: int) -> Tensor:
-    """The part of a whole parameter that `rank` of the shard group keeps: a view."""
+def rows_of(unsharded: Tensor, piece: Piece, rank: int) -> Tensor:
+    """The part of a unsharded parameter that `rank` of the shard group keeps: a view."""
     spec = piece.spec
     if spec.dim is None:
-        return whole
+        return unsharded
     if spec.merged > 1:
-        return whole.flatten(0, 1).narrow(0, rank * piece.chunk, piece.chunk).view(piece.local_shape(rank))
-    return whole.narrow(spec.dim, min(rank * piece.chunk, spec.cut), piece.rows(rank))
+        return unsharded.flatten(0, 1).narrow(0, rank * piece.chunk, piece.chunk).view(piece.local_shape(rank))
+    return unsharded.narrow(spec.dim, min(rank * piece.chunk, spec.cut), piece.rows(rank))
 
 
 def refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:

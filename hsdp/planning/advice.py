@@ -29,8 +29,10 @@ def _padding(plan: PlanData) -> str | None:
     padding, held = (sum(unit.total(name) for unit in plan.units) for name in ("padding_bytes", "shard_bytes"))
     if padding <= _PADDED * held:
         return None
-    lanes = [lane for lane in worst.lanes if not lane.alone]
-    pairs = [(piece, param) for lane in lanes for piece, param in zip(lane.layout.pieces, lane.params, strict=True)]
+    dtype_groups = [group for group in worst.dtype_groups if not group.alone]
+    pairs = [
+        (piece, param) for group in dtype_groups for piece, param in zip(group.layout.pieces, group.params, strict=True)
+    ]
     _, param = max(pairs, key=lambda pair: pair[0].numel * plan.shards - pair[1].numel)
     return (
         f"{padding / held:.0%} of the shards, and of what is sent, is padding, most of it of {param.name!r} {param.shape} "

@@ -1,4 +1,4 @@
-"""Where the bytes of each unit lie and travel on a mesh: the `Layout` of every lane, and the sizes it implies.
+"""Where the bytes of each unit lie and travel on a mesh: the `Layout` of every dtype group, and the sizes it implies.
 
 This is the planner that `fully_shard` itself uses; nothing is estimated here. All sizes are bytes on one rank.
 """
@@ -12,14 +12,14 @@ from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
 from hsdp.comm.collectives import direct_bytes
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
-from hsdp.unit.dtype_group import LaneKind, thresholds_for
+from hsdp.unit.dtype_group import GroupKey, thresholds_for
 
 # Blocks are alike: most layouts are asked for again and again.
 _layout = functools.lru_cache(maxsize=1024)(plan)
 
 
 @dataclass(frozen=True)
-class LanePlan:
+class GroupPlan:
     """The parameters of a unit that share dtypes.
 
     Attributes:
@@ -31,7 +31,7 @@ class LanePlan:
         offloaded: shards, and gradients beside them, live in host memory.
     """
 
-    kind: LaneKind
+    kind: GroupKey
     params: tuple[ParamFacts, ...]
     layout: Layout
     trained: Layout | None
@@ -200,13 +200,13 @@ class UnitPlan:
     Attributes:
         facts: what it consists of.
         replicas, shards: sizes R and S of the mesh.
-        lanes: its parameters by dtypes.
+        dtype groups: its parameters by dtypes.
     """
 
     facts: UnitFacts
     replicas: int
     shards: int
-    lanes: tuple[LanePlan, ...]
+    dtype_groups: tuple[GroupPlan, ...]
 
     @property
     def numel(self) -> int:
@@ -221,7 +221,7 @@ class UnitPlan:
     @property
     def parts(self) -> int:
         """Size of the group over which it stays sharded after forward; 1: it does not."""
-        return max((lane.parts for lane in self.lanes), default=1)
+        return max((group.parts for group in self.dtype_groups), default=1)
 
     @property
     def keeps(self) -> bool:
@@ -231,8 +231,8 @@ class UnitPlan:
         return policy is False or (policy is None and self.facts.parent is None) or (type(policy) is int and policy == 1)
 
     def total(self, name: str) -> int:
-        """The sum of a size over its lanes."""
-        values = (getattr(lane, name) for lane in self.lanes)
+        """The sum of a size over its dtype groups."""
+        values = (getattr(group, name) for group in self.dtype_groups)
         return sum(sum(value) if isinstance(value, list) else value for value in values)
 
 
@@ -257,18 +257,18 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device
     parts = after if type(after) is int and 1 < after < shards else 1
     facts = replace(facts, params=tuple(param.on(shards) for param in facts.params))
     offloaded = device and type(facts.offload_policy) is not OffloadPolicy
-    groups: dict[LaneKind, list[ParamFacts]] = {}
+    groups: dict[GroupKey, list[ParamFacts]] = {}
     for param in facts.params:
-        kind = LaneKind.of(param.dtype, facts.mp_policy, param.replicated, param.extension)
+        kind = GroupKey.of(param.dtype, facts.mp_policy, param.replicated, param.extension)
         groups.setdefault(kind, []).append(param)
-    lanes = []
+    dtype_groups = []
     for kind, params in groups.items():
         thresholds = thresholds_for(facts.comm_policy, *direct_bytes(backend), kind)
         ranks = 1 if kind.replicated else shards
         trainable = [param for param in params if param.trainable]
         layout, trained = (_layout_of(which, ranks, thresholds) for which in (params, trainable))
-        lanes.append(LanePlan(kind, tuple(params), layout, trained if trainable else None, parts, offloaded))
-    return UnitPlan(facts, replicas, shards, tuple(lanes))
+        dtype_groups.append(GroupPlan(kind, tuple(params), layout, trained if trainable else None, parts, offloaded))
+    return UnitPlan(facts, replicas, shards, tuple(dtype_groups))
 
 
 def _layout_of(params: list[ParamFacts], shards: int, thresholds: Thresholds) -> Layout:

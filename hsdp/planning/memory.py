@@ -68,10 +68,10 @@ def replay(
     """
     ledger = _Ledger(units, backend)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
-    lanes = [lane for unit in units for lane in unit.lanes]
-    ledger.now["optimizer"] = optimizer_states * sum(lane.local_bytes for lane in lanes if not lane.offloaded)
-    away = [lane for lane in lanes if lane.offloaded]
-    host = sum(lane.shard_bytes + optimizer_states * lane.local_bytes + lane.gradient_bytes for lane in away)
+    dtype_groups = [group for unit in units for group in unit.dtype_groups]
+    ledger.now["optimizer"] = optimizer_states * sum(group.local_bytes for group in dtype_groups if not group.offloaded)
+    away = [group for group in dtype_groups if group.offloaded]
+    host = sum(group.shard_bytes + optimizer_states * group.local_bytes + group.gradient_bytes for group in away)
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
     numel = sum(units[index].numel for index in holding) or 1
@@ -182,15 +182,15 @@ class _Ledger:
         self._make(unit, late=True)
 
     def _make(self, unit: UnitPlan, late: bool) -> None:
-        self._add("made", sum(lane.made_bytes(late) for lane in unit.lanes))
+        self._add("made", sum(group.made_bytes(late) for group in unit.dtype_groups))
 
     def _stash(self, unit: UnitPlan, index: int) -> None:
-        made = {lane: lane.made_bytes(False) + lane.made_bytes(True) for lane in unit.lanes}
+        made = {group: group.made_bytes(False) + group.made_bytes(True) for group in unit.dtype_groups}
         if index not in self._stashed:  # the first gradients are the sums, where their dtype is right
-            for lane in unit.lanes:
-                self._add("sums", lane.stash_bytes)
-                if lane.kind.compute == lane.kind.accumulate:
-                    self._add("made", -made.pop(lane))
+            for group in unit.dtype_groups:
+                self._add("sums", group.stash_bytes)
+                if group.kind.compute == group.kind.accumulate:
+                    self._add("made", -made.pop(group))
             self.note(self._here)
         self._add("made", -sum(made.values()))
         self._stashed.add(index)
@@ -200,17 +200,20 @@ class _Ledger:
         self._stashed.discard(index)
         held = "sums" if stashed else "made"
         if stashed:  # the gradients of this micro-batch are added to the sums
-            self._add("made", -sum(lane.made_bytes(False) + lane.made_bytes(True) for lane in unit.lanes))
-        for lane in unit.lanes:
-            dtype = lane.kind.accumulate if stashed else lane.kind.compute
-            self._add("reduction", lane.scatter_rows + lane.buffer_bytes)
+            self._add(
+                "made",
+                -sum(group.made_bytes(False) + group.made_bytes(True) for group in unit.dtype_groups),
+            )
+        for group in unit.dtype_groups:
+            dtype = group.kind.accumulate if stashed else group.kind.compute
+            self._add("reduction", group.scatter_rows + group.buffer_bytes)
             self.note(self._here)
-            for numel in lane.direct_numels:  # each is an operand as it is, or cast and let go
-                self._add("reduction", numel * lane.kind.reduce.itemsize)
-                if dtype != lane.kind.reduce:
+            for numel in group.direct_numels:  # each is an operand as it is, or cast and let go
+                self._add("reduction", numel * group.kind.reduce.itemsize)
+                if dtype != group.kind.reduce:
                     self.note(self._here)
                 self._add(held, -numel * dtype.itemsize)
-            self._add(held, -lane.packed_numel * dtype.itemsize)
+            self._add(held, -group.packed_numel * dtype.itemsize)
 
     def _scatter(self, unit: UnitPlan, index: int) -> None:
         self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs"))
@@ -221,11 +224,11 @@ class _Ledger:
     def _defer(self, unit: UnitPlan, index: int) -> None:
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
-        for lane in unit.lanes:
-            self._add("sums", lane.partial_bytes)
-            if lane.kind.accumulate != lane.kind.reduce:
+        for group in unit.dtype_groups:
+            self._add("sums", group.partial_bytes)
+            if group.kind.accumulate != group.kind.reduce:
                 self.note(self._here)
-            self._add("reduction", -sum(lane.operands))
+            self._add("reduction", -sum(group.operands))
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
@@ -238,12 +241,12 @@ class _Ledger:
         self._replaced = 0
 
     def _land(self, unit: UnitPlan, index: int) -> None:
-        for lane in unit.lanes:
-            operands = sum(lane.operands)
-            if lane.offloaded:
-                self._for_a_moment("reduction", lane.landing_bytes)
+        for group in unit.dtype_groups:
+            operands = sum(group.operands)
+            if group.offloaded:
+                self._for_a_moment("reduction", group.landing_bytes)
             else:
-                self._add("gradients", lane.gradient_bytes)
-                if lane.landing_bytes:
+                self._add("gradients", group.gradient_bytes)
+                if group.landing_bytes:
                     self.note(self._here)
             self._add("reduction", -operands)

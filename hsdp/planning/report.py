@@ -11,7 +11,7 @@ from typing import Any
 
 from hsdp.format import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
 from hsdp.planning.data import ComparisonData, PlanData
-from hsdp.planning.layouts import LanePlan, UnitPlan
+from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.memory import TERMS
 from hsdp.planning.traffic import Collective
 
@@ -46,7 +46,7 @@ def as_text(plan: PlanData) -> str:
         f"{count_of(plan.tokens_per_second).replace(' ', '')} tokens/s in all",
         plan.bottleneck[0].upper() + plan.bottleneck[1:],
     ]
-    if any(lane.kind.extension for unit in plan.units for lane in unit.lanes):
+    if any(group.kind.extension for unit in plan.units for group in unit.dtype_groups):
         tables.append("Subclass: the tensors say what of them is gathered; here it is counted in their compute dtype.")
     return "\n".join([*head, "", *tables])
 
@@ -70,7 +70,7 @@ def _unit_rows(plan: PlanData) -> Iterable[Row]:
 def _unit_cells(unit: UnitPlan, sent: Sequence[Collective]) -> Row:
     kinds = {kind: sum(one.sent for one in sent if one.kind == kind) for kind in _SHORT}
     return (
-        " + ".join(_dtypes(lane) for lane in unit.lanes),
+        " + ".join(_dtypes(group) for group in unit.dtype_groups),
         count_of(unit.numel),
         bytes_of(unit.total("shard_bytes")),
         bytes_of(unit.total("padding_bytes")),
@@ -83,8 +83,8 @@ def _unit_cells(unit: UnitPlan, sent: Sequence[Collective]) -> Row:
     )
 
 
-def _dtypes(lane: LanePlan) -> str:
-    kind = lane.kind
+def _dtypes(group: GroupPlan) -> str:
+    kind = group.kind
     told = "/".join(dtype_of(dtype) for dtype in (kind.storage, kind.compute, kind.reduce))
     return f"{told}{' whole' * kind.replicated}{' subclass' * kind.extension}"
 
@@ -92,13 +92,13 @@ def _dtypes(lane: LanePlan) -> str:
 def direct_share(unit: UnitPlan, what: str) -> float:
     """Part of a unit's elements that is gathered, or reduced, without a copy ("gather", "reduce")."""
     direct = 0
-    for lane in unit.lanes:
-        if lane.alone:
-            direct += sum(param.numel for param in lane.params if what == "gather" or param.trainable)
+    for group in unit.dtype_groups:
+        if group.alone:
+            direct += sum(param.numel for param in group.params if what == "gather" or param.trainable)
         elif what == "gather":
-            direct += sum(piece.spec.numel for piece in lane.layout.pieces if piece.direct_gather)
-        elif lane.trained is not None:
-            direct += sum(piece.spec.numel for piece in lane.trained.pieces if piece.direct_reduce)
+            direct += sum(piece.spec.numel for piece in group.layout.pieces if piece.direct_gather)
+        elif group.trained is not None:
+            direct += sum(piece.spec.numel for piece in group.trained.pieces if piece.direct_reduce)
     total = sum(param.numel for param in unit.facts.params if what == "gather" or param.trainable)
     return direct / total if total else 0.0
 
@@ -208,25 +208,25 @@ def _unit_dict(unit: UnitPlan, sent: Sequence[Collective]) -> dict[str, Any]:
         "direct_gather": direct_share(unit, "gather"),
         "direct_reduce": direct_share(unit, "reduce"),
         "collectives": [asdict(one) for one in sent],
-        "lanes": [
+        "dtype_groups": [
             {
-                "storage": dtype_of(lane.kind.storage),
-                "compute": dtype_of(lane.kind.compute),
-                "reduce": dtype_of(lane.kind.reduce),
-                "replicated": lane.kind.replicated,
-                "extension": lane.kind.extension,
+                "storage": dtype_of(group.kind.storage),
+                "compute": dtype_of(group.kind.compute),
+                "reduce": dtype_of(group.kind.reduce),
+                "replicated": group.kind.replicated,
+                "extension": group.kind.extension,
                 "params": [
                     {
                         "name": param.name,
                         "shape": list(param.shape),
                         "trainable": param.trainable,
                         "direct_gather": piece.direct_gather,
-                        "bytes": piece.numel * lane.kind.storage.itemsize,
+                        "bytes": piece.numel * group.kind.storage.itemsize,
                     }
-                    for param, piece in zip(lane.params, lane.layout.pieces, strict=True)
+                    for param, piece in zip(group.params, group.layout.pieces, strict=True)
                 ],
             }
-            for lane in unit.lanes
+            for group in unit.dtype_groups
         ],
     }
 
@@ -243,7 +243,7 @@ def as_csv(plan: PlanData) -> str:
         heads += [f"{kind.replace('-', '_')}_{what}" for what in ("calls", "transfers", "sent", "fast", "slow")]
     rows = []
     for unit, sent in zip(plan.units, plan.by_unit, strict=True):
-        row: list[Any] = [unit.facts.name, " + ".join(map(_dtypes, unit.lanes)), unit.numel]
+        row: list[Any] = [unit.facts.name, " + ".join(map(_dtypes, unit.dtype_groups)), unit.numel]
         row += [unit.total(name) for name in _UNIT_BYTES]
         row += [round(direct_share(unit, what), 6) for what in ("gather", "reduce")]
         for kind in _SHORT:

@@ -123,10 +123,10 @@ class Wires:
         """The collectives that an event starts."""
         involved = [units[index] for index in event.units]
         if event.verb is Verb.GATHER:
-            inputs = [size for unit in involved for lane in unit.lanes for size in lane.gather_inputs]
+            inputs = [size for unit in involved for group in unit.dtype_groups for size in group.gather_inputs]
             return self._gather("shard", self.shards, inputs)
         if event.verb is Verb.REGATHER:
-            parts = [lane.part_bytes for unit in involved for lane in unit.lanes if lane.part_bytes]
+            parts = [group.part_bytes for unit in involved for group in unit.dtype_groups if group.part_bytes]
             return self._gather("part", involved[0].parts, parts)
         if event.verb is Verb.SCATTER and self.shards > 1:
             return self._scatter(involved)
@@ -139,7 +139,9 @@ class Wires:
         return self._collective("all-gather", axis, size, calls, len(inputs), sum(inputs) * (size - 1))
 
     def _scatter(self, units: list[UnitPlan]) -> list[Collective]:
-        inputs = [(lane.kind.reduce, size) for unit in units for lane in unit.lanes for size in lane.scatter_inputs]
+        inputs = [
+            (group.kind.reduce, size) for unit in units for group in unit.dtype_groups for size in group.scatter_inputs
+        ]
         # On gloo each tensor is an all-to-all of its own.
         calls = len(inputs) if self.backend == "gloo" else len({dtype for dtype, _ in inputs})
         sent = sum(size for _, size in inputs) * (self.shards - 1) / self.shards
@@ -169,8 +171,8 @@ class Wires:
 
 def _operands(units: Sequence[UnitPlan], replicated: bool = False) -> list[tuple[torch.dtype, int]]:
     """What is all-reduced, with its dtype; only that of parameters that every rank keeps whole if told."""
-    lanes = [lane for unit in units for lane in unit.lanes if lane.kind.replicated or not replicated]
-    return [(lane.kind.reduce, size) for lane in lanes for size in lane.operands]
+    dtype_groups = [group for unit in units for group in unit.dtype_groups if group.kind.replicated or not replicated]
+    return [(group.kind.reduce, size) for group in dtype_groups for size in group.operands]
 
 
 def add_up(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

@@ -56,14 +56,14 @@ class Backwards(Root):
         self._unfinished = True
         self._keeps_graph = False
         self._behind = None
-        self.turns.begin(answers=not self.depth)
+        self.reduce_order.begin(answers=not self.depth)
         self._opened = {}
         self._entered = set()
-        for agreement in self._backward_agreements:
-            agreement.begin(0)
+        for divergence_guard in self._backward_guards:
+            divergence_guard.begin_pass(0)
 
     def _accumulates(self) -> bool:
-        """Whether this graph task accumulates into a whole parameter; that of `autograd.grad` does not."""
+        """Whether this graph task accumulates into a unsharded parameter; that of `autograd.grad` does not."""
         try:
             return any(unit.will_get_gradients() for unit in self.units)
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
@@ -92,7 +92,7 @@ class Backwards(Root):
             if visit.version != version or not unit.as_kept():
                 raise stale(unit)
             if creates_graph:
-                # The whole parameters are part of the new graph, which keeps that of the forward alive: they stay.
+                # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
                 self._keeps_graph = unit.retained = True
                 self._graphs.append(weakref.ref(visit))
         self._entered.add(unit)
@@ -111,7 +111,7 @@ class Backwards(Root):
                 self._end_visits_behind(node)
         self._backward.move_to(unit)
         if begins:
-            self.turns.visit(unit)
+            self.reduce_order.visit(unit)
         if unit.open:
             if visit is not None or unit not in self._opened:
                 self._opened[unit] = (first_node, task)
@@ -156,7 +156,7 @@ class Backwards(Root):
             if other.residency is Residency.SHARDED:
                 other.launch()
         unit.retained = unit.retained or self._keeps_graph
-        self.turns.visit(unit)
+        self.reduce_order.visit(unit)
         self._opened[unit] = (self._first_node_of(unit), graph_task())
 
     def _pass_over_rest(self) -> None:
@@ -182,9 +182,9 @@ class Backwards(Root):
 
     def _end_visit(self, unit: Unit) -> None:
         """A visit of `unit` is over: if it was the last one, so is the unit, whatever this rank used of it."""
-        if self.turns.expects(unit):
+        if self.reduce_order.expects(unit):
             return
-        if self._reduces and unit.in_turn and not unit.ready:
+        if self._reduces and unit.queued and not unit.ready:
             self._make_ready(unit)
         if not self._keeps_graph:
             del self._opened[unit]
@@ -196,7 +196,7 @@ class Backwards(Root):
         """All gradients of `unit` that this graph task will make on this rank are there."""
         if unit in self._opened and self._opened[unit][1] != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
-        if not unit.in_turn:
+        if not unit.queued:
             self._reduce(unit)
         elif unit not in self._parents:
             self._make_ready(unit)
@@ -204,7 +204,7 @@ class Backwards(Root):
 
     def _make_ready(self, unit: Unit) -> None:
         unit.ready = True
-        for other in self.turns.take():
+        for other in self.reduce_order.take():
             self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
@@ -246,14 +246,14 @@ class Backwards(Root):
         for unit in self._opened:
             unit.check_unwritten()
         if self._reduces:
-            left = self.turns.end()
+            left = self.reduce_order.end()
             for unit in (*left, *(u for u in self.units if u not in left)):
                 settings, gradients = unit.settings, unit.gradients
                 deferred = gradients.deferred and settings.requires_all_reduce
                 due = settings.requires_grad_sync and (gradients.kept or deferred)
                 if due or unit in left or gradients.waiting():
                     self._reduce(unit)
-        self.turns.clear()
+        self.reduce_order.clear()
         self._backward.end()
         if self.root.settings.drains:
             self.drain()
@@ -266,7 +266,7 @@ class Backwards(Root):
             if unit.retained and not unit.calls:
                 unit.keep()
             if (unit.residency is Residency.GATHERING and not unit.pinned) or (
-                unit.holds_whole and unit.settings.reshard_after_backward and not self._keeps_graph
+                unit.holds_unsharded and unit.settings.reshard_after_backward and not self._keeps_graph
             ):
                 self._release(unit)
         for unit in self.units:

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from hsdp.unit.unit import Unit
 
 
-class Order:
+class GatherOrder:
     """The order in which units were gathered in the last full pass, and where this pass is in it.
 
     Attributes:
@@ -56,7 +56,7 @@ class Order:
         self.cancel()
 
 
-class BackwardOrder:
+class BackwardGatherOrder:
     """The order in which units are gathered in one backward, and where this rank is in it.
 
     Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is

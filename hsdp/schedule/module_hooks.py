@@ -1,7 +1,7 @@
 """The per-module state object: turns module and autograd events into transitions of the module's unit.
 
 No collective and no arithmetic happen here. Forward events come from `HSDPModule.__call__`, backward events from hooks on
-the outputs of a forward and from autograd's accumulation into whole parameters.
+the outputs of a forward and from autograd's accumulation into unsharded parameters.
 """
 
 from __future__ import annotations
@@ -104,13 +104,13 @@ class ModuleState:
             runtime.end_forward()
 
     def user_opens(self) -> None:
-        """The user is about to compute with the unit's whole parameters without calling its module(s)."""
+        """The user is about to compute with the unit's unsharded parameters without calling its module(s)."""
         unit = self.unit
         if unit.runtime is None:
             self.own_runtime().adopt()
         runtime = runtime_of(unit)
         if runtime is not None and training_state(unit) is TrainingState.IDLE:
-            unit.begin_forward(afresh=not runtime.turns.awaited)
+            unit.begin_forward(afresh=not runtime.reduce_order.awaited)
 
     def own_runtime(self) -> Runtime:
         """The runtime that its module(s) have as a root."""
@@ -120,7 +120,7 @@ class ModuleState:
         return self._own_runtime
 
     def _own_output(self, output: Any) -> Any:
-        """Whole parameters are freed after forward, so what goes out are copies of them, and of views of them.
+        """Unsharded parameters are freed after forward, so what goes out are copies of them, and of views of them.
 
         Raises:
             StateError: one is hidden in an object, or the output will use them later.
@@ -130,7 +130,7 @@ class ModuleState:
                 f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
                 "parameters are sharded again; return a list of what it yields"
             )
-        name_of = self.unit.name_of_whole
+        name_of = self.unit.name_of_unsharded
         if not any(map(name_of, tensors_in(output))):
             return output
         output = map_tensors(output, lambda t: t.clone() if name_of(t) else t)

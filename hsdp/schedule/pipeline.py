@@ -9,8 +9,8 @@
 On a device the all-reduce of a reduction is enqueued on its own stream behind the event of its reduce-scatter, at once.
 On the CPU the host must see the reduce-scatter done first. It waits for it at a fixed point, when a later reduction
 needs its place, and not when a poll happens to find it done: then all ranks start the collectives of a group in one
-order, among each other and among the user's own. Two bounds hold memory: reductions that still hold whole gradients, and
-reductions behind their reduce-scatter.
+order, among each other and among the user's own. Two bounds hold memory: reductions that still hold unsharded gradients,
+and reductions behind their reduce-scatter.
 
 Reductions land at fixed points too, in order: where a bound asks for their place, and in `drain`. What has landed when a
 user's hook runs, when gradients come from elsewhere or when a backward fails is then the same on all ranks, to the bit. An
@@ -28,10 +28,10 @@ from typing import ClassVar
 import torch
 
 from hsdp.comm.streams import Event, Streams, host_wait
-from hsdp.comm.work import Flight, abandon
+from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
-from hsdp.unit.reduce_plan import LaneReduction
+from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
 
@@ -50,14 +50,14 @@ class Reduction:
 
     Attributes:
         unit: whose gradients they are.
-        parts: its operands, one per lane.
+        parts: its operands, one per dtype group.
         all_reduce: whether replicas are summed now; if not, the sums become the unit's partial sums.
         stage: where it is.
     """
 
     __slots__ = ("all_reduce", "op", "parts", "stage", "unit")
 
-    def __init__(self, unit: Unit, parts: list[LaneReduction], all_reduce: bool) -> None:
+    def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
         self.unit = unit
         self.parts = parts
         self.all_reduce = all_reduce
@@ -66,7 +66,7 @@ class Reduction:
         self.op = hash((unit.op + 1, unit.factor(), *(part.plan.op for part in parts)))
 
     def scatter_bytes(self) -> int:
-        """Bytes of whole gradients that it holds."""
+        """Bytes of unsharded gradients that it holds."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.inputs)
 
     def reduce_bytes(self) -> int:
@@ -75,20 +75,20 @@ class Reduction:
 
 
 class Bucket:
-    """Reductions that share a flight. Often one; small neighbours travel together if the policy says so."""
+    """Reductions that share a collective. Often one; small neighbours travel together if the policy says so."""
 
-    __slots__ = ("at_rest", "flight", "name", "reductions", "scatter")
+    __slots__ = ("at_rest", "comm_work", "name", "reductions", "scatter")
 
     def __init__(self, reductions: list[Reduction]) -> None:
         self.reductions = reductions
         self.at_rest = False  # nothing is under way by construction, whatever the timing
         self.name = reductions[0].unit.name if len(reductions) == 1 else " + ".join(r.unit.name for r in reductions)
-        self.scatter: Flight
-        self.flight: Flight
+        self.scatter: CommWork
+        self.comm_work: CommWork
 
     @property
     def op(self) -> int:
-        """Identifies the bucket for the ranks' agreement."""
+        """Identifies the bucket for the ranks' divergence guard."""
         return self.reductions[0].op if len(self.reductions) == 1 else hash(tuple(r.op for r in self.reductions))
 
 
@@ -178,22 +178,22 @@ class ReductionPipeline:
         Work in flight is waited for; its errors are swallowed, as one was raised already.
         """
         for bucket in (*self._holding, *self._reducing):
-            whole = True
-            for flight in {bucket.scatter, bucket.flight}:
+            unsharded = True
+            for comm_work in {bucket.scatter, bucket.comm_work}:
                 try:
-                    flight.wait()
+                    comm_work.wait()
                 except HSDPError:
-                    abandon(flight)
-                    whole = False
+                    abandon(comm_work)
+                    unsharded = False
             stays = _valid(bucket.reductions)
             for reduction in bucket.reductions:
-                if not whole or reduction not in stays:
+                if not unsharded or reduction not in stays:
                     for part in reduction.parts:
                         part.release_inputs(ended=bucket.scatter.done())
-            if not whole:
+            if not unsharded:
                 for reduction in stays:
                     reduction.unit.gradients.lose()
-            bucket.reductions = stays if whole else []
+            bucket.reductions = stays if unsharded else []
         self._filling, self._scattered = _valid(self._filling), _valid(self._scattered)
         self._holding = deque(bucket for bucket in self._holding if bucket.reductions)
         self._reducing = deque(bucket for bucket in self._reducing if bucket.reductions)
@@ -208,7 +208,7 @@ class ReductionPipeline:
             self._release()
         bucket, self._filling = Bucket(self._filling), []
         with self.streams.on("scatter"):
-            bucket.scatter = bucket.flight = _scatter(bucket)
+            bucket.scatter = bucket.comm_work = _scatter(bucket)
         for reduction in bucket.reductions:
             reduction.stage = Stage.SCATTERING
         self._holding.append(bucket)
@@ -216,7 +216,7 @@ class ReductionPipeline:
             self._queue_all_reduce(bucket)
 
     def _release(self) -> None:
-        """The oldest bucket's shards are summed: its whole gradients go. On the CPU the next stage can start only now."""
+        """The oldest bucket's shards are summed: its operands go. On the CPU the next stage can start only now."""
         bucket = self._holding[0]
         bucket.scatter.wait()
         self._holding.popleft()
@@ -250,7 +250,7 @@ class ReductionPipeline:
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
             self._land()
         bucket = Bucket([reduction])
-        bucket.scatter = bucket.flight = scattered.scatter
+        bucket.scatter = bucket.comm_work = scattered.scatter
         bucket.at_rest = not self.streams.active
         reduction.stage = Stage.REDUCING
         self._reducing.append(bucket)
@@ -279,11 +279,13 @@ class ReductionPipeline:
             finish = partial(self._finish, reductions) if any(map(_has_more, reductions)) else None
             if unit.replicate_comm.size > 1:
                 tensors = [t for r in reductions for part in r.parts for t in part.operands]
-                bucket.flight = unit.settings.replica_reduce.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
+                bucket.comm_work = unit.settings.replica_reduce.start(
+                    bucket, bucket.op, tensors, unit.replicate_comm, finish
+                )
             else:
-                bucket.flight = unit.shard_comm.local("landing", bucket, finish)
+                bucket.comm_work = unit.shard_comm.local("landing", bucket, finish)
                 bucket.at_rest = not self.streams.active
-        bucket.scatter = bucket.flight
+        bucket.scatter = bucket.comm_work
         self._reducing.append(bucket)
 
     def _defers(self, reductions: list[Reduction]) -> bool:
@@ -309,7 +311,7 @@ class ReductionPipeline:
 
     def _land(self) -> None:
         bucket = self._reducing[0]
-        bucket.flight.wait()
+        bucket.comm_work.wait()
         self._reducing.popleft()
         for reduction in bucket.reductions:
             reduction.stage = Stage.LANDED
@@ -335,7 +337,7 @@ def _valid(reductions: list[Reduction]) -> list[Reduction]:
 
 
 def _fit(first: Reduction, other: Reduction) -> bool:
-    """Whether two reductions may share a flight."""
+    """Whether two reductions may share a collective."""
     a, b = first.unit, other.unit
     return (
         a.scatter_comm.group is b.scatter_comm.group
@@ -346,13 +348,13 @@ def _fit(first: Reduction, other: Reduction) -> bool:
     )
 
 
-def _scatter(bucket: Bucket) -> Flight:
+def _scatter(bucket: Bucket) -> CommWork:
     """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once."""
     comm = bucket.reductions[0].unit.scatter_comm
     parts = [(part, _split_factor(r, part)) for r in bucket.reductions for part in r.parts]
     inputs = [tensor for part, _ in parts for tensor in part.inputs]
     outputs = [tensor for part, _ in parts for tensor in part.outputs]
-    whole = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
+    unsharded = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
     for part, (before, _) in parts:
         if before != 1.0:
             torch._foreach_mul_(part.inputs or part.values(), before)
@@ -362,12 +364,12 @@ def _scatter(bucket: Bucket) -> Flight:
             if after != 1.0:
                 torch._foreach_mul_(part.values(), after)
 
-    if inputs or whole:
-        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, whole, scale)
+    if inputs or unsharded:
+        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, unsharded, scale)
     return comm.local("scale", bucket, scale)
 
 
-def _split_factor(reduction: Reduction, part: LaneReduction) -> tuple[float, float]:
+def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:
     """The unit's factor, as one to apply before the sum over shards and one after it.
 
     fp16 overflows at 65504: half of the division (in powers of two) comes before the sum, so that neither the terms

@@ -22,7 +22,7 @@ from hsdp.unit.unit import Unit
 _MOST_RECORDS = 64
 
 
-class Turns:
+class ReduceOrder:
     """The turns of one root's units.
 
     Attributes:
@@ -77,7 +77,7 @@ class Turns:
         self._queue = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
         self._again, self._visits, self._expected = [], {}, {}
         for unit in self._queue:
-            unit.in_turn = True
+            unit.queued = True
             calls = self._calls[unit]
             self._expected[unit] = unit.visits.get(calls, calls)
         # With its graph kept, the same forward may have another backward.
@@ -89,20 +89,20 @@ class Turns:
         """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before."""
         unit.ready = False
         self._visits[unit] = self._visits.get(unit, 0) + 1
-        if not unit.in_turn and unit in self._expected:
-            unit.in_turn = True
+        if not unit.queued and unit in self._expected:
+            unit.queued = True
             self._again.append(unit)
 
     def expects(self, unit: Unit) -> bool:
         """Whether `unit` will be visited again before its turn."""
-        return unit.in_turn and self._visits.get(unit, 0) < self._expected[unit]
+        return unit.queued and self._visits.get(unit, 0) < self._expected[unit]
 
     def take(self) -> Iterator[Unit]:
         """The units whose turn has come."""
         queue = self._queue
         while queue and queue[0].ready and not self.expects(queue[0]):
             unit = queue.popleft()
-            unit.in_turn = False
+            unit.queued = False
             yield unit
 
     def end(self) -> list[Unit]:
@@ -121,6 +121,6 @@ class Turns:
     def clear(self) -> None:
         """Forgets the backward under way."""
         for unit in self._expected:
-            unit.in_turn = False
+            unit.queued = False
         self._queue.clear()
         self._again, self._expected = [], {}

@@ -1,6 +1,6 @@
 """A root: the units below it, what they share, and what becomes of them all when an iteration fails.
 
-    Root         the units, and memory of whole parameters              this file
+    Root         the units, and memory of unsharded parameters              this file
     Backwards    one backward after another                             backward.py
     Runtime      forwards, optimizer steps, what users call             runtime.py
 
@@ -18,14 +18,14 @@ import torch
 from torch import nn
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.divergence import Agreement
+from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError
 from hsdp.format import dotted
 from hsdp.params.ownership import class_name
-from hsdp.schedule.gather_order import BackwardOrder, Order
+from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
 from hsdp.schedule.pipeline import ReductionPipeline
-from hsdp.schedule.reduce_order import Turns
+from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.state import TrainingState
 from hsdp.unit.unit import Schedule, Unit
@@ -88,9 +88,9 @@ class Root:
         self.units: list[Unit] = []
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
-        self._forward = Order()
-        self._backward = BackwardOrder()
-        self.turns = Turns()
+        self._forward = GatherOrder()
+        self._backward = BackwardGatherOrder()
+        self.reduce_order = ReduceOrder()
         self.forward_pass = Pass(0)
         self._behind: Pass | None = None  # the forward whose backward runs at present
         self._entered: set[Unit] = set()
@@ -102,8 +102,8 @@ class Root:
         self._reduces = True
         self._opened: dict[Unit, tuple[int | None, int]] = {}
         self._generation = -1
-        self._shard_agreements: list[Agreement] = []
-        self._backward_agreements: list[Agreement] = []
+        self._shard_guards: list[DivergenceGuard] = []
+        self._backward_guards: list[DivergenceGuard] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
         self._parents: set[Unit | None] = set()
         self._modules = [weakref.ref(module) for module in modules]
@@ -114,9 +114,9 @@ class Root:
             self.units = []
             for module in self.modules():
                 self._collect(module, None, "")
-            self._shard_agreements = _agreements(unit.shard_comm for unit in self.units)
+            self._shard_guards = _guards(unit.shard_comm for unit in self.units)
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
-            self._backward_agreements = [a for a in _agreements(comms) if a not in self._shard_agreements]
+            self._backward_guards = [a for a in _guards(comms) if a not in self._shard_guards]
             self._parents = {parent for _, parent, _ in self._members}
             self._generation = Root.generation
         this = cast(Schedule, self)
@@ -162,12 +162,12 @@ class Root:
         unit.show()
 
     def has_graphs(self) -> bool:
-        """Whether a graph of gradients (`create_graph=True`) is alive, which reads whole parameters."""
+        """Whether a graph of gradients (`create_graph=True`) is alive, which reads unsharded parameters."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
         return bool(self._graphs)
 
     def _release(self, unit: Unit) -> None:
-        """Frees the whole parameters of a unit, unless its forward is under way or a graph of gradients will read them."""
+        """Reshards a unit, unless its forward is under way or a graph of gradients will read its parameters."""
         if not unit.calls and not unit.retained:
             unit.reshard()
 
@@ -209,8 +209,8 @@ class Root:
             unit.remaining.clear()
             unit.ready = False
         self._tasks.clear()
-        self.turns.clear()
-        self.turns.forget_forwards()
+        self.reduce_order.clear()
+        self.reduce_order.forget_forwards()
         self._opened = {}
         self._entered = set()
         self._forward.cancel()
@@ -236,5 +236,5 @@ class Root:
                 del self._tasks[task]
 
 
-def _agreements(comms: Iterable[Comm]) -> list[Agreement]:
-    return list(dict.fromkeys(comm.agreement for comm in comms if comm.agreement is not None))
+def _guards(comms: Iterable[Comm]) -> list[DivergenceGuard]:
+    return list(dict.fromkeys(comm.divergence_guard for comm in comms if comm.divergence_guard is not None))

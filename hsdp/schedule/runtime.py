@@ -27,7 +27,7 @@ class Runtime(Backwards):
         self.recover("a backward pass did not end")
         self.adopt()
         refuse_assigned(self.units, "forward")
-        self.turns.begin_forward()
+        self.reduce_order.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
         graphs = self.has_graphs()
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
@@ -35,17 +35,17 @@ class Runtime(Backwards):
             if unit.lent:
                 expect(unit, "forward", TrainingState.IDLE)
             stays = unit.pinned or (unit.retained and graphs)
-            if unit.holds_whole and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
+            if unit.holds_unsharded and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
                 unit.reshard()
         self._forward.begin()
         plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
-        for agreement in self._shard_agreements:
-            agreement.begin(plan)
+        for divergence_guard in self._shard_guards:
+            divergence_guard.begin_pass(plan)
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
-        self.turns.enter(unit)
-        unit.begin_forward(afresh=not self.turns.awaited)
+        self.reduce_order.enter(unit)
+        unit.begin_forward(afresh=not self.reduce_order.awaited)
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
@@ -60,7 +60,7 @@ class Runtime(Backwards):
             visit: that of its backward; None if no gradient can enter it.
 
         Raises:
-            StateError: the forward wrote to a whole parameter.
+            StateError: the forward wrote to a unsharded parameter.
         """
         left = self.forward_pass.left
         before = left.pop(unit, None)
@@ -69,7 +69,7 @@ class Runtime(Backwards):
             self._close(unit, hidden=visit is None and any(unit.trainable))
 
     def _close(self, unit: Unit, hidden: bool) -> None:
-        """`unit`'s forward ended: its whole parameters go, or stay for its backward.
+        """`unit`'s forward ended: its unsharded parameters go, or stay for its backward.
 
         Args:
             unit: the unit.
@@ -101,13 +101,13 @@ class Runtime(Backwards):
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
         self._forward.end()
-        self.turns.end_forward()
+        self.reduce_order.end_forward()
         grad = torch.is_grad_enabled()
         for unit in self.units:
             if unit.state is TrainingState.FORWARD and not unit.calls:
                 # Not all of its modules were called, some were again after all of them had been, or a forward raised.
                 self._close(unit, hidden=False)
-            unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.WHOLE)
+            unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.UNSHARDED)
             if unused and not unit.pinned:
                 self._release(unit)
         # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
@@ -116,7 +116,7 @@ class Runtime(Backwards):
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
         self._forward.cancel()
-        self.turns.forget_forward()
+        self.reduce_order.forget_forward()
         for unit in self.units:
             unit.ran.clear()
         self._reshard_all()
@@ -154,12 +154,12 @@ class Runtime(Backwards):
         """An optimizer stepped parameters of this root: every rank does, between the same passes."""
         # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
         if not self._unfinished:
-            self.turns.awaited = 0  # what was forward before would be stale
+            self.reduce_order.awaited = 0  # what was forward before would be stale
             for unit in self.units:
                 if unit.retained and not unit.calls:
                     unit.reshard()
-            for agreement in (*self._shard_agreements, *self._backward_agreements):
-                agreement.note(STEP)
+            for divergence_guard in (*self._shard_guards, *self._backward_guards):
+                divergence_guard.note_event(STEP)
 
 
 def runtime_of(unit: Unit) -> Runtime | None:

@@ -1,23 +1,23 @@
-"""A recording in Chrome's trace event format: one process per rank, a thread per lane, a counter of buffers' bytes."""
+"""A recording in Chrome's trace event format: one process per rank, a thread per track, a counter of buffers' bytes."""
 
 from __future__ import annotations
 
 import json
 from typing import Any
 
-from hsdp.tracing.spans import COLLECTIVES, Lane, Recording, Span
+from hsdp.tracing.spans import COLLECTIVES, Recording, Span, Track
 
-LANES: tuple[Lane, ...] = ("host", "compute", "gather", "scatter", "replicate")
+TRACKS: tuple[Track, ...] = ("host", "compute", "gather", "scatter", "replicate")
 
 
 def chrome_trace(recording: Recording, rank: int) -> str:
     """The recording as JSON. Times are microseconds since the trace began; ranks of one job can be put in one file."""
     events: list[dict[str, Any]] = [_meta("process_name", rank, 0, {"name": f"rank {rank}"})]
     thread = 0
-    for lane in LANES:
-        for row, spans in enumerate(rows(recording.lane(lane))):
+    for track in TRACKS:
+        for row, spans in enumerate(rows(recording.track(track))):
             thread += 1
-            events.append(_meta("thread_name", rank, thread, {"name": lane if row == 0 else f"{lane} {row + 1}"}))
+            events.append(_meta("thread_name", rank, thread, {"name": track if row == 0 else f"{track} {row + 1}"}))
             events.append(_meta("thread_sort_index", rank, thread, {"sort_index": thread}))
             events += [_complete(span, rank, thread) for span in spans]
     for start in recording.iterations:

@@ -1,4 +1,4 @@
-"""What a trace records while the model runs: entries of the log, marks of the compute lane, records of collectives."""
+"""What a trace records while the model runs: entries of the log, marks of the compute track, records of collectives."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from hsdp.comm.streams import Event
-from hsdp.tracing.spans import Lane
+from hsdp.tracing.spans import Track
 
 Moment = tuple[float, Event]
 """A time: by the host's clock, in seconds, and as an event on the stream that was current."""
@@ -30,16 +30,16 @@ class Op(enum.Enum):
 
 
 Entry = tuple[float, Event, Op, str, Any]
-"""Host time, event, op, kind, and what it is about: a unit, a runtime, a flight's record or a name."""
+"""Host time, event, op, kind, and what it is about: a unit, a runtime, a collective's record or a name."""
 
 
-class FlightRecord:
+class WorkRecord:
     """A collective that was started. `frees`: bytes of gradients that are let go once it was waited for."""
 
-    __slots__ = ("_ends", "calls", "end", "frees", "kind", "lane", "nbytes", "sent", "start", "unit", "waited")
+    __slots__ = ("_ends", "calls", "end", "frees", "kind", "nbytes", "sent", "start", "track", "unit", "waited")
 
-    def __init__(self, lane: Lane, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
-        self.lane: Lane = lane
+    def __init__(self, track: Track, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
+        self.track: Track = track
         self.kind = kind
         self.unit = unit
         self.start = start
@@ -62,5 +62,5 @@ class FlightRecord:
         return self.end
 
 
-Mark = tuple[float, Event, str, str, FlightRecord | None]
-"""What the compute lane does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""
+Mark = tuple[float, Event, str, str, WorkRecord | None]
+"""What the compute track does from a moment on: a kind and a unit, or an empty kind for nothing of ours."""

@@ -1,4 +1,4 @@
-"""One iteration as a picture: a lane per stream, a colour per unit, so that what runs under what is seen at a glance."""
+"""One iteration as a picture: a track per stream, a colour per unit, so that what runs under what is seen at a glance."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ from html import escape
 from itertools import pairwise
 
 from hsdp.tracing.chrome import rows
-from hsdp.tracing.spans import COLLECTIVES, Interval, Lane, Recording, Span
+from hsdp.tracing.spans import COLLECTIVES, Interval, Recording, Span, Track
 from hsdp.tracing.summary import summarize
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1280, 96, 16, 64
-_ROW, _THIN_ROW, _GAP = 40, 22, 10  # heights of rows of the compute lane and of the others, and between lanes
+_ROW, _THIN_ROW, _GAP = 40, 22, 10  # heights of rows of the compute track and of the others, and between tracks
 _INK, _FAINT, _GRID, _WAIT, _OTHER = "#24292f", "#6a737d", "#e4e7eb", "#d1382c", "#b9c0c7"
-_TITLES: dict[Lane, str] = {
+_TITLES: dict[Track, str] = {
     "compute": "compute",
     "gather": "all-gather",
     "scatter": "reduce-scatter",
@@ -35,11 +35,11 @@ def draw(recording: Recording, iteration: int, rank: int) -> str:
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - start)
     canvas = _Canvas(start, scale, recording.units)
     y = float(_TOP)
-    for lane, title in _TITLES.items():
-        of_lane = [span for span in spans if span.lane == lane]
-        if not of_lane and lane != "compute":
+    for track, title in _TITLES.items():
+        of_lane = [span for span in spans if span.track == track]
+        if not of_lane and track != "compute":
             continue
-        height = _ROW if lane == "compute" else _THIN_ROW
+        height = _ROW if track == "compute" else _THIN_ROW
         canvas.label(title, y + height / 2 + 4)
         for row in rows(of_lane):
             for span in row:
@@ -71,7 +71,7 @@ def _window(recording: Recording, iteration: int) -> Interval:
     starts = [*recording.iterations, recording.end]
     windows = list(pairwise(starts))
     if iteration == -1:
-        backwards = [span.start for span in recording.lane("compute") if span.kind == "backward"]
+        backwards = [span.start for span in recording.track("compute") if span.kind == "backward"]
         windows = [one for one in windows if any(one[0] <= at < one[1] for at in backwards)] or windows
     if not -len(windows) <= iteration < len(windows):
         raise ValueError(f"to_svg(iteration={iteration}): the trace has {len(windows)} iterations")
@@ -120,7 +120,7 @@ class _Canvas:
             )
 
     def label(self, title: str, y: float) -> None:
-        """The name of a lane."""
+        """The name of a track."""
         self.parts.append(f'<text x="{_LEFT - 8}" y="{y:.1f}" text-anchor="end" fill="{_INK}">{title}</text>')
 
     def axis(self, end: float, y: float) -> None:
@@ -147,7 +147,7 @@ class _Canvas:
             x += width + 8
         self.parts.append(
             f'<text x="{_LEFT}" y="{y + 32:.1f}" fill="{_FAINT}">'
-            "A unit has one colour in all lanes, lighter in forward. A collective under compute of another colour is "
+            "A unit has one colour in all tracks, lighter in forward. A collective under compute of another colour is "
             "hidden.</text>"
         )
         return y + 44

@@ -3,8 +3,8 @@
 Wrappers lie in the objects' own `__dict__`, in front of their class's methods, and are removed at the end: a model that
 is not traced runs the code as it is written. What is recorded are two lists:
 
-    log        what began and what ended on the compute lane, and when (replay.py makes marks of it)
-    flights    a record for each collective: when it started, when it was done, its bytes
+    log        what began and what ended on the compute track, and when (replay.py makes marks of it)
+    collectives    a record for each collective: when it started, when it was done, its bytes
 
 Times are pairs of the host's clock and an event on the current stream (None on the CPU). They become spans at the end: a
 step that is traced pays for appending to lists.
@@ -24,22 +24,22 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import Flight, Named
+from hsdp.comm.work import CommWork, Named
 from hsdp.schedule.module_hooks import ModuleState
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.tracing.events import Entry, FlightRecord, Mark, Moment, Op
-from hsdp.tracing.flights import TracedFlight, forget_flights
+from hsdp.tracing.events import Entry, Mark, Moment, Op, WorkRecord
 from hsdp.tracing.replay import replay
-from hsdp.tracing.spans import Lane, Recording, Span
+from hsdp.tracing.spans import Recording, Span, Track
+from hsdp.tracing.works import TracedWork, forget_works
 from hsdp.unit.lookup import unit_of
-from hsdp.unit.reduce_plan import LaneReduction
+from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
 _BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
-"""What the host does in `Flight.wait` once the collective is done."""
+"""What the host does in `CommWork.wait` once the collective is done."""
 
-_Stage = tuple[Lane, str]
-"""The lane of a collective, and the kind under which it is shown."""
+_Stage = tuple[Track, str]
+"""The track of a collective, and the kind under which it is shown."""
 
 _ALL_REDUCE: _Stage = ("replicate", "all-reduce")
 
@@ -55,7 +55,7 @@ class Recorder:
     """Records the units of some module states while it is entered.
 
     Attributes:
-        reducing: bytes of whole gradients and reduction buffers in the pipelines.
+        reducing: bytes of unsharded gradients and reduction buffers in the pipelines.
     """
 
     def __init__(self, states: list[ModuleState]) -> None:
@@ -67,8 +67,8 @@ class Recorder:
         self._stamp = self._streams.stamp if self._streams.active else None
         self._log: list[Entry] = []
         self._marks: list[Mark] = []
-        self._flights: list[FlightRecord] = []
-        self._asides: list[tuple[Lane, str, str, Moment, Moment]] = []
+        self._works: list[WorkRecord] = []
+        self._asides: list[tuple[Track, str, str, Moment, Moment]] = []
         self._iterations: list[Moment] = []
         self._memory: list[tuple[float, int]] = []
         self._gathered: dict[Unit, int] = {}
@@ -108,7 +108,7 @@ class Recorder:
         for hook in self._hooks:
             hook.remove()
         _traced.difference_update(self._units)
-        forget_flights(self)
+        forget_works(self)
         self._names = [unit.name for unit in self._units]
         self._streams.synchronize()
         self._marks = replay(self._log)
@@ -123,7 +123,7 @@ class Recorder:
         setattr(owner, name, change(method))
 
     def _during(self, kind: str, unit: Unit, after: Callable[..., object] | None = None) -> Change:
-        """While the method runs, the compute lane does `kind`; `after` is called with its arguments once it has run."""
+        """While the method runs, the compute track does `kind`; `after` is called with its arguments once it has run."""
         append, stamp = self._log.append, self._stamp
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
@@ -207,30 +207,30 @@ class Recorder:
                 # Whatever a unit sends between replicas belongs to its all-reduce stage, which a `ReplicaReduce` may
                 # make of other collectives: `CompressedAllReduce` is an all-to-all and an all-gather.
                 gathers = scatters = _ALL_REDUCE
-            self._wrap(comm.all_gather, self._flying(comm, gathers, whole=0))
-            self._wrap(comm.reduce_scatter, self._flying(comm, scatters, whole=1, summed=2))
-            self._wrap(comm.all_to_all, self._flying(comm, scatters, whole=1))
-            self._wrap(comm.all_reduce, self._flying(comm, _ALL_REDUCE, summed=0))
+            self._wrap(comm.all_gather, self._recorded(comm, gathers, unsharded=0))
+            self._wrap(comm.reduce_scatter, self._recorded(comm, scatters, unsharded=1, summed=2))
+            self._wrap(comm.all_to_all, self._recorded(comm, scatters, unsharded=1))
+            self._wrap(comm.all_reduce, self._recorded(comm, _ALL_REDUCE, summed=0))
 
-    def _flying(self, comm: Comm, stage: _Stage, whole: int | None = None, summed: int | None = None) -> Change:
-        """The method starts a collective; `whole` and `summed` are the operands that a ring sends once and twice."""
-        lane, kind = stage
+    def _recorded(self, comm: Comm, stage: _Stage, unsharded: int | None = None, summed: int | None = None) -> Change:
+        """The method starts a collective; `unsharded` and `summed` are the operands that a ring sends once and twice."""
+        track, kind = stage
         share = (comm.size - 1) / comm.size
-        append, stamp = self._flights.append, self._stamp
+        append, stamp = self._works.append, self._stamp
 
-        def change(call: Callable[..., Flight]) -> Callable[..., Flight]:
-            def start(owner: Named, op: int, *operands: Any) -> Flight:
+        def change(call: Callable[..., CommWork]) -> Callable[..., CommWork]:
+            def start(owner: Named, op: int, *operands: Any) -> CommWork:
                 began = _now(), None if stamp is None else stamp()
-                once = _nbytes(operands[whole]) if whole is not None else 0
+                once = _nbytes(operands[unsharded]) if unsharded is not None else 0
                 twice = _nbytes(operands[summed]) if summed is not None else 0
-                flight: Any = call(owner, op, *operands)
-                record = FlightRecord(lane, kind, owner.name, began, once + twice, share * (once + 2 * twice))
-                if lane == "scatter":
+                comm_work: Any = call(owner, op, *operands)
+                record = WorkRecord(track, kind, owner.name, began, once + twice, share * (once + 2 * twice))
+                if track == "scatter":
                     record.frees = once
-                flight.__class__ = TracedFlight
-                flight.watch(self, record)
+                comm_work.__class__ = TracedWork
+                comm_work.watch(self, record)
                 append(record)
-                return flight  # type: ignore[no-any-return]
+                return comm_work  # type: ignore[no-any-return]
 
             return start
 
@@ -249,14 +249,14 @@ class Recorder:
 
         return submit
 
-    def _aside(self, lane: Lane, kind: str, unit: Unit) -> Change:
+    def _aside(self, track: Track, kind: str, unit: Unit) -> Change:
         """The method's work goes to a side stream."""
 
         def change(call: Callable[..., Any]) -> Callable[..., Any]:
             def aside(*args: Any) -> None:
                 began = self.now()
                 call(*args)
-                self._asides.append((lane, kind, unit.name, began, self.now()))
+                self._asides.append((track, kind, unit.name, began, self.now()))
 
             return aside
 
@@ -269,7 +269,7 @@ class Recorder:
         return _now(), self._stamp() if self._stamp is not None else None
 
     def log(self, op: Op, kind: str = "", what: Any = "", *_: object) -> None:
-        """Something began or ended on the compute lane."""
+        """Something began or ended on the compute track."""
         stamp = self._stamp
         self._log.append((_now(), None if stamp is None else stamp(), op, kind, what))
 
@@ -290,15 +290,15 @@ class Recorder:
 
     def _measure(self, unit: Unit, *_: object) -> None:
         held = 0
-        for lane in unit.lanes:
-            held += lane.transient_bytes
+        for group in unit.dtype_groups:
+            held += group.transient_bytes
         before = self._gathered.get(unit, 0)
         if held != before:
             self._gathering += held - before
             self._gathered[unit] = held
             self._note_memory()
 
-    def _landed(self, parts: list[LaneReduction]) -> None:
+    def _landed(self, parts: list[GroupReduction]) -> None:
         for part in parts:
             self.reducing -= _nbytes(part.operands)
         self._note_memory()
@@ -314,10 +314,10 @@ class Recorder:
         spans = self._compute_spans("compute", end)
         if self._streams.active:
             spans += self._compute_spans("host", self._end[0] - self._begin[0])
-        for record in self._flights:
+        for record in self._works:
             spans.append(
                 Span(
-                    record.lane,
+                    record.track,
                     record.kind,
                     record.unit,
                     self._seconds(record.start),
@@ -327,8 +327,8 @@ class Recorder:
                     record.calls,
                 )
             )
-        for lane, kind, unit, start, stop in self._asides:
-            spans.append(Span(lane, kind, unit, self._seconds(start), self._seconds(stop)))
+        for track, kind, unit, start, stop in self._asides:
+            spans.append(Span(track, kind, unit, self._seconds(start), self._seconds(stop)))
         return Recording(
             spans=spans,
             iterations=[self._seconds(moment) for moment in self._iterations],
@@ -344,30 +344,30 @@ class Recorder:
             return host - self._begin[0]
         return float(self._begin[1].elapsed_time(event)) / 1e3
 
-    def _end_of(self, record: FlightRecord, end: float) -> float:
+    def _end_of(self, record: WorkRecord, end: float) -> float:
         if (done := record.done) is not None:
             return self._seconds(done)
         return end if record.waited is None else record.waited - self._begin[0]
 
-    def _compute_spans(self, lane: Lane, end: float) -> list[Span]:
-        by_host = lane == "host" or not self._streams.active
+    def _compute_spans(self, track: Track, end: float) -> list[Span]:
+        by_host = track == "host" or not self._streams.active
         times = [mark[0] - self._begin[0] if by_host else self._seconds(mark[:2]) for mark in self._marks]
         spans: list[Span] = []
 
         def add(kind: str, unit: str, start: float, stop: float) -> None:
             last = spans[-1] if spans else None
             if last is not None and (last.kind, last.unit, last.end) == (kind, unit, start):
-                spans[-1] = Span(lane, kind, unit, last.start, stop)
+                spans[-1] = Span(track, kind, unit, last.start, stop)
             elif stop > start:
-                spans.append(Span(lane, kind, unit, start, stop))
+                spans.append(Span(track, kind, unit, start, stop))
 
-        for (_, _, kind, unit, flight), start, stop in zip(self._marks, times, [*times[1:], end], strict=False):
-            ended = flight.done if flight is not None and not self._streams.active else None
-            if flight is not None and ended is not None:
+        for (_, _, kind, unit, comm_work), start, stop in zip(self._marks, times, [*times[1:], end], strict=False):
+            ended = comm_work.done if comm_work is not None and not self._streams.active else None
+            if comm_work is not None and ended is not None:
                 # The wait ends with the collective; behind it the host unpacks or sums what came.
                 done = min(max(start, self._seconds(ended)), stop)
                 add(kind, unit, start, done)
-                add(_BEHIND.get(flight.kind, "sum"), unit, done, stop)
+                add(_BEHIND.get(comm_work.kind, "sum"), unit, done, stop)
             elif kind:
                 add(kind, unit, start, stop)
         return spans

@@ -1,4 +1,4 @@
-"""What the compute lane did: the recorder's log of beginnings and ends, replayed into marks and spans.
+"""What the compute track did: the recorder's log of beginnings and ends, replayed into marks and spans.
 
     log      begin forward A   begin launch B   end   end forward A
     marks    forward A         launch B         forward A   nothing          "from now on it does this": a flat sequence
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hsdp.tracing.events import Entry, FlightRecord, Mark, Op
+from hsdp.tracing.events import Entry, Mark, Op, WorkRecord
 from hsdp.unit.unit import Unit
 
 _Doing = tuple[str, Any]
@@ -28,7 +28,7 @@ def replay(log: list[Entry]) -> list[Mark]:
     return marks
 
 
-def _told(stack: list[_Doing]) -> tuple[str, str, FlightRecord | None]:
+def _told(stack: list[_Doing]) -> tuple[str, str, WorkRecord | None]:
     kind, what = stack[-1] if stack else ("", "")
     if isinstance(what, str):
         return kind, what, None

@@ -6,12 +6,12 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Literal
 
-Lane = Literal["host", "compute", "gather", "scatter", "replicate"]
+Track = Literal["host", "compute", "gather", "scatter", "replicate"]
 Interval = tuple[float, float]
 
 COLLECTIVES = ("all-gather", "reduce-scatter", "all-reduce")
 WORKING = frozenset({"forward", "backward", "optimizer", "launch", "copy", "sum", "landing"})
-"""Kinds of the compute lane other than waits: under these a collective is hidden."""
+"""Kinds of the compute track other than waits: under these a collective is hidden."""
 
 
 @dataclass(frozen=True)
@@ -19,9 +19,9 @@ class Span:
     """Something that took time.
 
     Attributes:
-        lane: the stream. Spans of "compute" never overlap: at any moment it does one thing. On a device "host" has the
+        track: the stream. Spans of "compute" never overlap: at any moment it does one thing. On a device "host" has the
             same spans by the host's clock.
-        kind: on the compute lane "forward", "backward", "optimizer", "launch" (allocating, casting and starting
+        kind: on the compute track "forward", "backward", "optimizer", "launch" (allocating, casting and starting
             collectives), "copy", "sum", "landing", or "wait " and a kind of collective; on the others a collective.
         unit: name of the unit, or of those that share the collective.
         start, end: seconds since the trace began.
@@ -30,7 +30,7 @@ class Span:
         calls: calls of the backend.
     """
 
-    lane: Lane
+    track: Track
     kind: str
     unit: str
     start: float
@@ -50,10 +50,10 @@ class Recording:
     """A finished trace.
 
     Attributes:
-        spans: in the order in which they began, lane by lane.
+        spans: in the order in which they began, track by track.
         iterations: when each forward of a root began, seconds.
         end: when the trace ended, seconds.
-        memory: (seconds, bytes) of gather buffers, whole gradients and reduction buffers, whenever they changed.
+        memory: (seconds, bytes) of gather buffers, unsharded gradients and reduction buffers, whenever they changed.
         units: names of all units, in the model's order.
         device: kind of device.
     """
@@ -64,16 +64,16 @@ class Recording:
     memory: list[tuple[float, int]]
     units: list[str]
     device: str
-    _by_lane: dict[str, list[Span]] = field(default_factory=dict, repr=False, compare=False)
+    _by_track: dict[str, list[Span]] = field(default_factory=dict, repr=False, compare=False)
 
-    def lane(self, lane: Lane) -> list[Span]:
-        """The spans of one lane."""
-        if not self._by_lane:
+    def track(self, track: Track) -> list[Span]:
+        """The spans of one track."""
+        if not self._by_track:
             for span in self.spans:
-                self._by_lane.setdefault(span.lane, []).append(span)
-        return self._by_lane.get(lane, [])
+                self._by_track.setdefault(span.track, []).append(span)
+        return self._by_track.get(track, [])
 
-    def flights(self) -> list[Span]:
+    def started(self) -> list[Span]:
         """The spans of all collectives."""
         return [span for span in self.spans if span.kind in COLLECTIVES]
 

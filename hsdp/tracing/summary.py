@@ -16,14 +16,14 @@ class Collectives:
     """All collectives of one kind.
 
     Attributes:
-        flights: how many; `calls` of the backend.
+        collectives: how many; `calls` of the backend.
         nbytes: bytes of their whole operands.
         sent: bytes that this rank sends at least, by the ring's formula.
         under_way: seconds in which at least one was under way.
-        exposed: seconds in which the compute lane waited for one.
+        exposed: seconds in which the compute track waited for one.
     """
 
-    flights: int
+    started: int
     calls: int
     nbytes: int
     sent: float
@@ -33,7 +33,7 @@ class Collectives:
 
 @dataclass(frozen=True)
 class UnitTimes:
-    """Seconds of the compute lane that a unit took, by kind; `total` sums them."""
+    """Seconds of the compute track that a unit took, by kind; `total` sums them."""
 
     name: str
     by_kind: dict[str, float]
@@ -58,8 +58,8 @@ class Summary:
         iterations: forwards of a root in it.
         collectives: by kind.
         under_way: seconds in which at least one collective was under way.
-        overlap: the share of these in which the compute lane worked: neither waited nor did nothing. 1: all is hidden.
-        peak_bytes: most bytes of gather buffers, whole gradients and reduction buffers at a time.
+        overlap: the share of these in which the compute track worked: neither waited nor did nothing. 1: all is hidden.
+        peak_bytes: most bytes of gather buffers, unsharded gradients and reduction buffers at a time.
         units: the slowest first.
     """
 
@@ -77,15 +77,15 @@ class Summary:
             f"{self.iterations} iterations in {_ms(self.seconds)} ms; collectives under way for {_ms(self.under_way)} ms, "
             f"{self.overlap:.0%} of it under compute; {_ms(exposed)} ms of waiting; "
             f"communication buffers at most {self.peak_bytes / 2**20:.2f} MiB",
-            f"{'':16}{'flights':>9}{'calls':>8}{'MiB':>10}{'MiB sent':>10}{'ms':>10}{'exposed':>10}",
+            f"{'':16}{'started':>9}{'calls':>8}{'MiB':>10}{'MiB sent':>10}{'ms':>10}{'exposed':>10}",
         ]
         for kind, one in self.collectives.items():
             lines.append(
-                f"{kind:16}{one.flights:9}{one.calls:8}{one.nbytes / 2**20:10.2f}{one.sent / 2**20:10.2f}"
+                f"{kind:16}{one.started:9}{one.calls:8}{one.nbytes / 2**20:10.2f}{one.sent / 2**20:10.2f}"
                 f"{_ms(one.under_way):>10}{_ms(one.exposed):>10}"
             )
         width = max((len(unit.name) for unit in self.units[:_MOST_UNITS]), default=0)
-        lines.append(f"slowest of {len(self.units)} units, ms on the compute lane:")
+        lines.append(f"slowest of {len(self.units)} units, ms on the compute track:")
         for unit in self.units[:_MOST_UNITS]:
             kinds = ", ".join(f"{kind} {_ms(s)}" for kind, s in sorted(unit.by_kind.items(), key=lambda pair: -pair[1]))
             lines.append(f"  {unit.name:{width}}  {_ms(unit.total):>8}: {kinds}")
@@ -116,9 +116,9 @@ class Summary:
 
 def summarize(recording: Recording) -> Summary:
     """The summary of a recording."""
-    compute = recording.lane("compute")
+    compute = recording.track("compute")
     working = union((span.start, span.end) for span in compute if span.kind in WORKING)
-    under_way = _under_way(recording.flights())
+    under_way = _under_way(recording.started())
     seconds = length(under_way)
     return Summary(
         seconds=recording.end,
@@ -131,19 +131,19 @@ def summarize(recording: Recording) -> Summary:
     )
 
 
-def _under_way(flights: list[Span]) -> list[tuple[float, float]]:
-    return union((span.start, span.end) for span in flights)
+def _under_way(started: list[Span]) -> list[tuple[float, float]]:
+    return union((span.start, span.end) for span in started)
 
 
 def _collectives(recording: Recording, kind: str) -> Collectives:
-    flights = [span for span in recording.flights() if span.kind == kind]
-    waits = (span.seconds for span in recording.lane("compute") if span.kind == f"wait {kind}")
+    started = [span for span in recording.started() if span.kind == kind]
+    waits = (span.seconds for span in recording.track("compute") if span.kind == f"wait {kind}")
     return Collectives(
-        flights=len(flights),
-        calls=sum(span.calls for span in flights),
-        nbytes=sum(span.nbytes for span in flights),
-        sent=sum(span.sent for span in flights),
-        under_way=length(_under_way(flights)),
+        started=len(started),
+        calls=sum(span.calls for span in started),
+        nbytes=sum(span.nbytes for span in started),
+        sent=sum(span.sent for span in started),
+        under_way=length(_under_way(started)),
         exposed=sum(waits),
     )
 

@@ -1,12 +1,12 @@
-"""A lane: the parameters of a unit that share dtypes, and the buffers behind them.
+"""A dtype group: the parameters of a unit that share dtypes, and the buffers behind them.
 
-    shard buffer --(direct: own transfer)---------------------> whole parameter's place in the arena
-    shard buffer --(packed: one transfer)--> staging --(copy)-> whole parameters' places in the arena
+    shard buffer --(direct: own transfer)---------------------> unsharded parameter's place in the flat buffer
+    shard buffer --(packed: one transfer)--> staging --(copy)-> unsharded parameters' places in the flat buffer
 
-Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the arena and
-of staging, and gathered in place.
+Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the flat buffer
+and of staging, and gathered in place.
 
-With one shard rank nothing is transferred: whole parameters alias the shard buffer (or its cast copy).
+With one shard rank nothing is transferred: unsharded parameters alias the shard buffer (or its cast copy).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from hsdp.buffers.flat_buffer import Arena, with_own_storage
+from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
 from hsdp.buffers.layout import PACK_ALL, Piece, Thresholds, plan
 from hsdp.comm.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
@@ -29,21 +29,21 @@ NOT_OFFLOADED = OffloadPolicy()
 
 
 @dataclass(frozen=True)
-class LaneKind:
-    """What parameters of one lane have in common."""
+class GroupKey:
+    """What parameters of one dtype group have in common."""
 
     storage: torch.dtype
     compute: torch.dtype
     reduce: torch.dtype
     replicated: bool = False
-    """Whether every rank keeps its parameters whole (`replicate_params`): then a lane acts as if alone in its group."""
+    """Whether every rank keeps its parameters whole (`replicate_params`): then each rank acts as if it were alone."""
     extension: bool = False
     """Whether its parameters say themselves how they are gathered (extension_group.py)."""
 
     @classmethod
     def of(
         cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False, extension: bool = False
-    ) -> LaneKind:
+    ) -> GroupKey:
         """The kind of a parameter that is stored as `storage`, under a policy."""
         compute = policy.param_dtype or storage
         return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension)
@@ -54,24 +54,24 @@ class LaneKind:
         return torch.promote_types(self.reduce, torch.float32)
 
 
-class Lane:
-    """Buffers and transfers of one lane.
+class DtypeGroup:
+    """Buffers and transfers of one dtype group.
 
     Attributes:
         kind: its dtypes.
         params: its parameters; `slots` gives their indices in the unit.
         layout: where their bytes lie.
-        parts: size of the group over which whole parameters stay sharded after forward (1: none).
+        parts: size of the group over which unsharded parameters stay sharded after forward (1: none).
         shard: the shard buffer, 1-D, storage dtype.
         outputs, inputs: the transfers of its gather, as 1-D byte tensors.
-        variant: stands for what the ranks must send alike beyond what follows from the model, in their agreement.
+        wire_signature: stands for what ranks must send alike beyond what follows from the model (divergence.py).
     """
 
-    variant = 0
+    wire_signature = 0
 
     def __init__(
         self,
-        kind: LaneKind,
+        kind: GroupKey,
         params: list[ManagedParam],
         slots: list[int],
         axes: MeshAxes,
@@ -94,8 +94,8 @@ class Lane:
         self.inputs: list[Tensor] = []
         self._parts = parts
         self._part: Tensor | None = None
-        self._arena: Arena | None = None
-        self._staging: Arena | None = None
+        self._flat_buffer: FlatBuffer | None = None
+        self._staging: FlatBuffer | None = None
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
         self._unpack_to: list[Tensor] = []
@@ -115,7 +115,7 @@ class Lane:
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
     def fingerprint(self) -> int:
-        """A sum over the bits of the shard buffer, if the whole parameters are a copy of it; else 0."""
+        """A sum over the bits of the shard buffer, if the unsharded parameters are a copy of it; else 0."""
         if self.shards == 1 and not self._moves:
             return 0
         data = self.shard.detach().view(U8)
@@ -144,13 +144,13 @@ class Lane:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""
 
     def arrange(self) -> None:
-        """Makes the whole parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
+        """Makes the unsharded parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
         if self.shard.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():
             self._arrange()
         self.release_transients()
-        self.release_whole()
+        self.free_unsharded()
 
     def _arrange(self) -> None:
         if self.shards == 1:
@@ -159,12 +159,12 @@ class Lane:
             self._arrange_gather()
 
     def _arrange_alone(self) -> None:
-        # One shard rank: the layout of whole parameters is that of the shard buffer.
+        # One shard rank: the layout of unsharded parameters is that of the shard buffer.
         if not self._moves:
             source = self.shard.data
         else:
-            self._arena = Arena(self.layout.numel, self.kind.compute, self.device)
-            source = self._arena.tensor
+            self._flat_buffer = FlatBuffer(self.layout.numel, self.kind.compute, self.device)
+            source = self._flat_buffer.tensor
             self._fill_to, self._fill_from = [source.data], [self.shard.data]
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
             param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
@@ -172,30 +172,32 @@ class Lane:
     def _arrange_gather(self) -> None:
         layout, compute, device = self.layout, self.kind.compute, self.device
         shards = layout.shards
-        self._arena = Arena(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
+        self._flat_buffer = FlatBuffer(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
         for param, piece in zip(self.params, layout.pieces, strict=True):
-            param.make_whole(self._arena.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
+            param.make_whole(self._flat_buffer.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
         for i in layout.in_order:
             piece = layout.pieces[i]
             if piece.direct_gather:
                 stop = piece.whole_offset + piece.spec.numel
-                self._add_transfer(self._arena.alias(piece.whole_offset, stop), piece.offset, piece.offset + piece.numel)
+                self._add_transfer(
+                    self._flat_buffer.alias(piece.whole_offset, stop), piece.offset, piece.offset + piece.numel
+                )
         start = layout.gather_packed_start
         packed = layout.numel - start
         if packed:
-            self._staging = Arena(shards * packed, compute, device)
+            self._staging = FlatBuffer(shards * packed, compute, device)
             self._add_transfer(self._staging.tensor.data, start, layout.numel)
             rows = self._staging.tensor.data.view(shards, packed)
             for piece in layout.pieces:
                 if not piece.direct_gather and piece.spec.numel:
                     stop = piece.whole_offset + piece.spec.numel
-                    whole = self._arena.alias(piece.whole_offset, stop).view(piece.spec.shape)
+                    unsharded = self._flat_buffer.alias(piece.whole_offset, stop).view(piece.spec.shape)
                     sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])
                     if piece.spec.dim is None:  # it came from every rank; the first one's serves
-                        self._unpack_to.append(whole.view(-1))
+                        self._unpack_to.append(unsharded.view(-1))
                         self._unpack_from.append(sources[0][0])
                     else:
-                        self._unpack_to += whole_views(piece, whole, shards)
+                        self._unpack_to += whole_views(piece, unsharded, shards)
                         self._unpack_from += sources
 
     def _add_transfer(self, output: Tensor, start: int, stop: int) -> None:
@@ -210,15 +212,15 @@ class Lane:
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
-        whole, staging = self._arena, self._staging
-        return (0 if whole is None else whole.held) + (0 if staging is None else staging.held)
+        """Bytes of unsharded parameters, and of what their gather needs, that are allocated now."""
+        unsharded, staging = self._flat_buffer, self._staging
+        return (0 if unsharded is None else unsharded.held) + (0 if staging is None else staging.held)
 
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
-        for arena in (self._arena, self._staging):
-            if arena is not None:
-                arena.alloc()
+        for flat_buffer in (self._flat_buffer, self._staging):
+            if flat_buffer is not None:
+                flat_buffer.alloc()
 
     def fill_gather(self) -> None:
         """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
@@ -242,34 +244,34 @@ class Lane:
         if self._staging is not None:
             self._staging.free()
 
-    def release_whole(self) -> None:
-        """Frees the whole parameters (unless they alias the shards)."""
-        if self._arena is not None:
-            self._arena.free()
+    def free_unsharded(self) -> None:
+        """Frees the unsharded parameters (unless they alias the shards)."""
+        if self._flat_buffer is not None:
+            self._flat_buffer.free()
 
     def keep_part(self, index: int) -> None:
-        """Frees the whole parameters but for part `index` of equal parts: their bytes, sharded over a smaller group."""
-        if self._arena is not None and self.shards > 1:
-            self._part = self._arena.tensor.view(self._parts, -1)[index].clone()
-        self.release_whole()
+        """Frees the unsharded parameters but for part `index` of equal parts: their bytes, sharded over a smaller group."""
+        if self._flat_buffer is not None and self.shards > 1:
+            self._part = self._flat_buffer.tensor.view(self._parts, -1)[index].clone()
+        self.free_unsharded()
 
     def prepare_parts(self) -> list[tuple[Tensor, Tensor]]:
-        """Allocates the whole parameters; returns the transfers (output, input) that fill them from kept parts."""
-        if self._arena is None:
+        """Allocates the unsharded parameters; returns the transfers (output, input) that fill them from kept parts."""
+        if self._flat_buffer is None:
             return []
-        self._arena.alloc()
+        self._flat_buffer.alloc()
         if self._part is None:
             self.fill_gather()
             return []
-        return [(self._arena.tensor.data.view(U8), self._part.view(U8))]
+        return [(self._flat_buffer.tensor.data.view(U8), self._part.view(U8))]
 
     def drop_part(self) -> None:
         """Forgets the kept part."""
         self._part = None
 
 
-def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: LaneKind) -> Thresholds:
-    """The sizes from which a lane's parameters go direct, given a backend's measured defaults `gather` and `reduce`."""
+def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: GroupKey) -> Thresholds:
+    """The sizes from which parameters of a kind go direct, given a backend's measured defaults `gather` and `reduce`."""
     if policy.fusion == "packed":
         gather = reduce = PACK_ALL
     elif policy.fusion == "direct":
@@ -301,12 +303,12 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
     return views
 
 
-def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
-    """The parts of a whole parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
+def whole_views(piece: Piece, unsharded: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a unsharded parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
-        return [whole.reshape(1, -1).expand(shards, -1)]
+        return [unsharded.reshape(1, -1).expand(shards, -1)]
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
-        return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
-    return [part for part in whole.split(piece.chunk, dim) if part.shape[dim]]
+        return [unsharded.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
+    return [part for part in unsharded.split(piece.chunk, dim) if part.shape[dim]]

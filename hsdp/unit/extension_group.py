@@ -1,12 +1,12 @@
-"""The lane of parameters that say themselves how they are gathered: in 8 bits, say. The protocol is FSDP2's.
+"""The dtype group of parameters that say themselves how they are gathered: in 8 bits, say. The protocol is FSDP2's.
 
-    shard --fsdp_pre_all_gather--> inputs ==all-gather==> outputs --fsdp_post_all_gather--> whole parameter
+    shard --fsdp_pre_all_gather--> inputs ==all-gather==> outputs --fsdp_post_all_gather--> unsharded parameter
                         '------------------ metadata ------------------------^
 
 What is sent has the shapes and dtypes that the subclass returns, and each input is a transfer of its own. Both methods are
-called once when the buffers are made, on this rank's own rows, so that whole parameters are there from the start like
+called once when the buffers are made, on this rank's own rows, so that unsharded parameters are there from the start like
 anybody else's; after that `fsdp_post_all_gather` refills them. Their storages, and those of the outputs, come and go.
-Gradients of whole parameters are reduced as any others.
+Gradients of unsharded parameters are reduced as any others.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
-from hsdp.buffers.flat_buffer import Arena
+from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.work import Named
@@ -33,16 +33,16 @@ from hsdp.params.subclass import POST, PRE, data_of, wrapper_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions
-from hsdp.unit.dtype_group import U8, Lane
+from hsdp.unit.dtype_group import U8, DtypeGroup
 
 
-class ExtensionLane(Lane):
+class ExtensionGroup(DtypeGroup):
     """Buffers and transfers of parameters with a gather extension.
 
-    The shard buffer is as any lane's; local tensors are the subclass around views of it.
+    The shard buffer is as any dtype group's; local tensors are the subclass around views of it.
 
     Args:
-        unit: whose lane it is; its name is told in errors.
+        unit: whose dtype group it is; its name is told in errors.
         policy: the unit's dtypes, about which a subclass may ask.
     """
 
@@ -58,7 +58,7 @@ class ExtensionLane(Lane):
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: the subclass around its bytes of the shard buffer."""
         wrapper = self.params[index].wrapper
-        assert wrapper is not None, "parameters of this lane have one"
+        assert wrapper is not None, "parameters of this dtype group have one"
         return wrapper.around(super().local(index))
 
     def rehearse(self) -> None:
@@ -75,11 +75,11 @@ class ExtensionLane(Lane):
         pairs = zip(self.params, self.layout.pieces, strict=True)
         self._members = [self._member(param, piece, param.local) for param, piece in pairs]
         for param, member in zip(self.params, self._members, strict=True):
-            param.whole = member.whole
+            param.unsharded = member.unsharded
         if self.shards > 1:
-            self.outputs = [arena.tensor.data.view(U8) for member in self._members for arena in member.outputs]
+            self.outputs = [flat_buffer.tensor.data.view(U8) for member in self._members for flat_buffer in member.outputs]
         told = [(member.fqn, member.kinds) for member in self._members]
-        self.variant = zlib.crc32(repr(told).encode()) << 2
+        self.wire_signature = zlib.crc32(repr(told).encode()) << 2
 
     def _member(self, param: ManagedParam, piece: Piece, local: Tensor) -> _Member:
         member = _Member(self._unit, param, piece, self.axes, self._policy, self.kind.compute)
@@ -87,18 +87,18 @@ class ExtensionLane(Lane):
         return member
 
     def _source(self, piece: Piece, local: Tensor) -> Tensor:
-        """Whom to ask: the local tensor, but on the lane's device, and with as many rows as that of the first rank."""
+        """The tensor to ask: the local one, but on the group's device, and with as many rows as that of the first rank."""
         if piece.rows(self.rank) == piece.chunk and self.shard.device == self.device:
             return local
         wrapper = wrapper_of(local, "a shard")
-        assert wrapper is not None, "parameters of this lane have one"
+        assert wrapper is not None, "parameters of this dtype group have one"
         rows = self.shard.data[piece.offset : piece.offset + piece.numel].to(self.device, non_blocking=True)
         return wrapper.around(rows.view(piece.chunk, *piece.spec.shape[1:]))
 
     @property
     def transient_bytes(self) -> int:
-        """Bytes of whole parameters, and of what their gather needs, that are allocated now."""
-        return sum(arena.held for member in self._members for arena in member.arenas)
+        """Bytes of unsharded parameters, and of what their gather needs, that are allocated now."""
+        return sum(flat_buffer.held for member in self._members for flat_buffer in member.flat_buffers)
 
     def prepare_gather(self) -> None:
         """Asks what to send. On the compute stream: it orders the memory, and what a subclass communicates by itself."""
@@ -115,22 +115,22 @@ class ExtensionLane(Lane):
                 member.fill(1)
 
     def assemble(self) -> None:
-        """Has whole parameters made of what was gathered. On the compute stream, as it computes."""
+        """Has unsharded parameters made of what was gathered. On the compute stream, as it computes."""
         with torch.inference_mode(False), torch.no_grad():
             for member in self._members:
                 member.assemble()
 
     def release_transients(self) -> None:
-        """Frees what was sent, and what arrived unless the whole parameters live in it."""
+        """Frees what was sent, and what arrived unless the unsharded parameters live in it."""
         self.inputs = []
         for member in self._members:
             member.release_transients()
 
-    def release_whole(self) -> None:
-        """Frees the whole parameters."""
+    def free_unsharded(self) -> None:
+        """Frees the unsharded parameters."""
         for member in self._members:
-            for arena in member.arenas:
-                arena.free()
+            for flat_buffer in member.flat_buffers:
+                flat_buffer.free()
 
 
 class _Member:
@@ -141,15 +141,16 @@ class _Member:
         inputs: what it sends, as long as it is needed.
         kinds: shapes and dtypes of that.
         outputs: the memory in which what is gathered arrives.
-        whole: the whole parameter.
-        arenas: all memory that comes and goes: `outputs`, and what the subclass named along with the whole parameter.
+        whole: the unsharded parameter.
+        flat buffers: all memory that comes and goes: `outputs`, and what the subclass named along with the unsharded
+        parameter.
     """
 
     inputs: list[Tensor]
     kinds: list[tuple[tuple[int, ...], torch.dtype]]
-    outputs: list[Arena]
-    arenas: list[Arena]
-    whole: nn.Parameter
+    outputs: list[FlatBuffer]
+    flat_buffers: list[FlatBuffer]
+    unsharded: nn.Parameter
 
     def __init__(
         self,
@@ -173,32 +174,32 @@ class _Member:
         self._metadata: Any = None
 
     def make(self, source: Tensor, shards: int, device: torch.device) -> None:
-        """The first time: makes outputs, all of them this rank's own rows, and the whole parameter of them."""
+        """The first time: makes outputs, all of them this rank's own rows, and the unsharded parameter of them."""
         self.inputs, self._metadata = self._ask(source)
         self.kinds = _kinds(self.inputs)
-        self.outputs = [Arena(shards * tensor.numel(), tensor.dtype, device) for tensor in self.inputs]
+        self.outputs = [FlatBuffer(shards * tensor.numel(), tensor.dtype, device) for tensor in self.inputs]
         self._shown = tuple(
-            arena.tensor.data.view(shards * (shape[0] if shape else 1), *shape[1:])
-            for arena, (shape, _) in zip(self.outputs, self.kinds, strict=True)
+            flat_buffer.tensor.data.view(shards * (shape[0] if shape else 1), *shape[1:])
+            for flat_buffer, (shape, _) in zip(self.outputs, self.kinds, strict=True)
         )
         self.fill(shards)
         with self._told(source, POST):
-            whole, inner = getattr(source, POST)(self._shown, self._metadata, self._dtype)
-            if whole.shape != self._shape:  # rows of padding come behind its own
-                whole = torch.as_strided(whole, self._shape, self._stride, 0)
-            self.whole = nn.Parameter(whole, requires_grad=self._requires_grad)
-            named = {_address(tensor): Arena.around(tensor) for tensor in inner}
-        used = {*named, *map(_address, _parts(whole))}
-        outputs = {_address(arena.tensor): arena for arena in self.outputs}
-        self._inner = [arena for at, arena in named.items() if at not in outputs]
-        self._spare = [arena for at, arena in outputs.items() if at not in used]
-        self.arenas = [*self.outputs, *self._inner]
+            unsharded, inner = getattr(source, POST)(self._shown, self._metadata, self._dtype)
+            if unsharded.shape != self._shape:  # rows of padding come behind its own
+                unsharded = torch.as_strided(unsharded, self._shape, self._stride, 0)
+            self.unsharded = nn.Parameter(unsharded, requires_grad=self._requires_grad)
+            named = {_address(tensor): FlatBuffer.around(tensor) for tensor in inner}
+        used = {*named, *map(_address, _parts(unsharded))}
+        outputs = {_address(flat_buffer.tensor): flat_buffer for flat_buffer in self.outputs}
+        self._inner = [flat_buffer for at, flat_buffer in named.items() if at not in outputs]
+        self._spare = [flat_buffer for at, flat_buffer in outputs.items() if at not in used]
+        self.flat_buffers = [*self.outputs, *self._inner]
         self.inputs, self._metadata = [], None
 
     def fill(self, shards: int) -> None:
         """Puts the inputs in each of `shards` places of the outputs."""
-        for arena, tensor in zip(self.outputs, self.inputs, strict=True):
-            arena.tensor.data.view(shards, -1).copy_(tensor.view(1, -1))
+        for flat_buffer, tensor in zip(self.outputs, self.inputs, strict=True):
+            flat_buffer.tensor.data.view(shards, -1).copy_(tensor.view(1, -1))
 
     def prepare(self, source: Tensor) -> None:
         """Asks `source` what to send, and allocates the memory for what arrives."""
@@ -210,25 +211,25 @@ class _Member:
                     "as what arrives lives in memory that is made once"
                 )
         self.inputs, self._source = inputs, source
-        for arena in self.outputs:
-            arena.alloc()
+        for flat_buffer in self.outputs:
+            flat_buffer.alloc()
 
     def assemble(self) -> None:
-        """Refills the whole parameter."""
+        """Refills the unsharded parameter."""
         source, self._source = self._source, None
         assert source is not None, f"{self.fqn!r} was not gathered"
-        for arena in self._inner:
-            arena.alloc()
+        for flat_buffer in self._inner:
+            flat_buffer.alloc()
         # Autograd must not take it for a change between forward and backward: the runtime compares epochs.
-        with self._told(source, POST), keeping_versions((self.whole, *_parts(self.whole))):
-            getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.whole)
+        with self._told(source, POST), keeping_versions((self.unsharded, *_parts(self.unsharded))):
+            getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.unsharded)
         self._metadata = None
 
     def release_transients(self) -> None:
-        """Forgets what was sent; frees what arrived, unless the whole parameter lives in it."""
+        """Forgets what was sent; frees what arrived, unless the unsharded parameter lives in it."""
         self.inputs, self._metadata, self._source = [], None, None
-        for arena in self._spare:
-            arena.free()
+        for flat_buffer in self._spare:
+            flat_buffer.free()
 
     def _ask(self, source: Tensor) -> tuple[list[Tensor], Any]:
         with self._told(source, PRE):

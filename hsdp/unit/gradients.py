@@ -1,11 +1,11 @@
 """A unit's gradients on this rank: from autograd's hooks to the operands of a reduction, and from those to `.grad`.
 
-    slots      whole gradients of the backward under way
+    slots      unsharded gradients of the backward under way
     stash      whole sums of micro-batches that were not communicated              } pending: visible, cleared with the
     partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
     .grad      sharded DTensors, or None: what users and the optimizer see
 
-Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a witness (see
+Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a sentinel (see
 zero_grad.py), on every rank alike: it keeps what others add to the gradient, and tells when somebody zeroes it.
 
 What a backward does to gradients and to pending sums is undone if it fails (rollback.py), with one exception: whole sums
@@ -27,17 +27,17 @@ from hsdp.comm.streams import host_wait
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
-from hsdp.unit.dtype_group import Lane
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, zero
-from hsdp.unit.reduce_plan import LaneReduction, ReducePlan
+from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
 from hsdp.unit.rollback import Undo
-from hsdp.unit.zero_grad import Witness, Witnesses, local_grad
+from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
 
 _MOST_PLANS = 8
-"""How many sets of trainable parameters a lane keeps the plans of; a GAN alternates between two."""
+"""How many sets of trainable parameters a dtype group keeps the plans of; a GAN alternates between two."""
 
 Partial = list[list[Tensor]]
-"""Sharded sums that wait for their all-reduce: the operands of each lane."""
+"""Sharded sums that wait for their all-reduce: the operands of each dtype group."""
 
 
 class Gradients:
@@ -45,8 +45,8 @@ class Gradients:
 
     Attributes:
         unused: what a parameter gets that no rank used: None or zeros.
-        slots: whole gradients of the backward under way, one per parameter; None where none came.
-        partial: per lane, sharded sums that wait for their all-reduce; None when nothing was deferred.
+        slots: unsharded gradients of the backward under way, one per parameter; None where none came.
+        partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
         kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
             though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
@@ -55,7 +55,7 @@ class Gradients:
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
-        self._lanes: list[Lane] = []
+        self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
         self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
@@ -64,17 +64,17 @@ class Gradients:
         self._stash: dict[int, Tensor] = {}
         self.partial: Partial | None = None
         self.kept = self.deferred = self.lost = False
-        self._witnesses = Witnesses(params)
-        self._running: list[LaneReduction] = []
+        self._sentinels = Sentinels(params)
+        self._running: list[GroupReduction] = []
         # Of the backward under way: reductions on their way, and how things were before it.
-        self._open: list[LaneReduction] = []
+        self._open: list[GroupReduction] = []
         self._undo = Undo()
         self._owed_before: tuple[bool, bool, list[int]] | None = None
         self._partial_before: tuple[Partial | None] | None = None
 
-    def arrange(self, lanes: list[Lane]) -> None:
+    def arrange(self, dtype_groups: list[DtypeGroup]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
-        self._lanes = lanes
+        self._dtype_groups = dtype_groups
         self._mask = None
         self._made.clear()
         self.clear()
@@ -102,7 +102,7 @@ class Gradients:
         self.partial = None
         self.kept = self.deferred = self.lost = False
         self.commit()
-        self._witnesses.take_all_down()
+        self._sentinels.take_all_down()
 
     def choose(self, mask: tuple[bool, ...], unit: str) -> None:
         """Sets which parameters take part in reductions.
@@ -119,31 +119,31 @@ class Gradients:
                 )
             self._mask = mask
             self._plans = []
-            for lane in self._lanes:
-                trainable = tuple(i for i, slot in enumerate(lane.slots) if mask[slot])
+            for group in self._dtype_groups:
+                trainable = tuple(i for i, slot in enumerate(group.slots) if mask[slot])
                 if trainable:
-                    self._plans.append(self._plan_for(lane, trainable))
+                    self._plans.append(self._plan_for(group, trainable))
 
-    def _plan_for(self, lane: Lane, trainable: tuple[int, ...]) -> ReducePlan:
-        key = (id(lane), trainable)
+    def _plan_for(self, group: DtypeGroup, trainable: tuple[int, ...]) -> ReducePlan:
+        key = (id(group), trainable)
         found = self._made.get(key)
         if found is None:
-            while len(self._made) >= _MOST_PLANS * len(self._lanes):
+            while len(self._made) >= _MOST_PLANS * len(self._dtype_groups):
                 del self._made[next(iter(self._made))]
-            found = ReducePlan(lane, trainable)
+            found = ReducePlan(group, trainable)
         else:
             del self._made[key]
         self._made[key] = found  # the last one: the first goes first
         return found
 
-    def take(self, runs_on: bool, all_reduce: bool = True) -> list[LaneReduction]:
+    def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 
         Args:
             runs_on: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
             all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
         """
-        if self._witnesses:
+        if self._sentinels:
             self._heed_zero_grad()
         self._note_owed()
         self.kept, self.deferred = False, not all_reduce
@@ -161,7 +161,7 @@ class Gradients:
         self._open += parts
         if runs_on:
             self._running += parts
-            self._witness_all(self._plans)
+            self._watch_all(self._plans)
         return parts
 
     def stash(self) -> None:
@@ -169,16 +169,16 @@ class Gradients:
         self._heed_zero_grad()
         self._note_owed()
         self.kept = True
-        for lane in self._lanes:
-            for slot in lane.slots:
+        for group in self._dtype_groups:
+            for slot in group.slots:
                 grad, held = self.slots[slot], self._stash.get(slot)
                 if grad is not None:
-                    self._stash[slot] = owned(grad.to(lane.kind.accumulate)) if held is None else held.add_(grad)
-                    self._witnesses.put_up(slot)
-        self._witness_all(self._plans)  # used here or not: other ranks may have used it
+                    self._stash[slot] = owned(grad.to(group.kind.accumulate)) if held is None else held.add_(grad)
+                    self._sentinels.put_up(slot)
+        self._watch_all(self._plans)  # used here or not: other ranks may have used it
         self.drop()
 
-    def defer(self, parts: list[LaneReduction]) -> None:
+    def defer(self, parts: list[GroupReduction]) -> None:
         """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.
 
         Like `land` it runs on the compute stream, behind the reduction.
@@ -192,9 +192,9 @@ class Gradients:
             for mine, held in zip(sums, before, strict=True):
                 torch._foreach_add_(mine, held)
         self._replace_partial(sums, undoable)
-        self._witness_all(part.plan for part in parts)
+        self._watch_all(part.plan for part in parts)
 
-    def join_partial(self, parts: list[LaneReduction]) -> None:
+    def join_partial(self, parts: list[GroupReduction]) -> None:
         """Adds what was deferred to the operands that are about to be all-reduced. Runs on the stream of that.
 
         The parts hold what was deferred until they land: by then the compute stream, to which that memory belongs, is
@@ -218,7 +218,7 @@ class Gradients:
 
     def _note_owed(self) -> None:
         if self._owed_before is None:
-            self._owed_before = (self.kept, self.deferred, self._witnesses.slots())
+            self._owed_before = (self.kept, self.deferred, self._sentinels.slots())
 
     def _joined(self, slot: int) -> Tensor | None:
         grad, stash = self.slots[slot], self._stash.get(slot)
@@ -230,13 +230,13 @@ class Gradients:
 
     def heed_zero_grad(self) -> None:
         """Lets go of what users have zeroed since. On the compute stream, to which pending sums belong."""
-        if self._witnesses:
+        if self._sentinels:
             self._heed_zero_grad()
 
     def is_pending(self) -> bool:
         """Whether sums are pending, on any rank: the same on all of them."""
         self.heed_zero_grad()
-        return bool(self._witnesses) and (self.kept or self.deferred or self.lost or bool(self._running))
+        return bool(self._sentinels) and (self.kept or self.deferred or self.lost or bool(self._running))
 
     def refuse_lost(self, unit: str, what: str) -> None:
         """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
@@ -250,12 +250,12 @@ class Gradients:
 
     def refuse_pending(self, unit: str, what: str) -> None:
         """Raises StateError if sums are pending, or lost."""
-        if not self._witnesses:
+        if not self._sentinels:
             return
         self.refuse_lost(unit, what)
         self.heed_zero_grad()
-        if self._witnesses and (self.kept or self.deferred):
-            names = ", ".join(self._witnesses.names())
+        if self._sentinels and (self.kept or self.deferred):
+            names = ", ".join(self._sentinels.names())
             raise StateError(
                 f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
                 "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
@@ -273,31 +273,31 @@ class Gradients:
                         "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
                     )
         if self.lost:
-            found.update(dict.fromkeys(self._witnesses.names(), "lost with a backward that failed"))
+            found.update(dict.fromkeys(self._sentinels.names(), "lost with a backward that failed"))
         return found
 
     def local_sums(self) -> dict[str, Tensor]:
-        """Whole gradients of this rank that have not been communicated, by parameter name."""
+        """Unsharded gradients of this rank that have not been communicated, by parameter name."""
         self._heed_zero_grad()
         return {self._params[slot].fqn: value for slot, value in self._stash.items()}
 
-    def _witness_all(self, plans: Iterable[ReducePlan]) -> None:
+    def _watch_all(self, plans: Iterable[ReducePlan]) -> None:
         for plan in plans:
             for slot in plan.slots:
-                self._witnesses.put_up(slot)
+                self._sentinels.put_up(slot)
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
-        gone = self._witnesses.gone()
+        gone = self._sentinels.gone()
         for slot in gone:
-            self._witnesses.take_down(slot)
+            self._sentinels.take_down(slot)
             self._stash.pop(slot, None)
         if gone:
             for part in self._running:
                 part.dropped |= gone
             if self.partial is not None:
                 self._drop_partial(gone)
-        if not self._witnesses:
+        if not self._sentinels:
             self.lost = False
 
     def _drop_partial(self, gone: set[int]) -> None:
@@ -307,16 +307,16 @@ class Gradients:
         if len(gone) >= sum(len(plan.slots) for plan in self._plans):
             self.partial = None
 
-    def _retire_witnesses(self) -> None:
-        if self._witnesses and not (self.partial or self._running or self.kept or self.lost or self.deferred):
-            self._witnesses.take_all_down()
+    def _remove_sentinels(self) -> None:
+        if self._sentinels and not (self.partial or self._running or self.kept or self.lost or self.deferred):
+            self._sentinels.take_all_down()
 
     # -- landing -------------------------------------------------------------------------------------------------
 
-    def land(self, parts: list[LaneReduction]) -> None:
+    def land(self, parts: list[GroupReduction]) -> None:
         """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
         undoable = self._settle(parts)
-        self._retire_witnesses()
+        self._remove_sentinels()
         for part in parts:
             plan = part.plan
             used = part.used if self.unused == "none" else [True] * len(part.used)
@@ -335,7 +335,7 @@ class Gradients:
             if run_hooks(plan.params, used):
                 self._undo.forget_taken(noted)
 
-    def _settle(self, parts: list[LaneReduction]) -> bool:
+    def _settle(self, parts: list[GroupReduction]) -> bool:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
         self.heed_zero_grad()
         undoable = any(part in self._open for part in parts)
@@ -353,7 +353,7 @@ class Gradients:
                 sharded.grad = as_dtensor(local, param.tensor_spec)
             else:
                 held = local_grad(param)
-                standing = held.standing if isinstance(held, Witness) else None
+                standing = held.standing if isinstance(held, ZeroGradSentinel) else None
                 if standing is None or standing.lent:
                     memory = held if standing is None else standing.memory(write=True)
                     if undoable:
@@ -391,7 +391,7 @@ class Gradients:
         self._undo.clear()
         self._owed_before = self._partial_before = None
 
-    def is_open(self, parts: list[LaneReduction]) -> bool:
+    def is_open(self, parts: list[GroupReduction]) -> bool:
         """Whether a reduction is of the backward under way."""
         return any(part in self._open for part in parts)
 
@@ -406,23 +406,23 @@ class Gradients:
         for part in self._open:
             part.void = True
         self._open.clear()
-        witnessed: list[int] = []
+        watched: list[int] = []
         able = self._undo.run(at_once)
         if self._owed_before is not None:
-            self.kept, self.deferred, witnessed = self._owed_before
+            self.kept, self.deferred, watched = self._owed_before
             self._owed_before = None
         if self._partial_before is not None:
             self.partial = self._partial_before[0]
             self._partial_before = None
-        for slot in witnessed:
-            self._witnesses.put_up(slot)
+        for slot in watched:
+            self._sentinels.put_up(slot)
         self._stash.clear()
         if self.kept or not able:
             self.lose()
-        self._retire_witnesses()
+        self._remove_sentinels()
 
     def lose(self) -> None:
         """Sums are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
         self._stash.clear()
         self.kept, self.lost = False, True
-        self._witness_all(self._plans)
+        self._watch_all(self._plans)

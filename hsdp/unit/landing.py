@@ -10,12 +10,12 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
-from hsdp.unit.reduce_plan import LaneReduction, ReducePlan
+from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
 
 
 def zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
     """Takes the parameters at `slots` out of reduced or partial sums."""
-    part = LaneReduction(plan, [], [], operands, [])
+    part = GroupReduction(plan, [], [], operands, [])
     flags = part.flags()
     for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
         if slot in slots:

@@ -1,4 +1,4 @@
-"""How a lane's gradients are reduced: the way from whole gradients to the operands of a reduction, and back to local ones.
+"""How a dtype group's gradients are reduced: from whole ones to the operands of a reduction, and back to local ones.
 
     gradients ----(direct: as autograd made them)-------------> reduce-scatter inputs
     gradients ----(packed: one copy)----> rows ---------------> reduce-scatter input
@@ -12,37 +12,37 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hsdp.buffers.flat_buffer import Arena, owned
+from hsdp.buffers.flat_buffer import FlatBuffer, owned
 from hsdp.buffers.layout import Layout, Piece, plan
-from hsdp.unit.dtype_group import Lane, row_views, whole_views
+from hsdp.unit.dtype_group import DtypeGroup, row_views, whole_views
 
 
 class ReducePlan:
-    """How the gradients of a set of a lane's parameters are reduced.
+    """How the gradients of a set of a dtype group's parameters are reduced.
 
     The reduction buffer has the layout of the shard buffer, then a tail of one *used-flag* per parameter: how many
     ranks used it. Each rank sends its flags with every row of the packed transfer.
 
     Attributes:
-        op: identifies the set for the ranks' agreement.
+        op: identifies the set for the ranks' divergence guard.
     """
 
-    def __init__(self, lane: Lane, trainable: tuple[int, ...]) -> None:
-        # Not the lane itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
-        self.kind = lane.kind
-        self.shards = lane.shards
-        self.device = lane.device
+    def __init__(self, group: DtypeGroup, trainable: tuple[int, ...]) -> None:
+        # Not the dtype group itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
+        self.kind = group.kind
+        self.shards = group.shards
+        self.device = group.device
         # Gradients follow their shards; None: those are on the device.
-        self.offload = lane.offload if lane.shard.device != lane.device else None
+        self.offload = group.offload if group.shard.device != group.device else None
         self.op = hash(trainable)
-        self.params = [lane.params[i] for i in trainable]
-        self.slots = [lane.slots[i] for i in trainable]
-        everything = len(trainable) == len(lane.params)
+        self.params = [group.params[i] for i in trainable]
+        self.slots = [group.slots[i] for i in trainable]
+        everything = len(trainable) == len(group.params)
         specs = [p.spec for p in self.params]
-        self.layout: Layout = lane.layout if everything else plan(specs, lane.shards, lane.thresholds)
+        self.layout: Layout = group.layout if everything else plan(specs, group.shards, group.thresholds)
         layout = self.layout
         self.flags = len(trainable)
-        self.local_shapes = [piece.local_shape(lane.rank) for piece in layout.pieces]
+        self.local_shapes = [piece.local_shape(group.rank) for piece in layout.pieces]
         strides = [_strides(shape) for shape in self.local_shapes]
         self._cuts = [
             (shape, stride, p.offset) for shape, stride, p in zip(self.local_shapes, strides, layout.pieces, strict=True)
@@ -53,7 +53,7 @@ class ReducePlan:
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
         self._free_rows: list[Rows] = []
 
-    def fill(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
+    def fill(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
 
         Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
@@ -65,7 +65,7 @@ class ReducePlan:
         pieces = layout.pieces
         buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
         rows = self._free_rows.pop() if self._free_rows else Rows(self, dtype, device)
-        rows.arena.alloc()
+        rows.flat_buffer.alloc()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         for i in self._direct:
@@ -99,21 +99,21 @@ class ReducePlan:
             torch._foreach_copy_(to, sources)
         inputs.append(rows.flat)
         outputs.append(buffer[layout.reduce_packed_start :])
-        return LaneReduction(self, inputs, outputs, [buffer], used, rows)
+        return GroupReduction(self, inputs, outputs, [buffer], used, rows)
 
     def take_back(self, rows: Rows) -> None:
         """The rows were sent: their memory goes, their views stay for the next reduction."""
-        rows.arena.free()
+        rows.flat_buffer.free()
         self._free_rows.append(rows)
 
-    def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> LaneReduction:
+    def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
         dtype, device = self.kind.reduce, self.device
         operands: list[Tensor] = []
         for i, piece in enumerate(self.layout.pieces):
             operands.append(_flat(grads[i], piece, dtype, device))
             grads[i] = None
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
-        return LaneReduction(self, [], [], operands, used, None)
+        return GroupReduction(self, [], [], operands, used, None)
 
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
@@ -126,14 +126,14 @@ class ReducePlan:
 class Rows:
     """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
 
-    __slots__ = ("arena", "even", "flags", "flat", "odd")
+    __slots__ = ("even", "flags", "flat", "flat_buffer", "odd")
 
     def __init__(self, plan: ReducePlan, dtype: torch.dtype, device: torch.device) -> None:
         layout = plan.layout
         start = layout.reduce_packed_start
         with torch.inference_mode(False):
-            self.arena = Arena(layout.shards * plan.packed, dtype, device)
-            self.flat = self.arena.tensor
+            self.flat_buffer = FlatBuffer(layout.shards * plan.packed, dtype, device)
+            self.flat = self.flat_buffer.tensor
             rows = self.flat.view(layout.shards, plan.packed)
             columns = [rows[:, p.offset - start : p.offset - start + p.numel] for p in layout.pieces]
             self.flags = rows[:, plan.packed - plan.flags :]
@@ -141,8 +141,8 @@ class Rows:
             self.odd = [row_views(layout.pieces[i], columns[i]) for i in plan._odd]
 
 
-class LaneReduction:
-    """One lane's part of a reduction.
+class GroupReduction:
+    """One dtype group's part of a reduction.
 
     Attributes:
         inputs, outputs: the transfers of the reduce-scatter, 1-D (none with one shard rank).
@@ -177,7 +177,7 @@ class LaneReduction:
         self._stored: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:
-        """Lets the whole gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
+        """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
         if self.rows is not None and ended:
             self.plan.take_back(self.rows)

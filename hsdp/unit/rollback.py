@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hsdp.params.param import ManagedParam
-from hsdp.unit.zero_grad import Standing, Witness
+from hsdp.unit.zero_grad import Standing, ZeroGradSentinel
 
 
 class _Shown(NamedTuple):
@@ -45,7 +45,7 @@ class Undo:
         self._entries.append(_Shown(param, grad, local))
 
     def add(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
-        """Adds a sum to a gradient, or to zeros that a witness lent, and notes what was there."""
+        """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
         before = memory.clone()
         memory.add_(landed)
         self._entries.append(_Added(memory, before, memory._version, standing))
@@ -88,7 +88,7 @@ class Undo:
     def _take_away(entry: _Shown) -> None:
         now: Any = entry.param.sharded.grad
         local = getattr(now, "_local_tensor", None)
-        if isinstance(local, Witness):
+        if isinstance(local, ZeroGradSentinel):
             if local.standing.base is entry.local:
                 local.standing.base = None
         elif now is entry.grad:

@@ -20,7 +20,7 @@ class UnitSettings(Generic[UnitT]):
 
     Attributes:
         reshard_after_forward: as `fully_shard` takes it.
-        reshard_after_backward: free the whole parameters as soon as their backward is over.
+        reshard_after_backward: free the unsharded parameters as soon as their backward is over.
         unshard_in_backward: backward gathers the unit.
         forward_prefetch, backward_prefetch: what is gathered when its pass begins; None: what the recorded order says.
         requires_grad_sync: backward communicates gradients.

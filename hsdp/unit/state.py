@@ -90,7 +90,7 @@ def unentered(unit: Stateful, what: str) -> StateError:
 
 
 def written(unit: str, name: str) -> StateError:
-    """The error of a write to whole parameter `name` of unit `unit`, which would be lost with it."""
+    """The error of a write to unsharded parameter `name` of unit `unit`, which would be lost with it."""
     return StateError(
         f"unit {unit!r}: its forward, or a hook in its backward, wrote to parameter {name!r} (in place, by an assignment "
         "to .data, or as an embedding with max_norm). They see a gathered copy, so the write would be lost, or differ "

@@ -1,6 +1,6 @@
 """A unit: the parameter group that one `fully_shard` call manages, gathered, opened, closed and reduced as one.
 
-Its whole parameters are those of unsharded.py. Gradients arrive one by one in autograd's accumulation hooks and leave
+Its unsharded parameters are those of unsharded.py. Gradients arrive one by one in autograd's accumulation hooks and leave
 together as the operands of one reduction.
 """
 
@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from hsdp.comm.collectives import Comm, subgroup
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 from hsdp.errors import StateError
 from hsdp.offload import OffloadPolicy
 from hsdp.params.install import Shadows
@@ -25,13 +25,13 @@ from hsdp.params.ownership import forget, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
 from hsdp.torch_private import will_execute
-from hsdp.unit.dtype_group import Lane, LaneKind, thresholds_for
-from hsdp.unit.extension_group import ExtensionLane
+from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
+from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import TrainingState, expect, stale, unentered
-from hsdp.unit.unsharded import NO_VERSION, Residency, Version, WholeParams
-from hsdp.unit.write_guard import WholeGuard
+from hsdp.unit.unsharded import NO_VERSION, Residency, UnshardedParams, Version
+from hsdp.unit.write_guard import WriteGuard
 
 _gradient_edge = torch.autograd.graph.get_gradient_edge
 
@@ -52,7 +52,7 @@ class Schedule(Protocol):
         ...
 
     def has_graphs(self) -> bool:
-        """Whether a graph of gradients reads whole parameters."""
+        """Whether a graph of gradients reads unsharded parameters."""
         ...
 
     def has_entered(self, unit: Unit) -> bool:
@@ -68,7 +68,7 @@ class Schedule(Protocol):
         ...
 
 
-class Unit(WholeParams):
+class Unit(UnshardedParams):
     """A parameter group.
 
     Attributes:
@@ -119,11 +119,11 @@ class Unit(WholeParams):
         self.parent: Unit | None = None
         self.op = 0
 
-        # Whole parameters.
-        self.lanes: list[Lane] = []
+        # Unsharded parameters.
+        self.dtype_groups: list[DtypeGroup] = []
         self.residency = Residency.SHARDED
         self.open = self.pinned = self.retained = False
-        self.epoch = 0
+        self.weights_version = 0
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
         self._fillings = 0
         self._kept_version: Version | None = None
@@ -131,8 +131,8 @@ class Unit(WholeParams):
         self.calls = 0
         self.ran: set[int] = set()
         self._kept_shards: list[int] | None = None
-        self._guard = WholeGuard((), 0)
-        self._flight: Flight | None = None
+        self._guard = WriteGuard((), 0)
+        self._gather_work: CommWork | None = None
         self._shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
         self._registered: list[int] = []
@@ -144,7 +144,7 @@ class Unit(WholeParams):
         self._wanted: tuple[bool, ...] = ()
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
-        self.ready = self.in_turn = False
+        self.ready = self.queued = False
 
         # Communication.
         self.streams = Streams(axes.device)
@@ -157,7 +157,7 @@ class Unit(WholeParams):
         self._parts = 1 if self.part_comm is None else self.part_comm.size
 
     def _comm_of_parts(self, parts: bool | int | None) -> Comm | None:
-        """Over the `parts` neighbouring ranks among which whole parameters stay sharded after forward, if they do."""
+        """Over the `parts` neighbouring ranks among which unsharded parameters stay sharded after forward, if they do."""
         axes = self.axes
         if type(parts) is not int or not 1 < parts < axes.shard_size:
             return None
@@ -169,12 +169,12 @@ class Unit(WholeParams):
 
     def build(self) -> None:
         """Shards the original parameters, one at a time: none is held twice but the one at hand."""
-        self._make_lanes(self.axes.device)
-        for lane in self.lanes:
-            lane.rehearse()
-        for lane in self.lanes:
-            for index, param in enumerate(lane.params):
-                param.shard(lane.local(index), lane.layout.pieces[index], self.axes, weakref.ref(self))
+        self._make_dtype_groups(self.axes.device)
+        for group in self.dtype_groups:
+            group.rehearse()
+        for group in self.dtype_groups:
+            for index, param in enumerate(group.params):
+                param.shard(group.local(index), group.layout.pieces[index], self.axes, weakref.ref(self))
         self._arrange()
 
     def rebuild(self, loses_sums: bool = False) -> None:
@@ -202,11 +202,11 @@ class Unit(WholeParams):
                 f"unit {self.name!r} has parameters on several devices {sorted(map(str, devices))}; move them together"
             )
         device = devices.pop()
-        self._make_lanes(self.axes.device if device == self.offload.home(self.axes.device) else device)
-        for lane in self.lanes:
-            for index, param in enumerate(lane.params):
-                param.piece = lane.layout.pieces[index]
-                param.rehome(lane.local(index))
+        self._make_dtype_groups(self.axes.device if device == self.offload.home(self.axes.device) else device)
+        for group in self.dtype_groups:
+            for index, param in enumerate(group.params):
+                param.piece = group.layout.pieces[index]
+                param.rehome(group.local(index))
         self._arrange()
         if lost:
             self.gradients.lose()
@@ -215,12 +215,12 @@ class Unit(WholeParams):
         """Where the sharded parameters are at present: on one device, but while somebody moves them."""
         return {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
 
-    def _make_lanes(self, device: torch.device) -> None:
-        groups: dict[LaneKind, list[int]] = {}
+    def _make_dtype_groups(self, device: torch.device) -> None:
+        groups: dict[GroupKey, list[int]] = {}
         for slot, param in enumerate(self.params):
-            kind = LaneKind.of(param.dtype, self.mp_policy, param.replicated, param.wrapper is not None)
+            kind = GroupKey.of(param.dtype, self.mp_policy, param.replicated, param.wrapper is not None)
             groups.setdefault(kind, []).append(slot)
-        self.lanes = []
+        self.dtype_groups = []
         if self.params and self.params[0].sharded.is_meta:
             device = torch.device("meta")
         for kind, slots in groups.items():
@@ -228,19 +228,23 @@ class Unit(WholeParams):
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
             args = (kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
-            lane = ExtensionLane(*args, unit=weakref.ref(self), policy=self.mp_policy) if kind.extension else Lane(*args)
-            lane.allocate(device)
-            self.lanes.append(lane)
+            group = (
+                ExtensionGroup(*args, unit=weakref.ref(self), policy=self.mp_policy)
+                if kind.extension
+                else DtypeGroup(*args)
+            )
+            group.allocate(device)
+            self.dtype_groups.append(group)
 
     def _arrange(self) -> None:
-        self.gradients.arrange(self.lanes)
+        self.gradients.arrange(self.dtype_groups)
         self._sharded = [param.sharded for param in self.params]
         register(self._sharded, self, self._registered)
-        self._variant = 0
-        self._reads_host = any(lane.shard.device != lane.device for lane in self.lanes)
-        for lane in self.lanes:
-            lane.arrange()
-            self._variant ^= lane.variant
+        self._wire_signature = 0
+        self._reads_host = any(group.shard.device != group.device for group in self.dtype_groups)
+        for group in self.dtype_groups:
+            group.arrange()
+            self._wire_signature ^= group.wire_signature
         self._versioned = [
             tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
         ]
@@ -252,19 +256,19 @@ class Unit(WholeParams):
         self.forward_version = self.version
 
     def _watch(self, slot: int) -> None:
-        """Hooks autograd's accumulation into a whole parameter."""
+        """Hooks autograd's accumulation into a unsharded parameter."""
         param = self.params[slot]
-        whole, this = param.trained, weakref.ref(self)
-        assert whole is not None, "only an arranged parameter is watched"
+        unsharded, this = param.trained, weakref.ref(self)
+        assert unsharded is not None, "only an arranged parameter is watched"
         with torch.inference_mode(False), torch.enable_grad():
-            param.node = _gradient_edge(whole).node
+            param.node = _gradient_edge(unsharded).node
 
         def accumulated(tensor: Tensor) -> None:
             unit = this()
             if unit is not None:
                 unit._take(slot, tensor)
 
-        whole.register_post_accumulate_grad_hook(accumulated)
+        unsharded.register_post_accumulate_grad_hook(accumulated)
 
     # -- gathering -----------------------------------------------------------------------------------------------
 
@@ -307,14 +311,14 @@ class Unit(WholeParams):
 
     def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
         for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
-            if param.whole is not None:
+            if param.unsharded is not None:
                 param.choose(wants)
                 if wants and param.node is None:
                     self._watch(slot)
         self._wanted = wanted
         self._shadows.choose()
-        self._guard = WholeGuard(self.lanes, self._fillings)
-        if self.residency is not Residency.WHOLE:
+        self._guard = WriteGuard(self.dtype_groups, self._fillings)
+        if self.residency is not Residency.UNSHARDED:
             self._guard.freed()
         if self.open:
             self._shadows.show()
@@ -333,14 +337,14 @@ class Unit(WholeParams):
                 count += 1
         self.remaining[task] = count
 
-    def _take(self, slot: int, whole: Tensor) -> None:
-        """A gradient is there: moves it from the whole parameter to its slot."""
-        grad, whole.grad = whole.grad, None
+    def _take(self, slot: int, unsharded: Tensor) -> None:
+        """A gradient is there: moves it from the unsharded parameter to its slot."""
+        grad, unsharded.grad = unsharded.grad, None
         runtime, param = self.runtime, self.params[slot]
         if grad is None:
             return
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
-        if runtime is None or (self.residency is not Residency.WHOLE and not runtime.has_entered(self)):
+        if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
         if grad.layout is not torch.strided:
             grad = grad.to_dense()  # that of an embedding with sparse=True

@@ -20,29 +20,29 @@ from torch import Tensor
 
 from hsdp import debug
 from hsdp.params.tensor_parallel import block_of
-from hsdp.unit.dtype_group import Lane
+from hsdp.unit.dtype_group import DtypeGroup
 
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
-class WholeGuard:
+class WriteGuard:
     """What the unsharded parameters of a unit look like while nobody but the engine wrote to them.
 
     Args:
-        lanes: the unit's lanes; those whose unsharded parameters are the shards themselves, on one rank alone, are not
-            looked at, as writes to them are kept.
+        dtype_groups: those of the unit. Writes to unsharded parameters that are the shards themselves, on one rank alone,
+            are kept, and not looked for.
         fillings: how many different weights the unsharded parameters have held.
     """
 
-    def __init__(self, lanes: Sequence[Lane], fillings: int) -> None:
+    def __init__(self, dtype_groups: Sequence[DtypeGroup], fillings: int) -> None:
         self._watched: list[tuple[str, Tensor, Tensor]] = []
         self._content: list[Tensor] = []
-        for lane in lanes:
-            if lane.shard.is_meta or lane.kind.extension or lane.keeps_writes:
+        for group in dtype_groups:
+            if group.shard.is_meta or group.kind.extension or group.keeps_writes:
                 continue
-            for param in lane.params:
-                assert param.whole is not None, "a lane that is not on the meta device has unsharded parameters"
-                block = block_of(param.whole)
+            for param in group.params:
+                assert param.unsharded is not None, "a dtype group that is not on the meta device has unsharded parameters"
+                block = block_of(param.unsharded)
                 self._watched.append((param.fqn, block, block.detach()))
         # Third-party devices answer `is_set_to` by way of a copy on the host.
         self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same

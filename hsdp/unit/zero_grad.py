@@ -1,4 +1,4 @@
-"""A witness stands in `.grad` while sums are pending: it sees what users do to the gradient, for optimizers have no hook
+"""A sentinel stands in `.grad` while sums are pending: it sees what users do to the gradient, for optimizers have no hook
 for `zero_grad`, and versions do not tell.
 
     reads               see what has landed so far: the gradient that was there before, or zeros that take no memory
@@ -6,7 +6,7 @@ for `zero_grad`, and versions do not tell.
     zeroing, setting    clears the pending sums, as it would clear the gradient (`zero_`, `mul_(0)`, `fill_`, `copy_`)
     any other change    cannot be made to sums that are not here yet: an error that names the parameter
 
-Aliases and views of a witness (`.data`, `detach()`, `[0]`) are witnesses of the same `Standing`: nothing passes it by.
+Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of the same `Standing`: nothing passes it by.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _ALIASES = frozenset(("aten::detach", "aten::alias"))
 
 
 class Standing:
-    """What a witness and its aliases stand for.
+    """What a sentinel and its aliases stand for.
 
     Attributes:
         fqn: the parameter's name.
@@ -46,7 +46,7 @@ class Standing:
         lent: `base` was made because somebody took a view of the zeros; nobody has written to it.
         cleared: somebody set the gradient to zero or to something else: the pending sums are void.
         read: somebody computed something else from it.
-        over: nothing is pending any more; the witness is the gradient, and no more.
+        over: nothing is pending any more; the sentinel is the gradient, and no more.
     """
 
     __slots__ = ("base", "cleared", "fqn", "lent", "like", "over", "read")
@@ -75,7 +75,7 @@ class Standing:
         return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
 
 
-class Witness(Tensor):
+class ZeroGradSentinel(Tensor):
     """Stands for a gradient with pending sums, or for a view of it. It has no memory of its own.
 
     Attributes:
@@ -89,16 +89,16 @@ class Witness(Tensor):
     part: bool
 
     @staticmethod
-    def __new__(cls, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> Witness:
+    def __new__(cls, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> ZeroGradSentinel:
         """A wrapper without memory of its own."""
         like = standing.like if view_of is None else view_of
-        witness: Witness = torch.Tensor._make_wrapper_subclass(
+        sentinel: ZeroGradSentinel = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
-        witness.standing = standing
-        witness.view_of = view_of
-        witness.part = part
-        return witness
+        sentinel.standing = standing
+        sentinel.view_of = view_of
+        sentinel.part = part
+        return sentinel
 
     def __init__(self, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> None:
         super().__init__()
@@ -121,24 +121,24 @@ class Witness(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation on what the witnesses stand for."""
+        """Runs the operation on what the sentinels stand for."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
-        if func._schema.name in _ALIASES and isinstance(args[0], Witness):
-            return Witness(args[0].standing, args[0].view_of, args[0].part)
-        if func.is_view and isinstance(args[0], Witness):
+        if func._schema.name in _ALIASES and isinstance(args[0], ZeroGradSentinel):
+            return ZeroGradSentinel(args[0].standing, args[0].view_of, args[0].part)
+        if func.is_view and isinstance(args[0], ZeroGradSentinel):
             return _view(func, args[0], args[1:], kwargs)
         return _read(func, args, kwargs)
 
 
-def _view(func: Any, witness: Witness, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    source = witness.behind(write=False)
+def _view(func: Any, sentinel: ZeroGradSentinel, rest: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source = sentinel.behind(write=False)
     views = func(source, *rest, **kwargs)
 
-    def wrapped(view: Tensor) -> Witness:
-        whole = not witness.part and view.numel() == source.numel() and "strided" not in func._schema.name
-        return Witness(witness.standing, view, part=not whole)
+    def wrapped(view: Tensor) -> ZeroGradSentinel:
+        unsharded = not sentinel.part and view.numel() == source.numel() and "strided" not in func._schema.name
+        return ZeroGradSentinel(sentinel.standing, view, part=not unsharded)
 
     return tree_map_only(Tensor, wrapped, views)
 
@@ -147,11 +147,11 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     made_alike = name.endswith("_like") or name.startswith("aten::new_")
 
-    def shown(witness: Witness) -> Tensor:
-        witness.standing.read = witness.standing.read or not made_alike
-        return witness.shown()
+    def shown(sentinel: ZeroGradSentinel) -> Tensor:
+        sentinel.standing.read = sentinel.standing.read or not made_alike
+        return sentinel.shown()
 
-    real_args, real_kwargs = tree_map_only(Witness, shown, (args, kwargs))
+    real_args, real_kwargs = tree_map_only(ZeroGradSentinel, shown, (args, kwargs))
     return func(*real_args, **real_kwargs)
 
 
@@ -163,7 +163,7 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         own = {id(standing) for standing in written}
         sets = name in _SETS or (name in _SCALES and _factors(others) == {0.0})
         harmless = sets or name in _ADDS or (name in _SCALES and _factors(others) == {1.0})
-        from_itself = any(isinstance(other, Witness) and id(other.standing) in own for other in others)
+        from_itself = any(isinstance(other, ZeroGradSentinel) and id(other.standing) in own for other in others)
         if not harmless or from_itself or (sets and any(target.part for target in targets)):
             raise StateError(
                 f"{name.removeprefix('aten::')} on the gradient of parameter {written[0].fqn!r}, or on a view of it, while "
@@ -172,27 +172,27 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             )
     ids = {id(target) for target in targets}
 
-    def real(witness: Witness) -> Tensor:
-        if id(witness) in ids:
-            witness.standing.cleared = witness.standing.cleared or sets
-            return witness.behind(write=True)
-        witness.standing.read = True
-        return witness.shown()
+    def real(sentinel: ZeroGradSentinel) -> Tensor:
+        if id(sentinel) in ids:
+            sentinel.standing.cleared = sentinel.standing.cleared or sets
+            return sentinel.behind(write=True)
+        sentinel.standing.read = True
+        return sentinel.shown()
 
-    real_args, real_kwargs = tree_map_only(Witness, real, (args, kwargs))
+    real_args, real_kwargs = tree_map_only(ZeroGradSentinel, real, (args, kwargs))
     result = func(*real_args, **real_kwargs)
     return None if result is None else args[0]
 
 
-def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Witness], list[Any]]:
-    """The witnesses that an operation writes to, and everything else that it is given."""
-    targets: list[Witness] = []
+def _split(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[ZeroGradSentinel], list[Any]]:
+    """The sentinels that an operation writes to, and everything else that it is given."""
+    targets: list[ZeroGradSentinel] = []
     others: list[Any] = []
     for at, argument in enumerate(func._schema.arguments):
         value = args[at] if at < len(args) else kwargs.get(argument.name)
         leaves: Iterable[Any] = tree_iter(value)
         if argument.alias_info is not None and argument.alias_info.is_write:
-            targets += (leaf for leaf in leaves if isinstance(leaf, Witness))
+            targets += (leaf for leaf in leaves if isinstance(leaf, ZeroGradSentinel))
         else:
             others += leaves
     return targets, others
@@ -209,8 +209,8 @@ def _known(factor: Any) -> bool:
     return isinstance(factor, (int, float))
 
 
-class Witnesses:
-    """The witnesses of a unit's gradients, by the slots of their parameters."""
+class Sentinels:
+    """The sentinels of a unit's gradients, by the slots of their parameters."""
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
@@ -228,19 +228,21 @@ class Witnesses:
         return [self._params[slot].fqn for slot in sorted(self._up)]
 
     def put_up(self, slot: int) -> None:
-        """Has a witness stand in the gradient of a parameter from now on."""
+        """Has a sentinel stand in the gradient of a parameter from now on."""
         if slot in self._up:
             return
         param = self._params[slot]
         grad: Any = param.sharded.grad
         if grad is None:
-            grad = param.sharded.grad = as_dtensor(Witness(Standing(param.fqn, param.local, None)), param.tensor_spec)
+            grad = param.sharded.grad = as_dtensor(
+                ZeroGradSentinel(Standing(param.fqn, param.local, None)), param.tensor_spec
+            )
         else:
-            grad._local_tensor = Witness(Standing(param.fqn, param.local, local_grad(param)))
+            grad._local_tensor = ZeroGradSentinel(Standing(param.fqn, param.local, local_grad(param)))
         self._up[slot] = grad
 
     def gone(self) -> set[int]:
-        """The slots of gradients that were zeroed, set or replaced since their witnesses were put up.
+        """The slots of gradients that were zeroed, set or replaced since their sentinels were put up.
 
         Raises:
             StateError: one was replaced by what was computed from it, as far as it had landed.
@@ -248,13 +250,13 @@ class Witnesses:
         return {slot for slot in list(self._up) if self._is_gone(slot)}
 
     def _is_gone(self, slot: int) -> bool:
-        witnessed = self._up[slot]
-        standing: Standing = witnessed._local_tensor.standing
+        watched = self._up[slot]
+        standing: Standing = watched._local_tensor.standing
         shown: Any = self._params[slot].sharded.grad
-        if shown is witnessed:
+        if shown is watched:
             return standing.cleared
         local = getattr(shown, "_local_tensor", None)
-        if isinstance(local, Witness) and local.standing is standing and local.view_of is None:
+        if isinstance(local, ZeroGradSentinel) and local.standing is standing and local.view_of is None:
             self._up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
             return standing.cleared
         if shown is not None and standing.read and not standing.cleared:
@@ -267,7 +269,7 @@ class Witnesses:
         return True
 
     def take_down(self, slot: int) -> None:
-        """Nothing is pending any more: the gradient that a witness stood for shows again."""
+        """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
         grad = self._up.pop(slot)
         standing: Standing = grad._local_tensor.standing
         standing.over = True
@@ -284,7 +286,7 @@ class Witnesses:
 
 
 def local_grad(param: ManagedParam) -> Tensor:
-    """This rank's part of a parameter's gradient, as far as it has landed; a witness where nothing has.
+    """This rank's part of a parameter's gradient, as far as it has landed; a sentinel where nothing has.
 
     Raises:
         StateError: it is not sharded as the parameter is.
@@ -302,7 +304,7 @@ def local_grad(param: ManagedParam) -> Tensor:
             f"set it to None, or to a DTensor with placements {spec.placements}"
         )
     local: Tensor = grad._local_tensor
-    if isinstance(local, Witness) and local.standing.gradient is not None:
+    if isinstance(local, ZeroGradSentinel) and local.standing.gradient is not None:
         return local.standing.gradient
     return local
 

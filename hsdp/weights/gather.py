@@ -1,6 +1,6 @@
-"""Whole parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
+"""Unsharded parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
 
-A forward shadows sharded parameters by whole ones that live in the unit's arena, in its compute dtype. Here they are
+A forward shadows sharded parameters by whole ones that live in the unit's flat buffer, in its compute dtype. Here they are
 tensors of their own, in the storage dtype, and they are *registered*: `named_parameters()` and `state_dict()` are whole
 too. Code that initialises, exports or edits a model expects that.
 """
@@ -24,7 +24,7 @@ from hsdp.params.subclass import data_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.schedule.runtime import runtime_of
 from hsdp.torch_private import NO_TASK, graph_task
-from hsdp.unit.dtype_group import Lane
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.state import TrainingState, expect, wrong_state
 from hsdp.unit.unit import Unit
 
@@ -48,7 +48,7 @@ def is_first(unit: Unit) -> bool:
 
 @torch.no_grad()
 def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The whole parameters of a unit, in its parameters' order: new tensors on the mesh's device.
+    """The unsharded parameters of a unit, in its parameters' order: new tensors on the mesh's device.
 
     They have the storage dtype, or `dtype`. Every rank of the shard group must call it. While it runs the unit takes its
     memory twice.
@@ -60,26 +60,26 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
         unit.rebuild()
     wholes: dict[int, Tensor] = {}
     with torch.inference_mode(False):
-        for lane in unit.lanes:
-            if lane.shard.is_meta:
+        for group in unit.dtype_groups:
+            if group.shard.is_meta:
                 raise StateError(
                     f"{what}: unit {unit.name!r} ({unit.params[0].fqn!r}, ...) is still on the meta device; call "
                     "hsdp.init_sharded(model) first"
                 )
-            rows = _gather_rows(unit, lane)
-            for slot, piece in zip(lane.slots, lane.layout.pieces, strict=True):
-                whole = _whole_of(piece, rows)
-                wholes[slot] = whole if dtype is None else whole.to(dtype)
+            rows = _gather_rows(unit, group)
+            for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
+                unsharded = _whole_of(piece, rows)
+                wholes[slot] = unsharded if dtype is None else unsharded.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
-def _gather_rows(unit: Unit, lane: Lane) -> Tensor:
+def _gather_rows(unit: Unit, group: DtypeGroup) -> Tensor:
     """The shard buffers of all ranks of the shard group, one row each."""
-    axes, shard = unit.axes, lane.shard.to(unit.axes.device)
-    if lane.shards == 1:
+    axes, shard = unit.axes, group.shard.to(unit.axes.device)
+    if group.shards == 1:
         return shard.view(1, -1)
     flat = DTensor.from_local(shard, axes.mesh, axes.placements(0), run_check=False).full_tensor()
-    return flat.view(lane.shards, -1)
+    return flat.view(group.shards, -1)
 
 
 def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
@@ -95,20 +95,20 @@ def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
 
 
 def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
-    """Keeps this rank's rows of whole parameters as its shards. No communication: all ranks hold the same, or should."""
+    """Keeps this rank's rows of full parameters as its shards. No communication: all ranks hold the same, or should."""
     _keep_rows(unit, wholes)
     changed(unit)
 
 
 @torch.no_grad()
 def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
-    for lane in unit.lanes:
-        for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
-            data_of(param.local).copy_(rows_of(wholes[slot], piece, lane.rank))
+    for group in unit.dtype_groups:
+        for param, slot, piece in zip(group.params, group.slots, group.layout.pieces, strict=True):
+            data_of(param.local).copy_(rows_of(wholes[slot], piece, group.rank))
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
-    """Every rank takes the whole parameters of the mesh's first rank; the others may pass None. All must call it."""
+    """Every rank takes the unsharded parameters of the mesh's first rank; the others may pass None. All must call it."""
     if unit.axes.replicate_rank == 0:
         _keep_rows(unit, _from_first(unit, wholes))
     spread(unit)  # raises the epoch, as often on every rank
@@ -116,19 +116,19 @@ def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
 
 @torch.no_grad()
 def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
-    """The whole parameters of the shard group's first rank."""
+    """The unsharded parameters of the shard group's first rank."""
     found: dict[int, Tensor] = {}
-    for lane in unit.lanes:
-        specs = [param.spec for param in lane.params]
+    for group in unit.dtype_groups:
+        specs = [param.spec for param in group.params]
         if unit.axes.shard_rank == 0:
             assert wholes is not None, "the first rank has what the others get"
-            flat = torch.cat([wholes[slot].reshape(-1).to(lane.kind.storage) for slot in lane.slots])
+            flat = torch.cat([wholes[slot].reshape(-1).to(group.kind.storage) for slot in group.slots])
             flat = flat.to(unit.axes.device)
         else:
             numel = sum(spec.numel for spec in specs)
-            flat = torch.empty(numel, dtype=lane.kind.storage, device=unit.axes.device)
+            flat = torch.empty(numel, dtype=group.kind.storage, device=unit.axes.device)
         broadcast(flat, unit, unit.shard_comm)
-        for slot, spec, part in zip(lane.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
+        for slot, spec, part in zip(group.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
             found[slot] = part.view(spec.shape)
     return [found[slot] for slot in range(len(unit.params))]
 
@@ -138,9 +138,9 @@ def spread(unit: Unit) -> None:
     """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
     if unit.disturbed():
         unit.rebuild()
-    for lane in unit.lanes:
-        broadcast(lane.shard, unit, unit.replicate_comm)
-        for param in lane.params:
+    for group in unit.dtype_groups:
+        broadcast(group.shard, unit, unit.replicate_comm)
+        for param in group.params:
             if param.spec.dim is None:
                 broadcast(data_of(param.local), unit, unit.shard_comm)
     changed(unit)
@@ -176,12 +176,12 @@ def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
 def changed(unit: Unit) -> None:
     """The shards have new values: whatever was gathered before is void."""
     unit.weights_changed()
-    if unit.holds_whole:
+    if unit.holds_unsharded:
         unit.reshard()
 
 
 class Loan:
-    """Whole parameters registered in place of a unit's sharded ones, in every module and under every name.
+    """Unsharded parameters registered in place of a unit's sharded ones, in every module and under every name.
 
     Args:
         unit: the unit; on no other loan.
@@ -192,12 +192,12 @@ class Loan:
     def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
         self.unit = unit
         with torch.inference_mode(False):
-            self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+            self.params = [_as_parameter(unsharded, param) for unsharded, param in zip(wholes, unit.params, strict=True)]
         self._now: list[Any] = list(self.params)
         self._before: list[tuple[int, Place, Any, Any]] = []
 
     def show(self) -> None:
-        """Registers the whole parameters."""
+        """Registers the unsharded parameters."""
         self.unit.lent = True
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
@@ -227,7 +227,7 @@ class Loan:
         self.unit.lent = False
 
     def values(self, what: str) -> list[Tensor]:
-        """The whole parameters as they were when they were hidden.
+        """The unsharded parameters as they were when they were hidden.
 
         Raises:
             StateError: one of them was replaced by something that cannot be written back.
@@ -243,8 +243,8 @@ class Loan:
         return [block_of(now.detach()) for now in self._now]
 
 
-def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
-    whole = whole if param.inner is None else param.inner.wrap(whole)
-    new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
+def _as_parameter(unsharded: Tensor, param: ManagedParam) -> nn.Parameter:
+    unsharded = unsharded if param.inner is None else param.inner.wrap(unsharded)
+    new = nn.Parameter(unsharded, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new

@@ -124,7 +124,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
 @torch.no_grad()
 def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
     """Gives a unit on the meta device its shards, of values that are the same on all ranks."""
-    blank = [param.fqn for param, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
+    blank = [param.fqn for param, unsharded in zip(unit.params, wholes, strict=True) if _is_blank(unsharded)]
     if blank:
         raise StateError(
             f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or reset_parameters) "
@@ -132,9 +132,9 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
         )
     equal = _compare(unit, [param.fqn for param in unit.params], wholes)
     with torch.inference_mode(False):
-        for lane in unit.lanes:
-            for param, slot, piece in zip(lane.params, lane.slots, lane.layout.pieces, strict=True):
-                rows = rows_of(wholes[slot], piece, lane.rank).to(unit.axes.device, param.dtype)
+        for group in unit.dtype_groups:
+            for param, slot, piece in zip(group.params, group.slots, group.layout.pieces, strict=True):
+                rows = rows_of(wholes[slot], piece, group.rank).to(unit.axes.device, param.dtype)
                 put_into(param.sharded, as_dtensor(rows, param.tensor_spec), f"init_sharded: parameter {param.fqn!r}")
     unit.rebuild()
     if not equal:

@@ -14,7 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import Flight
+from hsdp.comm.work import CommWork
 from tests.twin import full_grads
 
 DIM = 6  # not a multiple of 4: some ranks of four hold less than others, of vectors nothing
@@ -101,8 +101,8 @@ def collectives() -> Iterator[list[str]]:
     """The collectives that start inside it, in order, as "verb unit"; a test may append what happens between."""
     log: list[str] = []
 
-    def logged(verb: str, start: Callable[..., Flight]) -> Callable[..., Flight]:
-        def wrapper(comm: Comm, owner: Any, *args: Any) -> Flight:
+    def logged(verb: str, start: Callable[..., CommWork]) -> Callable[..., CommWork]:
+        def wrapper(comm: Comm, owner: Any, *args: Any) -> CommWork:
             log.append(f"{verb} {owner.name}")
             return start(comm, owner, *args)
 
@@ -132,6 +132,6 @@ def log_backward(model: nn.Module, log: list[str]) -> None:
 
 @contextmanager
 def never_done() -> Iterator[None]:
-    """Flights seem under way until they are waited for: nothing lands because a poll came late enough."""
-    with mock.patch.object(Flight, "done", return_value=False):
+    """Collectives seem under way until they are waited for: nothing lands because a poll came late enough."""
+    with mock.patch.object(CommWork, "done", return_value=False):
         yield

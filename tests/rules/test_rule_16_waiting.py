@@ -23,7 +23,7 @@ def _in_flight(model: nn.Module) -> int:
 def check_end_of_backward(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
     means = mean_grads(seeded(Deep), step, env.world_size)
     model = shard(seeded(Deep), env.mesh(shape), comm_policy=policy)
-    # The hook runs when its flight is waited for: whatever landed before was not doubled.
+    # The hook runs when its collective is waited for: whatever landed before was not doubled.
     for module in (*model.blocks, model):  # type: ignore[misc]
         module.set_all_reduce_hook(lambda tensor: tensor.mul_(2.0))
     for backwards in (1, 2):  # the second time gradients are added, not assigned

@@ -14,21 +14,21 @@ import pytest
 import torch
 
 from hsdp.clip import clip_grad_norm_
-from hsdp.comm.divergence import Agreement
+from hsdp.comm.divergence import DivergenceGuard
 from tests.rig import Pool, RankEnv
 from tests.rules.support import Deep, loss_of, seeded, step
 from tests.sharded import mesh_id, shard
 
 
 def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps") -> None:
-    ask, asked = Agreement._ask, [0]
+    ask, asked = DivergenceGuard._ask, [0]
 
-    def counting(agreement: Agreement, *args: Any) -> Any:
+    def counting(divergence_guard: DivergenceGuard, *args: Any) -> Any:
         asked[0] += 1
-        return ask(agreement, *args)
+        return ask(divergence_guard, *args)
 
     counts = []
-    with mock.patch.object(Agreement, "_ask", counting):
+    with mock.patch.object(DivergenceGuard, "_ask", counting):
         # Groups of its own: what other models did on a group before makes its ranks ask more often.
         mesh = env.mesh((2, 2), (f"replicas of {shape} {loop}", f"shards of {shape} {loop}"))
         model = shard(seeded(Deep), mesh if len(shape) == 2 else mesh[f"shards of {shape} {loop}"])

@@ -191,7 +191,7 @@ def check_questions(env: RankEnv) -> None:
             model.register_buffer(f"b{index}", torch.full((3,), index + env.rank * (name == "different")))
         before = None if not counts else counts[-1][1]
         hsdp.fully_shard(model, mesh=env.mesh(2))
-        total = model._units()[0].shard_comm.agreement.count
+        total = model._units()[0].shard_comm.divergence_guard.count
         counts.append((total - (before or 0), total))
     assert counts[1][0] == 1 and counts[2][0] == 2, counts
 

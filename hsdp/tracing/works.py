@@ -1,12 +1,12 @@
-"""Flights of a traced model: when a collective started, when it was done, and who waited for it for how long."""
+"""Collectives of a traced model: when a collective started, when it was done, and who waited for it for how long."""
 
 from __future__ import annotations
 
 import time
 from typing import Any, Protocol
 
-from hsdp.comm.work import Flight
-from hsdp.tracing.events import FlightRecord, Moment, Op
+from hsdp.comm.work import CommWork
+from hsdp.tracing.events import Moment, Op, WorkRecord
 from hsdp.tracing.spans import COLLECTIVES
 
 _WAITS = {kind: f"wait {kind}" for kind in COLLECTIVES}
@@ -15,7 +15,7 @@ _now = time.perf_counter
 
 
 class Log(Protocol):
-    """The recorder, as far as its flights write to it."""
+    """The recorder, as far as its collectives write to it."""
 
     reducing: int
 
@@ -28,12 +28,12 @@ class Log(Protocol):
         ...
 
 
-class TracedFlight(Flight):
-    """A flight whose end and whose waiting are recorded: flights of a traced model are given this class."""
+class TracedWork(CommWork):
+    """A collective whose end and whose waiting are recorded: collectives of a traced model are given this class."""
 
     __slots__ = ()
 
-    def watch(self, recorder: Log, record: FlightRecord) -> None:
+    def watch(self, recorder: Log, record: WorkRecord) -> None:
         """Begins to record, once the collective was started."""
         _under_way[self] = (recorder, record)
         works = [work for work in self._works or () if work is not None]
@@ -64,11 +64,11 @@ class TracedFlight(Flight):
             recorder.reducing -= record.frees
 
 
-_under_way: dict[TracedFlight, tuple[Log, FlightRecord]] = {}
-"""Flights that were not waited for, until their trace ends."""
+_under_way: dict[TracedWork, tuple[Log, WorkRecord]] = {}
+"""Collectives that were not waited for, until their trace ends."""
 
 
-def forget_flights(recorder: Log) -> None:
-    """The recorder's trace has ended: flights that are still under way end without it."""
-    for flight in [flight for flight, (its, _) in _under_way.items() if its is recorder]:
-        del _under_way[flight]
+def forget_works(recorder: Log) -> None:
+    """The recorder's trace has ended: collectives that are still under way end without it."""
+    for comm_work in [comm_work for comm_work, (its, _) in _under_way.items() if its is recorder]:
+        del _under_way[comm_work]

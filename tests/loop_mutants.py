@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
@@ -50,7 +49,6 @@ from tests.rules import test_rule_17_clipping as rule_17
 from tests.rules import test_rule_28_side_channels as side_channels
 
 NOT_REFUSED = "DID NOT RAISE|did not match"
-_lend = importlib.import_module("hsdp.full_params")  # the package has a function of this name
 
 # -- rules ----------------------------------------------------------------------------------------------------------
 
@@ -269,7 +267,7 @@ def does_not_ask_for_states() -> Any:
 
 @mutant(Check(rows.check_full_params, (), world=4))
 def writes_nothing_back() -> Any:
-    return mock.patch.object(_lend, "write_first", return_value=None)
+    return mock.patch.object(hsdp.weights.full_params, "write_first", return_value=None)
 
 
 @mutant(Check(rows.check_init, (True,), world=4), kill=f"Error|{WRONG_NUMBERS}")

@@ -10,13 +10,13 @@ from unittest import mock
 
 import torch
 import torch.distributed as dist
-from hsdp.tracing.started import WorkRecord
 
 import hsdp.optim
 import hsdp.tracing.replay
 import hsdp.tracing.summary
 from hsdp.planning.layouts import GroupPlan
 from hsdp.planning.traffic import Wires
+from hsdp.tracing.events import WorkRecord
 from hsdp.tracing.recorder import Recorder
 from hsdp.tracing.replay import Op
 from tests import test_optim as optim

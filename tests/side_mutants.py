@@ -57,9 +57,9 @@ def traces_forwards_that_never_end() -> Any:
 
 @mutant(Check(traces, ((2, 2),), world=4), kill="AssertionError")
 def traces_operands_as_if_they_were_sent_once() -> Any:
-    def change(outstanding: Callable[..., Any]) -> Callable[..., Any]:
+    def change(recorded: Callable[..., Any]) -> Callable[..., Any]:
         def once(recorder: Recorder, comm: Any, stage: Any, whole: Any = None, summed: Any = None) -> Any:
-            return outstanding(recorder, comm, stage, summed if whole is None else whole)
+            return recorded(recorder, comm, stage, summed if whole is None else whole)
 
         return once
 

@@ -168,6 +168,9 @@ class Comm:
         return sum_locally
 
     def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
+        if len(tensors) == 1:
+            works.append(group.allreduce(tensors, self._all_reduce_options))
+            return
         for alike, _ in _by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
                 if len(same) > 1 and (coalesced := _names_of(group)["all_reduce_coalesced"]):
@@ -335,7 +338,7 @@ def _in_turn(first: Callable[[], object] | None, second: Callable[[], object] | 
 
 def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
     """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
-    if len({tensor.dtype for tensor in first}) <= 1:
+    if len(first) == 1 or len({tensor.dtype for tensor in first}) <= 1:
         return [(first, second)] if first else []
     groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
     for a, b in zip(first, second, strict=True):

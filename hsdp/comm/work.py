@@ -39,8 +39,18 @@ class Carrier(Protocol):
 _TICK = timedelta(seconds=1)
 """How often a rank that waits looks whether another one asks."""
 
-outstanding: weakref.WeakSet[CommWork] = weakref.WeakSet()
-"""Collectives that were not waited for yet: what a time-out tells of."""
+_outstanding: dict[int, weakref.ref[CommWork]] = {}
+"""By identity, collectives that were not waited for yet, and some that nobody holds any more."""
+
+_MOST_OUTSTANDING = 1024
+
+
+def outstanding() -> list[CommWork]:
+    """Collectives that were not waited for yet, oldest first: what a time-out tells of."""
+    alive = {key: work for key, ref in _outstanding.items() if (work := ref()) is not None}
+    for key in _outstanding.keys() - alive.keys():
+        del _outstanding[key]
+    return sorted(alive.values(), key=lambda work: work.start)
 
 
 class CommWork:
@@ -66,7 +76,9 @@ class CommWork:
         self._finish = finish
         self._event: Event = None
         self.start = time.monotonic()
-        outstanding.add(self)
+        _outstanding[id(self)] = weakref.ref(self)
+        if len(_outstanding) > _MOST_OUTSTANDING:
+            outstanding()
         if comm.streams.active:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
@@ -89,7 +101,7 @@ class CommWork:
             self._comm.streams.join(self._event)
         elif self._works is not None:
             self._settle()
-        outstanding.discard(self)
+        _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
 
@@ -144,14 +156,14 @@ def abandon(comm_work: CommWork) -> None:
     """Keeps the buffers of a collective that nobody waits for any more until its collective has ended."""
     _abandoned[:] = [other for other in _abandoned if not other.done()]
     _abandoned.append(comm_work)
-    outstanding.discard(comm_work)
+    _outstanding.pop(id(comm_work), None)
 
 
 def _describe_outstanding() -> str:
     now = time.monotonic()
     return "; ".join(
         f"{described(comm_work.kind, comm_work.name)} ({_nbytes(comm_work._keep)} bytes, {now - comm_work.start:.1f} s old)"
-        for comm_work in sorted(outstanding, key=lambda comm_work: comm_work.start)
+        for comm_work in outstanding()
     )
 
 

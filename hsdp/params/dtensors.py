@@ -23,6 +23,11 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
 
 
+def as_dtensors(locals_: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> list[DTensor]:
+    """The same for several at once."""
+    return [_new(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs, strict=True)]
+
+
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The spec of a tensor whose whole has this shape, contiguous."""
     unsharded = torch.empty(shape, dtype=dtype, device="meta")

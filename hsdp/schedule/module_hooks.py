@@ -40,7 +40,8 @@ class ModuleState:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
-        unit, runtime = self.unit, runtime_of(self.unit)
+        unit = self.unit
+        runtime: Any = unit.runtime  # a Runtime: `runtime_of` without its calls
         calls = unit.calls
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.

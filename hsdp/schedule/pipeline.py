@@ -53,17 +53,21 @@ class Reduction:
         parts: its operands, one per dtype group.
         all_reduce: whether replicas are summed now; if not, the sums become the unit's partial sums.
         stage: where it is.
+        factor: what its sums are multiplied with.
+        offloads: its gradients leave the device.
     """
 
-    __slots__ = ("all_reduce", "op", "parts", "stage", "unit")
+    __slots__ = ("all_reduce", "factor", "offloads", "op", "parts", "stage", "unit")
 
     def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
         self.unit = unit
         self.parts = parts
         self.all_reduce = all_reduce
         self.stage = Stage.FILLED
+        self.factor = unit.factor()
+        self.offloads = any([part.plan.offload for part in parts])
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
-        self.op = hash((unit.op + 1, unit.factor(), *(part.plan.op for part in parts)))
+        self.op = hash((unit.op + 1, self.factor, *[part.plan.op for part in parts]))
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
@@ -125,7 +129,8 @@ class ReductionPipeline:
         if self._filling and not _fit(self._filling[0], reduction):
             self._start_scatter()
         self._filling.append(reduction)
-        if sum(r.scatter_bytes() for r in self._filling) >= self.policy.reduce_scatter_bucket_bytes:
+        least = self.policy.reduce_scatter_bucket_bytes
+        if not least or sum(r.scatter_bytes() for r in self._filling) >= least:
             self._start_scatter()
         self.advance()
 
@@ -242,7 +247,8 @@ class ReductionPipeline:
                 self._start_all_reduce()
             self._scattered.append(reduction)
             reduction.stage = Stage.BUCKETED
-            if sum(r.reduce_bytes() for r in self._scattered) >= self.policy.all_reduce_bucket_bytes:
+            least = self.policy.all_reduce_bucket_bytes
+            if not least or sum(r.reduce_bytes() for r in self._scattered) >= least:
                 self._start_all_reduce()
 
     def _start_deferral(self, reduction: Reduction, scattered: Bucket) -> None:
@@ -315,7 +321,7 @@ class ReductionPipeline:
         self._reducing.popleft()
         for reduction in bucket.reductions:
             reduction.stage = Stage.LANDED
-            self._offloads = self._offloads or any(part.plan.offload for part in reduction.parts)
+            self._offloads = self._offloads or reduction.offloads
             gradients = reduction.unit.gradients
             undoable = gradients.is_open(reduction.parts)
             try:
@@ -354,7 +360,7 @@ def _scatter(bucket: Bucket) -> CommWork:
     parts = [(part, _split_factor(r, part)) for r in bucket.reductions for part in r.parts]
     inputs = [tensor for part, _ in parts for tensor in part.inputs]
     outputs = [tensor for part, _ in parts for tensor in part.outputs]
-    unsharded = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
+    replicated = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
     for part, (before, _) in parts:
         if before != 1.0:
             torch._foreach_mul_(part.inputs or part.values(), before)
@@ -364,8 +370,8 @@ def _scatter(bucket: Bucket) -> CommWork:
             if after != 1.0:
                 torch._foreach_mul_(part.values(), after)
 
-    if inputs or unsharded:
-        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, unsharded, scale)
+    if inputs or replicated:
+        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale)
     return comm.local("scale", bucket, scale)
 
 
@@ -375,7 +381,7 @@ def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, fl
     fp16 overflows at 65504: half of the division (in powers of two) comes before the sum, so that neither the terms
     vanish nor their sum overflows.
     """
-    factor = reduction.unit.factor()
+    factor = reduction.factor
     if part.plan.kind.reduce is not torch.float16:
         return 1.0, factor
     ranks = reduction.unit.axes.shard_size * reduction.unit.axes.replicate_size
@@ -385,4 +391,4 @@ def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, fl
 
 def _has_more(reduction: Reduction) -> bool:
     """Whether something follows the all-reduce on its stream."""
-    return reduction.unit.settings.all_reduce_hook is not None or any(part.plan.offload for part in reduction.parts)
+    return reduction.offloads or reduction.unit.settings.all_reduce_hook is not None

@@ -25,7 +25,7 @@ from torch import Tensor
 from hsdp.buffers.flat_buffer import owned
 from hsdp.comm.streams import host_wait
 from hsdp.errors import StateError
-from hsdp.params.dtensors import as_dtensor
+from hsdp.params.dtensors import as_dtensor, as_dtensors
 from hsdp.params.param import ManagedParam
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, zero
@@ -338,13 +338,22 @@ class Gradients:
     def _settle(self, parts: list[GroupReduction]) -> bool:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
         self.heed_zero_grad()
-        undoable = any(part in self._open for part in parts)
-        self._running = [part for part in self._running if part not in parts]
+        undoable = self.is_open(parts)
+        if self._running:
+            self._running = [part for part in self._running if part not in parts]
         self._open = [part for part in self._open if part not in parts]
         return undoable
 
     def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
-        for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
+        locals_ = plan.locals(values)
+        if all(used) and not any([param.sharded.grad is not None for param in plan.params]):
+            grads = as_dtensors(locals_, plan.tensor_specs)
+            for param, grad in zip(plan.params, grads, strict=True):
+                param.sharded.grad = grad
+            if undoable:
+                self._undo.show(plan.params, grads, locals_)
+            return
+        for param, local, was_used in zip(plan.params, locals_, used, strict=True):
             if not was_used:
                 continue
             sharded: Any = param.sharded
@@ -363,7 +372,7 @@ class Gradients:
                     continue
                 standing.base = local  # it stood for zeros; now it stands for the gradient
             if undoable:
-                self._undo.show(param, sharded.grad, local)
+                self._undo.show([param], [sharded.grad], [local])
 
     def _add_flat(self, plan: ReducePlan, flat: Tensor, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
@@ -393,7 +402,7 @@ class Gradients:
 
     def is_open(self, parts: list[GroupReduction]) -> bool:
         """Whether a reduction is of the backward under way."""
-        return any(part in self._open for part in parts)
+        return any([part in self._open for part in parts])
 
     def roll_back(self, at_once: bool = False) -> None:
         """The backward failed: gradients and pending sums are again what they were before it.

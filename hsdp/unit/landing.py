@@ -35,7 +35,7 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
-    if not any(param.sharded._backward_hooks for param in plan.params):
+    if not any([param.sharded._backward_hooks for param in plan.params]):
         return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
@@ -53,6 +53,8 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
 def run_hooks(params: list[ManagedParam], used: list[bool]) -> bool:
     """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
     ran = False
+    if not any([param.sharded._post_accumulate_grad_hooks for param in params]):
+        return ran
     for param, was_used in zip(params, used, strict=True):
         hooks: Any = param.sharded._post_accumulate_grad_hooks
         if hooks and was_used:

@@ -38,6 +38,7 @@ class ReducePlan:
         self.params = [group.params[i] for i in trainable]
         self.slots = [group.slots[i] for i in trainable]
         everything = len(trainable) == len(group.params)
+        self.tensor_specs = [p.tensor_spec for p in self.params]
         specs = [p.spec for p in self.params]
         self.layout: Layout = group.layout if everything else plan(specs, group.shards, group.thresholds)
         layout = self.layout

@@ -6,6 +6,7 @@ the backward has ended. What was no gradient before needs no memory: it goes aga
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from torch import Tensor
@@ -15,11 +16,11 @@ from hsdp.unit.zero_grad import Standing, ZeroGradSentinel
 
 
 class _Shown(NamedTuple):
-    """A gradient where there was none."""
+    """Gradients where there were none."""
 
-    param: ManagedParam
-    grad: Any
-    local: Tensor
+    params: Sequence[ManagedParam]
+    grads: Sequence[Any]
+    locals: Sequence[Tensor]
 
 
 class _Added(NamedTuple):
@@ -40,9 +41,9 @@ class Undo:
     def __bool__(self) -> bool:
         return bool(self._entries)
 
-    def show(self, param: ManagedParam, grad: Any, local: Tensor) -> None:
-        """Notes that `grad`, around `local`, came where there was none."""
-        self._entries.append(_Shown(param, grad, local))
+    def show(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
+        """Notes that these gradients, around these local tensors, came where there were none."""
+        self._entries.append(_Shown(params, grads, locals_))
 
     def add(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
         """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
@@ -53,7 +54,13 @@ class Undo:
     def forget_taken(self, since: int) -> None:
         """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
         late = self._entries[since:]
-        self._entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.param.sharded.grad is one.grad]
+        for at, one in enumerate(late):
+            if isinstance(one, _Shown):
+                still = [i for i, param in enumerate(one.params) if param.sharded.grad is one.grads[i]]
+                late[at] = _Shown(
+                    [one.params[i] for i in still], [one.grads[i] for i in still], [one.locals[i] for i in still]
+                )
+        self._entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.params]
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -72,7 +79,8 @@ class Undo:
         untouched: dict[int, bool] = {}
         for entry in reversed(self._entries):
             if isinstance(entry, _Shown):
-                self._take_away(entry)
+                for shown in zip(*entry, strict=True):
+                    self._take_away(*shown)
                 continue
             storage = entry.memory.untyped_storage()._cdata
             if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
@@ -85,11 +93,11 @@ class Undo:
         return able
 
     @staticmethod
-    def _take_away(entry: _Shown) -> None:
-        now: Any = entry.param.sharded.grad
-        local = getattr(now, "_local_tensor", None)
-        if isinstance(local, ZeroGradSentinel):
-            if local.standing.base is entry.local:
-                local.standing.base = None
-        elif now is entry.grad:
-            entry.param.sharded.grad = None
+    def _take_away(param: ManagedParam, grad: Any, local: Tensor) -> None:
+        now: Any = param.sharded.grad
+        held = getattr(now, "_local_tensor", None)
+        if isinstance(held, ZeroGradSentinel):
+            if held.standing.base is local:
+                held.standing.base = None
+        elif now is grad:
+            param.sharded.grad = None

@@ -24,7 +24,7 @@ from hsdp.params.install import Shadows
 from hsdp.params.ownership import forget, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
-from hsdp.torch_private import will_execute
+from hsdp.torch_private import graph_task, will_execute
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
@@ -256,7 +256,7 @@ class Unit(UnshardedParams):
         self.forward_version = self.version
 
     def _watch(self, slot: int) -> None:
-        """Hooks autograd's accumulation into a unsharded parameter."""
+        """Hooks autograd's accumulation into an unsharded parameter."""
         param = self.params[slot]
         unsharded, this = param.trained, weakref.ref(self)
         assert unsharded is not None, "only an arranged parameter is watched"
@@ -340,9 +340,10 @@ class Unit(UnshardedParams):
     def _take(self, slot: int, unsharded: Tensor) -> None:
         """A gradient is there: moves it from the unsharded parameter to its slot."""
         grad, unsharded.grad = unsharded.grad, None
-        runtime, param = self.runtime, self.params[slot]
         if grad is None:
             return
+        param = self.params[slot]
+        runtime = None if self._runtime is None else self._runtime()
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
@@ -351,9 +352,9 @@ class Unit(UnshardedParams):
         inner = param.inner
         if inner is not None:
             grad = inner.block_of_grad(grad)
-        task = runtime.enter_task()
-        remaining = self.remaining
+        task, remaining = graph_task(), self.remaining
         if task not in remaining:
+            runtime.enter_task()
             self.begin_task(task)
         if param.sharded.requires_grad:  # else it was frozen since its forward: it gets none, as a plain parameter would
             self.gradients.put(slot, grad)

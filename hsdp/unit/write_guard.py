@@ -14,6 +14,7 @@ would read it at the wrong moment, by whatever way that backward came.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from operator import attrgetter
 
 import torch
 from torch import Tensor
@@ -22,6 +23,7 @@ from hsdp import debug
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.dtype_group import DtypeGroup
 
+_version_of = attrgetter("_version")
 _set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
@@ -47,6 +49,7 @@ class WriteGuard:
         # Third-party devices answer `is_set_to` by way of a copy on the host.
         self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same
         self._blocks = tuple(block for _, block, _ in self._watched)
+        self._places = tuple(there for _, _, there in self._watched)
         self._filled = 2 * fillings  # between two even numbers, the odd one says that there are no weights
 
     def freed(self) -> None:
@@ -63,6 +66,12 @@ class WriteGuard:
 
     def written(self) -> str | None:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write."""
+        if (
+            not self._content
+            and all(map(self._same, self._blocks, self._places))
+            and sum(map(_version_of, self._blocks)) == self._filled * len(self._blocks)
+        ):
+            return None
         found = None
         for name, block, there in self._watched:
             if not self._same(block, there):

@@ -230,13 +230,13 @@ def check_nothing_held(env: RankEnv) -> None:
 
     with mock.patch.object(Unit, "_unpack", explode), pytest.raises(BoomError):
         step(model, env.rank)
-    assert not outstanding, [comm_work.name for comm_work in outstanding]
+    assert not outstanding(), [work.name for work in outstanding()]
     fail(model, env.rank)
     units = [weakref.ref(unit) for unit in model._units()]  # type: ignore[operator]
     del model
     gc.collect()
     assert not any(ref() for ref in units)
-    assert not outstanding, [comm_work.name for comm_work in outstanding]
+    assert not outstanding(), [work.name for work in outstanding()]
 
 
 def test_rule_20_nothing_of_a_failed_iteration_is_held(pool2: Pool) -> None:

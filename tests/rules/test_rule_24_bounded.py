@@ -48,7 +48,7 @@ def check_steps(env: RankEnv, shape: tuple[int, ...]) -> None:
     grown = {kind: after[kind] - before[kind] for kind in after if after[kind] > before[kind]}
     assert sum(grown.values()) <= 3, f"objects left by six more steps: {grown}"
     assert keys_after <= keys_before, f"{keys_after - keys_before} keys more in the store"
-    assert not outstanding
+    assert not outstanding()
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])

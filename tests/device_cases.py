@@ -91,6 +91,19 @@ def _sanitizer() -> Any:
     return CUDASanitizerDispatchMode()
 
 
+def check_sanitizer(env: RankEnv) -> None:
+    """The detector of races finds one that was planted."""
+    with _sanitizer():
+        x = torch.zeros(1000, device=env.device)
+        with torch.get_device_module(env.device).stream(torch.get_device_module(env.device).Stream()):
+            try:
+                x.add_(1.0)
+            except Exception as error:
+                assert "CUDASanitizerErrors" in type(error).__name__, error
+                return
+    raise AssertionError("a race between two streams went unnoticed")
+
+
 # -- against the twin -------------------------------------------------------------------------------------------------
 
 

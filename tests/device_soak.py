@@ -20,7 +20,7 @@ from collections import Counter
 from typing import Any
 
 from benchmarks.harness import header
-from tests.device_cases import CASES, run_case
+from tests.device_cases import CASES, check_sanitizer, run_case
 from tests.rig import Pool
 from tests.sharded import mesh_id
 from tests.support import device as emulator
@@ -53,6 +53,8 @@ def main(argv: list[str] | None = None) -> int:
     pools: dict[int, Any] = {size: Pool(size, device=options.device, group_timeout=60.0) for size in (2, 4)}
     ends: Counter[str] = Counter()
     try:
+        if options.sanitizer:
+            pools[2].run(check_sanitizer)
         for name, shape, at in plan:
             mode, seed = draw.choice(list(emulator.MODES)), draw.randrange(10**6)
             if options.device != emulator.NAME:

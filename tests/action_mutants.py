@@ -82,7 +82,7 @@ planted("hooks on nodes of bases dropped")(
         hsdp.schedule.module_hooks, "entry_nodes", lambda tensor, first: [] if tensor.grad_fn is None else [tensor.grad_fn]
     )
 )
-planted("hooks on side outputs dropped")(gives(SideOutputs, "tensors", ()))
+planted("hooks on side outputs dropped")(gives(SideOutputs, "tensors", []))
 planted("hooks on what is put into arguments dropped")(
     lambda: replaced(SideOutputs, "tensors", lambda found: lambda outputs, arguments, first: found(outputs, (), first))
 )

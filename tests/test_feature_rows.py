@@ -62,7 +62,7 @@ def check_reshard(env: RankEnv, reshard: bool | int | None) -> None:
     for _ in range(2):
         loss = model(floats(env.rank)).square().sum()
         held = [unit.residency.value for unit in model._units()]  # type: ignore[operator]
-        assert held.count("whole") == {True: 0, False: 5, None: 2, 2: 0}[reshard], held
+        assert held.count("unsharded") == {True: 0, False: 5, None: 2, 2: 0}[reshard], held
         with CollectiveCounter() as counter:
             loss.backward()
         assert [call.size for call in counter.select("all_gather")] == RESHARDS[reshard]

@@ -346,7 +346,7 @@ def test_apply_holds_one_unit_at_a_time(pool2: Pool) -> None:
     ("options", "error", "told"),
     [
         ({"writeback": "rank1"}, ValueError, "expected None, 'rank0' or 'local'"),
-        ({"writeback": "local", "rank0_only": True}, ValueError, "the other ranks have no whole parameters"),
+        ({"writeback": "local", "rank0_only": True}, ValueError, "the other ranks have no full parameters"),
         ({"cast": torch.int8}, TypeError, "expected a floating-point torch.dtype"),
         ({"cast": torch.bfloat16, "writeback": "rank0"}, ValueError, "would round every parameter"),
         ({}, ValueError, "no parameter of it is sharded; call fully_shard"),

@@ -172,7 +172,7 @@ def test_optimizers_that_local_cannot_step_are_refused() -> None:
             whole.append(torch.optim.Muon(matrices))
         for optimizer in whole:
             for flat in (False, True):
-                with pytest.raises(TypeError, match=f"{type(optimizer).__name__}.*whole parameters"):
+                with pytest.raises(TypeError, match=f"{type(optimizer).__name__}.*unsharded parameters"):
                     local(optimizer, flat=flat)
         assert isinstance(local(Lamb(matrices), elementwise=True), Lamb)
         with pytest.raises(TypeError, match="not Linear"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from itertools import chain
 from types import GeneratorType
 from typing import Any
 
@@ -16,7 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp.errors import StateError
-from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_in
+from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.root import Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import next_node
@@ -93,8 +92,8 @@ class ModuleState:
         dtype = self.unit.mp_policy.output_dtype
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
-        output = self._own_output(output)
-        return output, self._watch(output, arguments, runtime, first_node) if torch.is_grad_enabled() else None
+        output, tensors = self._own_output(output)
+        return output, self._watch(tensors, arguments, runtime, first_node) if torch.is_grad_enabled() else None
 
     def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
         unit = self.unit
@@ -120,8 +119,11 @@ class ModuleState:
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime
 
-    def _own_output(self, output: Any) -> Any:
+    def _own_output(self, output: Any) -> tuple[Any, list[Tensor]]:
         """Unsharded parameters are freed after forward, so what goes out are copies of them, and of views of them.
+
+        Returns:
+            The output, and the tensors in it.
 
         Raises:
             StateError: one is hidden in an object, or the output will use them later.
@@ -132,23 +134,24 @@ class ModuleState:
                 "parameters are sharded again; return a list of what it yields"
             )
         name_of = self.unit.name_of_unsharded
-        if not any(map(name_of, tensors_in(output))):
-            return output
+        tensors = tensors_of(output)
+        if not any(map(name_of, tensors)):
+            return output, tensors
         output = map_tensors(output, lambda t: t.clone() if name_of(t) else t)
-        if (name := next(filter(None, map(name_of, tensors_in(output))), None)) is not None:
+        tensors = tensors_of(output)
+        if (name := next(filter(None, map(name_of, tensors)), None)) is not None:
             raise StateError(
                 f"the forward of unit {self.unit.name!r} returns its parameter {name!r}, or a view of it, inside an "
                 "object; it is freed when the forward ends: return a copy (.clone()), or compute with it in the module"
             )
-        return output
+        return output, tensors
 
-    def _watch(self, output: Any, arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> Visit | None:
+    def _watch(self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> Visit | None:
         """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
         # A recomputation is a part of the backward under way.
         behind = None if runtime.in_backward() else runtime.forward_pass
         visit, watched = Visit(self.unit.forward_version, first_node, behind), False
-        left = self._left_behind(runtime).tensors(arguments, first_node)
-        for tensor in chain(tensors_in(output), left):
+        for tensor in tensors + self._left_behind(runtime).tensors(arguments, first_node):
             for node in entry_nodes(tensor, first_node):
                 node.register_prehook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
                 watched = True

@@ -27,6 +27,11 @@ _MOST_ITEMS = 64
 """How many of the last items of a container are looked through for side outputs after each forward."""
 
 
+def tensors_of(value: Any) -> list[Tensor]:
+    """The tensors in what a forward returned."""
+    return [value] if isinstance(value, Tensor) else list(tensors_in(value))
+
+
 def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
     """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down."""
     if isinstance(value, Tensor):
@@ -90,7 +95,7 @@ def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
     return value
 
 
-def entry_nodes(tensor: Tensor, first_node: int) -> Iterator[Any]:
+def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:
     """The autograd nodes through which a gradient of `tensor` enters the forward that made it.
 
     Leaves have none: they do not lead into the forward, and hooks on them would outlive the iteration.
@@ -100,12 +105,12 @@ def entry_nodes(tensor: Tensor, first_node: int) -> Iterator[Any]:
         first_node: the number of the first node that the forward made.
     """
     if (node := tensor.grad_fn) is None:
-        return
-    yield node
+        return ()
     # An in-place operation on a view leads its gradient to the node of its base, around the view's own node.
     base = tensor._base
-    if base is not None and (node := base.grad_fn) is not None and node._sequence_nr() >= first_node:
-        yield node
+    if base is not None and (behind := base.grad_fn) is not None and behind._sequence_nr() >= first_node:
+        return node, behind
+    return (node,)
 
 
 class SideOutputs:
@@ -129,11 +134,12 @@ class SideOutputs:
         for child in module.children():
             self._collect(child, state, seen)
 
-    def tensors(self, arguments: Sequence[Any], first_node: int) -> Iterator[Tensor]:
+    def tensors(self, arguments: Sequence[Any], first_node: int) -> list[Tensor]:
         """Tensors that a forward left behind, with autograd nodes made since the one with number `first_node`."""
+        found: list[Tensor] = []
         for argument in arguments:
             if not isinstance(argument, Tensor):
-                yield from _made_since(argument, first_node)
+                found += _made_since(argument, first_node)
         objects: set[int] = set()  # a config or a collector of losses is often that of many modules
         for entry in self._modules:
             ref, size, names = entry
@@ -150,7 +156,8 @@ class SideOutputs:
                 if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
                     continue
                 objects.add(id(value))
-                yield from _made_since(value, first_node)
+                found += _made_since(value, first_node)
+        return found
 
 
 _OF_MODULES = frozenset(nn.Module().__dict__)

@@ -50,7 +50,7 @@ class Reduction:
 
     Attributes:
         unit: whose gradients they are.
-        parts: its operands, one per dtype group.
+        parts: its operands, one part per dtype group;
         all_reduce: whether replicas are summed now; if not, the sums become the unit's partial sums.
         stage: where it is.
         factor: what its sums are multiplied with.

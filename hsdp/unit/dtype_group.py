@@ -120,7 +120,8 @@ class DtypeGroup:
             return 0
         data = self.shard.detach().view(U8)
         words = data.numel() // 8 * 8
-        return int(data[:words].view(torch.int64).sum()) ^ int(data[words:].sum())
+        head = int(data[:words].view(torch.int64).sum())
+        return head ^ int(data[words:].sum()) if words < data.numel() else head
 
     @property
     def keeps_writes(self) -> bool:

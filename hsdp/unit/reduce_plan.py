@@ -155,7 +155,7 @@ class GroupReduction:
         joined: deferred sums that were added to the operands on a side stream: theirs until the reduction lands.
     """
 
-    __slots__ = ("_stored", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
+    __slots__ = ("_stored", "_values", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
 
     def __init__(
         self,
@@ -176,6 +176,7 @@ class GroupReduction:
         self.void = False
         self.joined: list[Tensor] | None = None
         self._stored: list[Tensor] | None = None
+        self._values: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
@@ -186,9 +187,10 @@ class GroupReduction:
 
     def values(self) -> list[Tensor]:
         """The operands without the used-flags."""
-        if len(self.operands) == 1:
-            return [self.operands[0][: self.plan.layout.numel]]
-        return self.operands[:-1]
+        if self._values is None:
+            operands = self.operands
+            self._values = [operands[0][: self.plan.layout.numel]] if len(operands) == 1 else operands[:-1]
+        return self._values
 
     def store(self) -> None:
         """Copies the reduced values to where the shards live, if that is not the device; the host waits in `drain`."""

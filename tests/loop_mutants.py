@@ -25,7 +25,7 @@ import hsdp.weights.init
 import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.gather_order import GatherOrder
-from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
@@ -212,7 +212,7 @@ def frees_the_root_too() -> Any:
 
 @mutant(Check(rows.check_precision, (torch.bfloat16,)), kill="dtype")
 def casts_no_inputs() -> Any:
-    return mock.patch.object(ModuleState, "_cast_inputs", lambda state, args, kwargs: (args, kwargs))
+    return mock.patch.object(ModuleHooks, "_cast_inputs", lambda state, args, kwargs: (args, kwargs))
 
 
 @mutant(Check(rows.check_precision, (torch.bfloat16,)))

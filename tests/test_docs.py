@@ -94,3 +94,18 @@ def test_every_rule_names_its_tests() -> None:
     assert not [path for path in named if not (root / path).is_file()]
     for path in sorted((root / "tests" / "rules").glob("test_rule_*.py")):
         assert path.relative_to(root).as_posix() in named, f"docs/rules.md does not name {path.name}"
+
+
+def test_the_architecture_names_what_is_there() -> None:
+    root = Path(__file__).parents[1]
+    text = (root / "docs" / "architecture.md").read_text()
+    package = root / "hsdp"
+    named = set(re.findall(r"`([\w/]+(?:\.py|/))`", text))
+    for name in named:
+        assert (root / name if name.startswith("tests/") else package / name).exists(), f"{name} is not there"
+    entries = {path.name + "/" * path.is_dir() for path in package.iterdir() if path.name[0] not in "_"} - {"py.typed"}
+    assert entries <= named, f"not named: {entries - named}"
+    sources = "\n".join(path.read_text() for path in package.rglob("*.py"))
+    for owner, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w+)", text):
+        assert f"class {owner}" in sources, f"there is no {owner}"
+        assert re.search(rf"\b(?:def {member}\b|{member}:)", sources), f"{owner} has no {member}"

@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import hsdp
 from hsdp.comm.collectives import Comm
 from hsdp.comm.work import CommWork
-from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.gradients import Gradients
@@ -70,9 +70,9 @@ class Hooks:
 
 USER = [(Hooks, name) for name in ("forward_pre", "forward", "tensor", "landed")]
 FORWARD = [
-    (ModuleState, "run"),
-    (ModuleState, "after_forward"),
-    (ModuleState, "_leave"),
+    (ModuleHooks, "run"),
+    (ModuleHooks, "after_forward"),
+    (ModuleHooks, "_leave"),
     (Runtime, "enter_forward"),
     (Runtime, "leave_forward"),
     (Runtime, "end_forward"),

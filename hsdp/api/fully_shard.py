@@ -19,7 +19,7 @@ from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
-from hsdp.schedule.module_hooks import ModuleState, own_state
+from hsdp.schedule.module_hooks import ModuleHooks, own_state
 from hsdp.schedule.optimizer_hooks import watch_optimizers
 from hsdp.schedule.root import Root
 from hsdp.unit.lookup import unit_of
@@ -110,7 +110,7 @@ def fully_shard(
     verify(unit, modules)
     unit.build()
 
-    state = ModuleState(unit, modules)
+    state = ModuleHooks(unit, modules)
     _move_buffers(modules, unit)
     for m in modules:
         m.__dict__["_hsdp_state"] = state

@@ -23,7 +23,7 @@ from hsdp.unit.state import TrainingState, training_state
 from hsdp.unit.unit import Unit
 
 
-class ModuleState:
+class ModuleHooks:
     """What `fully_shard` attaches to a module (one object for all modules of a list).
 
     Attributes:
@@ -175,14 +175,14 @@ class ModuleState:
         return map_tensors(args, cast), map_tensors(kwargs, cast)
 
 
-def state_of(module: nn.Module) -> ModuleState | None:
+def state_of(module: nn.Module) -> ModuleHooks | None:
     """The state that `fully_shard` attached to a module, if it did."""
     return module.__dict__.get("_hsdp_state")
 
 
-def own_state(module: Any) -> ModuleState:
+def own_state(module: Any) -> ModuleHooks:
     """The state of a module that is known to be sharded."""
-    state: ModuleState = module.__dict__["_hsdp_state"]
+    state: ModuleHooks = module.__dict__["_hsdp_state"]
     return state
 
 

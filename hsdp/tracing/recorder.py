@@ -25,7 +25,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, Named
-from hsdp.schedule.module_hooks import ModuleState
+from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.tracing.events import Entry, Mark, Moment, Op, WorkRecord
 from hsdp.tracing.replay import replay
@@ -58,7 +58,7 @@ class Recorder:
         reducing: bytes of unsharded gradients and reduction buffers in the pipelines.
     """
 
-    def __init__(self, states: list[ModuleState]) -> None:
+    def __init__(self, states: list[ModuleHooks]) -> None:
         self._states = states
         self._units = [state.unit for state in states]
         device = self._units[0].axes.device

@@ -29,6 +29,7 @@ from hsdp.buffers.flat_buffer import with_own_storage
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
+from hsdp.torch_private import rewrap_step
 from hsdp.unit.lookup import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -90,7 +91,7 @@ def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
         )
     optimizer._hsdp_stepper = _Stepper(flat)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
-    optimizer._patch_step_function()
+    rewrap_step(optimizer)
     return optimizer
 
 

@@ -1,15 +1,26 @@
-"""What hsdp asks of autograd's engine: the only file that uses its private functions, which torch 2.11 to 2.13 all have.
+"""Every private name of torch that hsdp uses, but for DTensor's (`params/dtensors.py`, `params/tensor_parallel.py`).
 
-There are no public ones for it. DDP, FSDP2 and activation checkpointing in PyTorch itself rely on the same names.
+Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.13 have all of them;
+`tests/test_floors.py` finds any other use.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
+from datetime import timedelta
+from operator import methodcaller
 from typing import Any
 
 import torch
+import torch._C._distributed_c10d as c10d
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
+from torch.distributed.device_mesh import DeviceMesh
+
+# -- autograd's engine: DDP, FSDP2 and activation checkpointing in PyTorch itself rely on these names -----------------
 
 NO_TASK = -1
 """What `graph_task` returns outside of every backward."""
@@ -34,3 +45,106 @@ keeping_versions: Callable[[Any], AbstractContextManager[None]] = torch.autograd
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next. The engine runs nodes with higher numbers first."""
+
+sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
+"""The number of an autograd node. Without it nobody can tell which outputs were made inside a forward."""
+
+set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
+"""Sets version counters (`torch.autograd._unsafe_preserve_version_counter` does it with this). Without it a backward that
+reads memory which no gather has filled would not be refused."""
+
+# -- storages ---------------------------------------------------------------------------------------------------------
+
+storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
+"""Tells the storage of a tensor, also of one without memory (DTensor's wrapper). CUDA graph trees use it."""
+
+has_storage: Callable[[Tensor], bool] = torch._C._has_storage
+"""Whether a tensor has a storage at all; FakeTensor and CUDA graph trees ask it."""
+
+
+def storage_key(tensor: Tensor) -> int:
+    """What two tensors have in common that lie in one storage. `torch.multiprocessing` and DCP use the same number."""
+    return int(tensor.untyped_storage()._cdata)
+
+
+def storage_uses(tensor: Tensor) -> int:
+    """How many tensors share the memory of `tensor`, itself included. CUDA graph trees count so.
+
+    Without it every gradient would be copied before it is summed in place.
+    """
+    storage = tensor.untyped_storage()  # counts as one
+    return int(torch._C._storage_Use_Count(storage._cdata)) - 1
+
+
+def _prove_storage_uses() -> None:
+    # A count that is too low would let hsdp write into memory that others read: gradients would be wrong in silence.
+    tensor = torch.empty(2)
+    alone, view = storage_uses(tensor), tensor.view(1, 2)
+    if (alone, storage_uses(tensor), storage_uses(view)) != (1, 2, 2):
+        raise ImportError(
+            f"hsdp does not fit torch {torch.__version__}: the number of tensors that share a storage is counted otherwise "
+            "than in the versions that it was written for; install one of those (see pyproject.toml)"
+        )
+
+
+_prove_storage_uses()
+
+# -- process groups: FSDP2, DTensor and torchtitan use the same ---------------------------------------------------------
+
+AllgatherOptions = c10d.AllgatherOptions
+"""Options of an all-gather; those of the other collectives are public."""
+
+
+def default_store() -> Any:
+    """The store of the default group, which ranks that disagree tell each other over."""
+    return dist.distributed_c10d._get_default_store()
+
+
+def is_alive(group: ProcessGroup) -> bool:
+    """Whether nobody has destroyed a process group."""
+    return group in dist.distributed_c10d._world.pg_map
+
+
+def backend_of(group: ProcessGroup, device: torch.device) -> Any:
+    """The backend that serves a device in a group.
+
+    Raises:
+        RuntimeError: none does.
+    """
+    return group._get_backend(device)
+
+
+def timeout_of_backend(backend: Any) -> timedelta | None:
+    """After which time a backend gives a collective up, if it tells."""
+    return getattr(getattr(backend, "options", None), "_timeout", None)
+
+
+# -- meshes: torchtitan builds its own with these -----------------------------------------------------------------------
+
+
+def concatenated(meshes: Iterable[DeviceMesh]) -> DeviceMesh:
+    """One mesh with the axes of all of them, which stem from one root."""
+    return DeviceMesh._concatenate(list(meshes))
+
+
+def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
+    """The axes of a mesh as one."""
+    return mesh._flatten(name)
+
+
+def unflattened(mesh: DeviceMesh, axis: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
+    """An axis of a mesh as several."""
+    return mesh._unflatten(axis, sizes, names)
+
+
+# -- modules and optimizers ---------------------------------------------------------------------------------------------
+
+
+def is_compiled(module: torch.nn.Module) -> bool:
+    """Whether `module.compile()` was called."""
+    return module._compiled_call_impl is not None
+
+
+def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
+    """Puts torch's hooks around the `step` of an optimizer's new class. Learning rate schedulers do it too."""
+    optimizer._patch_step_function()

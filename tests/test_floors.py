@@ -172,6 +172,21 @@ def test_only_one_file_of_the_engine_starts_collectives() -> None:
     assert [name for name, source in engine.items() if _TALKING.search(source)] == []
 
 
+_PRIVATE = re.compile(
+    r"""torch\._C\b | \b_C\._ | \._cdata\b | _sequence_nr | \bdistributed_c10d\b | \._composable\b | torch\._dynamo
+    | \._get_backend\b | \._concatenate\b | \._unflatten\( | \._flatten\( | _patch_step_function | _unsafe_ | _compiled_call
+    | _execution_engine""",
+    re.VERBOSE,
+)
+
+
+def test_one_file_uses_torch_s_private_names() -> None:
+    sources = _sources()
+    assert _PRIVATE.search(sources.pop("hsdp.torch_private"))
+    found = {name: sorted(set(_PRIVATE.findall(text))) for name, text in sources.items() if _PRIVATE.search(text)}
+    assert not found, f"private names of torch outside of torch_private.py: {found}"
+
+
 def test_the_engine_reads_no_environment_and_has_no_device_ifs() -> None:
     for name, source in _sources().items():
         if not name.startswith("hsdp.examples"):

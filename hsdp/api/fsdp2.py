@@ -23,7 +23,6 @@ from typing import Any, NoReturn
 import torch
 import torch.distributed.fsdp as fsdp
 from torch import Tensor, nn
-from torch.distributed._composable.contract import STATE_KEY
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
 from hsdp.comm.collectives import twin_of
@@ -35,6 +34,7 @@ from hsdp.policies import MixedPrecisionPolicy
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.torch_private import STATE_KEY
 from hsdp.unit.unit import Unit
 
 _OWN_POLICIES: dict[Any, type] = {

@@ -18,6 +18,7 @@ from hsdp.params.ownership import PREFIX
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.torch_private import is_compiled
 from hsdp.unit.lookup import units_below
 from hsdp.unit.state import TrainingState, expect
 from hsdp.unit.unit import Unit
@@ -56,7 +57,7 @@ class HSDPModule(FSDP2Methods):
                 "hsdp.checkpoint.full_state_dict(model)"
             )
         if torch.compiler.is_compiling():
-            return torch._dynamo.disable(_run_uncompiled)(self, args, kwargs)
+            return torch.compiler.disable(_run_uncompiled)(self, args, kwargs)
         return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -351,7 +352,7 @@ class HSDPModule(FSDP2Methods):
 
 def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
     """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it."""
-    if module._compiled_call_impl is None:
+    if not is_compiled(module):
         warnings.warn(
             f"hsdp: torch.compile around {type(module).__name__}, which is sharded, leaves it uncompiled; call compile() "
             "on the sharded module itself, or compile it before fully_shard",

@@ -6,5 +6,5 @@
 
     a parameter (6 x 4) on 2 ranks:   rank 0 [ rows 0-2 ]   rank 1 [ rows 3-5 ]   gathered in place: [ rows 0-5 ]
 
-May import nothing of hsdp but `debug`.
+May import nothing of hsdp but `debug` and `torch_private`.
 """

@@ -7,6 +7,7 @@ from torch import Tensor
 from torch.utils import dlpack
 
 from hsdp import debug
+from hsdp.torch_private import storage_uses
 
 
 def owned(tensor: Tensor) -> Tensor:
@@ -15,8 +16,7 @@ def owned(tensor: Tensor) -> Tensor:
     Autograd hands the gradient of a parameter that a forward viewed (`p.view(...)`, `p.unsqueeze(0)`) over as a view of the
     gradient behind it, which the rest of the graph, and other parameters, may hold too.
     """
-    uses: int = torch._C._storage_Use_Count(tensor.untyped_storage()._cdata)
-    return tensor if uses <= 2 else tensor.clone()  # the tensor and the storage that was just asked for
+    return tensor if storage_uses(tensor) <= 1 else tensor.clone()
 
 
 def with_own_storage(tensor: Tensor) -> Tensor:

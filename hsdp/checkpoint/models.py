@@ -14,6 +14,7 @@ from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
+from hsdp.torch_private import storage_key
 
 
 class ModelReading:
@@ -112,7 +113,7 @@ class ModelReading:
             target = entry.value
             block = block_of(target)
             spread = any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True))
-            if spread or block.untyped_storage()._cdata not in into:
+            if spread or storage_key(block) not in into:
                 target = self._staged[entry.raw_name] = staging_like(target)
             self._reader.tensor(self._keys[name], target)
 
@@ -162,7 +163,7 @@ def _own_memory(model: nn.Module) -> set[int]:
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return set()
     held = [*model.parameters(), *model.buffers()]
-    return {block_of(tensor).untyped_storage()._cdata for tensor in held}
+    return {storage_key(block_of(tensor)) for tensor in held}
 
 
 def _difference(found: Record, own: Any, cast: bool) -> str | None:

@@ -11,6 +11,7 @@ import ctypes
 import pickle
 import weakref
 from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, cast
 
@@ -19,6 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hsdp.errors import CheckpointError
+from hsdp.torch_private import backend_of, timeout_of_backend
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -256,8 +258,7 @@ def _cpu_group(group: ProcessGroup) -> ProcessGroup:
 def _timeout_of(group: ProcessGroup) -> Any:
     """The timeout that the user gave the group, so that a lost rank ends a checkpoint as soon as it ends a step."""
     for device in group._device_types:
-        try:
-            return group._get_backend(device).options._timeout
-        except (AttributeError, RuntimeError):  # no backend for that device, or one without options
-            continue
+        with suppress(RuntimeError):  # no backend for that device
+            if (timeout := timeout_of_backend(backend_of(group, device))) is not None:
+                return timeout
     return None

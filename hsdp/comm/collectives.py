@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
@@ -19,6 +18,7 @@ from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, Named, wait_for
+from hsdp.torch_private import AllgatherOptions, backend_of, is_alive, timeout_of_backend
 
 GATHER_ALONE_BYTES = 512 * 1024
 """Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
@@ -60,11 +60,11 @@ class Comm:
         self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend != "fake":
             self.divergence_guard = DivergenceGuard.of(group, rank, size, timeout_of(group, device))
-        self._all_gather_options = _options(c10d.AllgatherOptions, streams)
-        self._reduce_scatter_options = _options(c10d.ReduceScatterOptions, streams)
-        self._all_reduce_options = _options(c10d.AllreduceOptions, streams)
-        self._all_reduce_coalesced_options = _options(c10d.AllreduceCoalescedOptions, streams)
-        self._all_to_all_options = _options(c10d.AllToAllOptions, streams)
+        self._all_gather_options = _options(AllgatherOptions, streams)
+        self._reduce_scatter_options = _options(dist.ReduceScatterOptions, streams)
+        self._all_reduce_options = _options(dist.AllreduceOptions, streams)
+        self._all_reduce_coalesced_options = _options(dist.AllreduceCoalescedOptions, streams)
+        self._all_to_all_options = _options(dist.AllToAllOptions, streams)
 
     @property
     def direct_gather_bytes(self) -> int:
@@ -320,7 +320,7 @@ def _shared_group(purpose: str, ranks: list[int]) -> ProcessGroup:
     assert world is not None, "groups are made beside a default group"
     known, key = _shared_groups.setdefault(world, {}), (purpose, tuple(ranks))
     found = known.get(key)
-    if found is None or found not in dist.distributed_c10d._world.pg_map:
+    if found is None or not is_alive(found):
         found = known[key] = dist.new_group(ranks, use_local_synchronization=True)
     return found
 
@@ -361,7 +361,7 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
         own = str(group.name()).lower()
         return own if own not in ("", "gloo") else type(group).__name__.lower()
     try:
-        name = group._get_backend(device).name()
+        name = backend_of(group, device).name()
     except RuntimeError as error:
         raise ValueError(
             f"fully_shard(mesh=...): the process group of the mesh has no backend for device {device.type!r}; call "
@@ -378,10 +378,9 @@ def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     found: list[float] = []
     for of in (group, dist.group.WORLD):
         try:
-            options = getattr(of._get_backend(device), "options", None) if of is not None else None
+            timeout = timeout_of_backend(backend_of(of, device)) if of is not None else None
         except RuntimeError:  # the default group does not serve this device
             continue
-        timeout = getattr(options, "_timeout", None)
         if timeout is not None:
             found.append(timeout.total_seconds())
     return min(found, default=dist.default_pg_timeout.total_seconds())

@@ -27,10 +27,10 @@ from datetime import timedelta
 from typing import ClassVar, NamedTuple
 
 import torch.distributed as dist
-from torch._C._distributed_c10d import PrefixStore
-from torch.distributed import ProcessGroup
+from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
 from hsdp.errors import DivergenceError
+from hsdp.torch_private import default_store
 
 _MOST_STATES = 1 << 14
 """Bound on what is remembered: a model that takes random branches asks more often instead of growing."""
@@ -70,10 +70,10 @@ class DivergenceGuard:
     _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, DivergenceGuard]] = weakref.WeakKeyDictionary()
 
     def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float) -> None:
-        store = dist.distributed_c10d._get_default_store()
+        store = default_store()
         # A client of its own: waiting locks the client, and another thread's model must be able to answer meanwhile.
         with suppress(AttributeError, RuntimeError, NotImplementedError):
-            store = store.clone()  # type: ignore[attr-defined]
+            store = store.clone()
         self._store = PrefixStore(f"hsdp/{group.group_name}/", store)
         self._rank = rank
         self._size = size

@@ -11,6 +11,8 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
+from hsdp.torch_private import concatenated, flattened, unflattened
+
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
@@ -89,7 +91,7 @@ class MeshAxes:
             RuntimeError: they overlap, or do not stem from one root mesh.
         """
         if inner not in self._joined:
-            self._joined[inner] = DeviceMesh._concatenate([self.mesh, inner])
+            self._joined[inner] = concatenated([self.mesh, inner])
         return self._joined[inner]
 
     @property
@@ -144,7 +146,7 @@ class MeshAxes:
         if mesh is None:
             name = (self.mesh.mesh_dim_names or ("shard",))[axis]
             names = (f"{name}_row", f"{name}_part")
-            mesh = self.mesh._unflatten(axis, (rows, self.shard_size // rows), names)
+            mesh = unflattened(self.mesh, axis, (rows, self.shard_size // rows), names)
             self._cut_meshes[rows] = mesh
         placements: list[Placement] = [Replicate()] * mesh.ndim
         placements[axis], placements[axis + 1] = Shard(0), Shard(1)
@@ -215,7 +217,7 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
         )
     axes = [_one_axis(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     return MeshAxes(
-        axes[0] if len(axes) == 1 else DeviceMesh._concatenate(axes),
+        axes[0] if len(axes) == 1 else concatenated(axes),
         shard_axis=len(axes) - 1 if dims.shard_names else None,
         replicate_axis=0 if dims.replicate_names else None,
         around=mesh,
@@ -224,7 +226,7 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
 
 
 def _one_axis(mesh: DeviceMesh, names: tuple[str, ...]) -> DeviceMesh:
-    return mesh[names[0]] if len(names) == 1 else mesh[names]._flatten("_".join(names))
+    return mesh[names[0]] if len(names) == 1 else flattened(mesh[names], "_".join(names))
 
 
 def _names(names: str | tuple[str, ...] | None) -> tuple[str, ...]:

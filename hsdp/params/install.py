@@ -6,13 +6,11 @@ import weakref
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
 from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.tensor_parallel import block_of
-
-_storage_of = torch._C._storage_address  # type: ignore[attr-defined]
+from hsdp.torch_private import has_storage, storage_address, storage_key
 
 
 class Shadows:
@@ -42,7 +40,7 @@ class Shadows:
         # What tells a DTensor's own storage, which has no memory, from those of others that are alive.
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
-        self._wrappers = list(map(_storage_of, self._sharded))
+        self._wrappers = list(map(storage_address, self._sharded))
 
     def choose(self) -> None:
         """Takes the unsharded parameters that forwards are to see from now on (`ManagedParam.choose`)."""
@@ -73,7 +71,7 @@ class Shadows:
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
         tensor = block_of(tensor)
-        if not torch._C._has_storage(tensor):
+        if not has_storage(tensor):
             return None
         storage, start = _place_of(tensor)
         names = self._names.get(storage)
@@ -91,7 +89,7 @@ class Shadows:
 
         torch gives such a DTensor another wrapper and leaves its local tensor as it was.
         """
-        now = list(map(_storage_of, self._sharded))
+        now = list(map(storage_address, self._sharded))
         if now == self._wrappers:
             return None
         found = None
@@ -104,4 +102,4 @@ class Shadows:
 
 def _place_of(tensor: Tensor) -> tuple[int, int]:
     """The storage that a tensor lies in, and its first byte there."""
-    return tensor.untyped_storage()._cdata, int(tensor.storage_offset()) * tensor.itemsize
+    return storage_key(tensor), int(tensor.storage_offset()) * tensor.itemsize

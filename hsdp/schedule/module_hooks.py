@@ -18,7 +18,7 @@ from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.root import Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import next_node
+from hsdp.torch_private import next_node, sequence_number
 from hsdp.unit.state import TrainingState, training_state
 from hsdp.unit.unit import Unit
 
@@ -153,7 +153,7 @@ class ModuleHooks:
         visit, watched = Visit(self.unit.forward_version, first_node, behind), False
         for tensor in tensors + self._left_behind(runtime).tensors(arguments, first_node):
             for node in entry_nodes(tensor, first_node):
-                node.register_prehook(_entry_hook(self.unit, runtime, visit, node._sequence_nr()))
+                node.register_prehook(_entry_hook(self.unit, runtime, visit, sequence_number(node)))
                 watched = True
         return visit if watched else None
 

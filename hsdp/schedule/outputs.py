@@ -21,6 +21,8 @@ from typing import Any
 
 from torch import Tensor, nn
 
+from hsdp.torch_private import sequence_number
+
 _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MOST_ITEMS = 64
@@ -108,7 +110,7 @@ def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:
         return ()
     # An in-place operation on a view leads its gradient to the node of its base, around the view's own node.
     base = tensor._base
-    if base is not None and (behind := base.grad_fn) is not None and behind._sequence_nr() >= first_node:
+    if base is not None and (behind := base.grad_fn) is not None and sequence_number(behind) >= first_node:
         return node, behind
     return (node,)
 
@@ -187,7 +189,7 @@ def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]
         base = value._base
         if base is not None and base.is_leaf:
             return  # a view of a parameter, kept since another use of it perhaps: to ask for its node makes a new one
-        if (node := value.grad_fn) is not None and node._sequence_nr() >= first_node:
+        if (node := value.grad_fn) is not None and sequence_number(node) >= first_node:
             yield value
         return
     if depth == 0 or isinstance(value, _NO_TENSORS):

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from hsdp.params.param import ManagedParam
+from hsdp.torch_private import storage_key
 from hsdp.unit.zero_grad import Standing, ZeroGradSentinel
 
 
@@ -82,7 +83,7 @@ class Undo:
                 for shown in zip(*entry, strict=True):
                     self._take_away(*shown)
                 continue
-            storage = entry.memory.untyped_storage()._cdata
+            storage = storage_key(entry.memory)
             if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
                 entry.memory.copy_(entry.before)
                 if entry.standing is not None:

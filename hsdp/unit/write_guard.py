@@ -21,10 +21,10 @@ from torch import Tensor
 
 from hsdp import debug
 from hsdp.params.tensor_parallel import block_of
+from hsdp.torch_private import set_versions
 from hsdp.unit.dtype_group import DtypeGroup
 
 _version_of = attrgetter("_version")
-_set_versions = torch._C._autograd._unsafe_set_version_counter
 
 
 class WriteGuard:
@@ -54,13 +54,13 @@ class WriteGuard:
 
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
-        _set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
+        set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
         self._content = []
 
     def opened(self, fillings: int) -> None:
         """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
         self._filled = 2 * fillings
-        _set_versions(self._blocks, (self._filled,) * len(self._blocks))
+        set_versions(self._blocks, (self._filled,) * len(self._blocks))
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
@@ -78,7 +78,7 @@ class WriteGuard:
                 block.data = there
                 found = name
             elif block._version != self._filled:
-                _set_versions((block,), (self._filled,))
+                set_versions((block,), (self._filled,))
                 found = name
         if self._content:
             content, self._content = self._content, []

@@ -102,7 +102,7 @@ class _Worker:
         """Throw away every process group and mesh; make a new default group unless the pool has none."""
         if dist.is_initialized():
             dist.destroy_process_group()
-            _forget_meshes()
+            forget_meshes()
         self.env = RankEnv(self.env.rank, self.env.world_size, self.env.device)
         backends = use_device(self.env.device, self.env.rank, self.env.world_size)
         if not self.grouped:
@@ -181,7 +181,8 @@ _mended: list[torch.library.Library] = []
 """What replaces torch's operators lives as long as its library object."""
 
 
-def _forget_meshes() -> None:
+def forget_meshes() -> None:
+    """Makes DTensor forget the meshes that it has seen: to it, meshes of other groups with the same ranks are equal."""
     # DTensor caches output specs with their mesh, whose groups it finds by name; new groups get the same names anew.
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):

@@ -58,8 +58,8 @@ def traces_forwards_that_never_end() -> Any:
 @mutant(Check(traces, ((2, 2),), world=4), kill="AssertionError")
 def traces_operands_as_if_they_were_sent_once() -> Any:
     def change(recorded: Callable[..., Any]) -> Callable[..., Any]:
-        def once(recorder: Recorder, comm: Any, stage: Any, whole: Any = None, summed: Any = None) -> Any:
-            return recorded(recorder, comm, stage, summed if whole is None else whole)
+        def once(recorder: Recorder, comm: Any, stage: Any, single: Any = None, double: Any = None) -> Any:
+            return recorded(recorder, comm, stage, double if single is None else single)
 
         return once
 

@@ -17,6 +17,7 @@ from hsdp import optim
 from hsdp.comm.collectives import backend_name
 from tests.models import make_case
 from tests.rig import Pool, RankEnv, run_procs
+from tests.rig_worker import forget_meshes
 from tests.sharded import check_rest, shard
 from tests.twin import Twin, sgd, train, twin_of
 
@@ -158,6 +159,7 @@ def check_users_group(env: RankEnv, kind: type[Basic], twin: Twin) -> None:
     received = torch.empty(2)
     comm.all_to_all(model._units()[0], 1, [received], [torch.arange(2.0) + 10 * env.rank]).wait()
     assert received.tolist() == [env.rank, 10 + env.rank]
+    forget_meshes()
 
 
 @pytest.mark.parametrize("kind", [Basic, OldNames])

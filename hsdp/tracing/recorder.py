@@ -207,13 +207,13 @@ class Recorder:
                 # Whatever a unit sends between replicas belongs to its all-reduce stage, which a `ReplicaReduce` may
                 # make of other collectives: `CompressedAllReduce` is an all-to-all and an all-gather.
                 gathers = scatters = _ALL_REDUCE
-            self._wrap(comm.all_gather, self._recorded(comm, gathers, unsharded=0))
-            self._wrap(comm.reduce_scatter, self._recorded(comm, scatters, unsharded=1, summed=2))
-            self._wrap(comm.all_to_all, self._recorded(comm, scatters, unsharded=1))
-            self._wrap(comm.all_reduce, self._recorded(comm, _ALL_REDUCE, summed=0))
+            self._wrap(comm.all_gather, self._recorded(comm, gathers, single=0))
+            self._wrap(comm.reduce_scatter, self._recorded(comm, scatters, single=1, double=2))
+            self._wrap(comm.all_to_all, self._recorded(comm, scatters, single=1))
+            self._wrap(comm.all_reduce, self._recorded(comm, _ALL_REDUCE, double=0))
 
-    def _recorded(self, comm: Comm, stage: _Stage, unsharded: int | None = None, summed: int | None = None) -> Change:
-        """The method starts a collective; `unsharded` and `summed` are the operands that a ring sends once and twice."""
+    def _recorded(self, comm: Comm, stage: _Stage, single: int | None = None, double: int | None = None) -> Change:
+        """The method starts a collective; `single` and `double` are the operands that a ring sends once and twice."""
         track, kind = stage
         share = (comm.size - 1) / comm.size
         append, stamp = self._works.append, self._stamp
@@ -221,8 +221,8 @@ class Recorder:
         def change(call: Callable[..., CommWork]) -> Callable[..., CommWork]:
             def start(owner: Named, op: int, *operands: Any) -> CommWork:
                 began = _now(), None if stamp is None else stamp()
-                once = _nbytes(operands[unsharded]) if unsharded is not None else 0
-                twice = _nbytes(operands[summed]) if summed is not None else 0
+                once = _nbytes(operands[single]) if single is not None else 0
+                twice = _nbytes(operands[double]) if double is not None else 0
                 comm_work: Any = call(owner, op, *operands)
                 record = WorkRecord(track, kind, owner.name, began, once + twice, share * (once + 2 * twice))
                 if track == "scatter":

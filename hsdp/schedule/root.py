@@ -110,7 +110,7 @@ class Root:
 
     def adopt(self) -> None:
         """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
-        if self._generation != Root.generation:
+        if fresh := self._generation != Root.generation:
             self.units = []
             for module in self.modules():
                 self._collect(module, None, "")
@@ -122,6 +122,8 @@ class Root:
         this = cast(Schedule, self)
         for unit, parent, name in self._members:
             before = unit.runtime
+            if before is this and not fresh and unit.streams is self.streams:
+                continue
             if before is not None and before is not this and not before.in_backward():
                 before.recover()  # the unit had another root, whose backward may have failed
             unit.join(this, self.streams, parent, name)

@@ -88,7 +88,7 @@ class Gradients:
 
     def waiting(self) -> bool:
         """Whether gradients of the backward under way wait to be reduced."""
-        return any(grad is not None for grad in self.slots)
+        return any([grad is not None for grad in self.slots])
 
     def drop(self) -> None:
         """Forgets the gradients of the backward under way."""

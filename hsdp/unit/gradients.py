@@ -175,7 +175,11 @@ class Gradients:
                 if grad is not None:
                     self._stash[slot] = owned(grad.to(group.kind.accumulate)) if held is None else held.add_(grad)
                     self._sentinels.put_up(slot)
-        self._watch_all(self._plans)  # used here or not: other ranks may have used it
+        for plan in self._plans:
+            for slot, param in zip(plan.slots, plan.params, strict=True):
+                # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
+                if slot in self._stash or param.sharded.requires_grad:
+                    self._sentinels.put_up(slot)
         self.drop()
 
     def defer(self, parts: list[GroupReduction]) -> None:

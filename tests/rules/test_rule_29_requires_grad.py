@@ -105,3 +105,18 @@ def check(env: RankEnv, shape: tuple[int, ...], name: str, recompute: bool | Non
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
 def test_rule_29_toggles(request: pytest.FixtureRequest, shape: tuple[int, ...], name: str) -> None:
     pool_for(request, shape).run(check, shape, name, None)
+
+
+def check_frozen_before_an_accumulating_backward(env: RankEnv, shape: tuple[int, ...]) -> None:
+    model = shard(seeded(Deep), env.mesh(shape))
+    loss = loss_of(model, env.rank)
+    freeze(model, False, 1)
+    with model.no_sync():  # type: ignore[operator]
+        loss.backward()
+    has = {name: param.grad is not None for name, param in model.named_parameters()}
+    assert has == {name: not name.startswith("blocks.1.") for name in has}, has
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_29_frozen_before_an_accumulating_backward(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(check_frozen_before_an_accumulating_backward, shape)

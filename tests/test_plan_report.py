@@ -19,7 +19,6 @@ import hsdp
 from hsdp import CommPolicy
 from hsdp.planning import PRESETS, Assumptions, Comparison, Plan, compare, preset
 from hsdp.planning.command import main
-from hsdp.planning.plans import plan_facts
 from tests.models import Transformer
 from tests.rig import fake_world
 
@@ -57,7 +56,7 @@ def _plan(**options: Any) -> Plan:
 
 def test_a_large_world_is_planned_from_a_laptop() -> None:
     start = time.perf_counter()
-    plan = plan_facts("llama3-70b", preset("llama3-70b"), 8, 64, Assumptions(8192, memory=80 << 30))
+    plan = Plan.of("llama3-70b", preset("llama3-70b"), 8, 64, Assumptions(8192, memory=80 << 30))
     text = str(plan)
     took = time.perf_counter() - start
     assert took < 10, f"{took:.1f} s"

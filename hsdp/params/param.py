@@ -241,7 +241,7 @@ def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None
 
 
 def rows_of(unsharded: Tensor, piece: Piece, rank: int) -> Tensor:
-    """The part of a unsharded parameter that `rank` of the shard group keeps: a view."""
+    """The part of an unsharded parameter that `rank` of the shard group keeps: a view."""
     spec = piece.spec
     if spec.dim is None:
         return unsharded

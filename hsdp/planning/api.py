@@ -16,7 +16,7 @@ from hsdp.params.ownership import class_name
 from hsdp.params.param import PlacementFn
 from hsdp.planning.data import Assumptions
 from hsdp.planning.facts import facts_of
-from hsdp.planning.plans import Comparison, Plan, plan_facts
+from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.unit.lookup import units_below
@@ -94,7 +94,7 @@ def plan(
         backend=backend or sizes.backend,
         streams=sizes.streams and backend != "gloo",
     )
-    return plan_facts(class_name(model), facts, sizes.replicas, sizes.shards, told)
+    return Plan.of(class_name(model), facts, sizes.replicas, sizes.shards, told)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:

@@ -11,7 +11,7 @@ import torch
 
 from hsdp.params.placement import least_padding
 from hsdp.planning.data import Assumptions
-from hsdp.planning.plans import Comparison, Plan, meshes_of, plan_facts
+from hsdp.planning.plans import Comparison, Plan, meshes_of
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -66,7 +66,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         meshes += meshes_of(args.world)
     if not meshes:
         raise ValueError("no mesh: pass --replicate 8 --shard 64, --mesh 8x64 16x32, or --world 512 for all of that size")
-    return [plan_facts(args.preset, facts, replicas, shards, told) for replicas, shards in dict.fromkeys(meshes)]
+    return [Plan.of(args.preset, facts, replicas, shards, told) for replicas, shards in dict.fromkeys(meshes)]
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -64,17 +64,7 @@ class Assumptions:
 
 @dataclass(frozen=True)
 class PlanData(ABC):
-    """A step of a model on a mesh, in numbers.
-
-    Attributes:
-        name: of the model.
-        replicas, shards: sizes of the mesh's axes.
-        assumptions: what it was told.
-        units: what is gathered and reduced together, in the order in which forwards begin.
-        collectives: of the whole step, by kind and axis.
-        memory: the peak on the rank that holds most.
-        time: predicted.
-    """
+    """A step of a model on a mesh, in numbers. `Plan`, which users have, says what they are."""
 
     name: str
     replicas: int

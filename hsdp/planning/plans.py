@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
 from hsdp.planning.advice import advise
-from hsdp.planning.data import Assumptions, ComparisonData, PlanData
-from hsdp.planning.facts import UnitFacts
+from hsdp.planning.data import ComparisonData, PlanData
 from hsdp.planning.report import as_csv, as_json, as_text, comparison_as_csv, comparison_as_json, comparison_as_text
 
 
@@ -41,11 +39,6 @@ class Plan(PlanData):
     def to_csv(self) -> str:
         """A line per unit; sizes in bytes."""
         return as_csv(self)
-
-
-def plan_facts(name: str, facts: Sequence[UnitFacts], replicas: int, shards: int, assumptions: Assumptions) -> Plan:
-    """Plans a step of a model that is given as facts; needs no module, no process group and no device."""
-    return Plan.of(name, facts, replicas, shards, assumptions)
 
 
 def meshes_of(world: int) -> list[tuple[int, int]]:

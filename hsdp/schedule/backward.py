@@ -63,7 +63,7 @@ class Backwards(Root):
             divergence_guard.begin_pass(0)
 
     def _accumulates(self) -> bool:
-        """Whether this graph task accumulates into a unsharded parameter; that of `autograd.grad` does not."""
+        """Whether this graph task accumulates into an unsharded parameter; that of `autograd.grad` does not."""
         try:
             return any(unit.will_get_gradients() for unit in self.units)
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad

@@ -60,7 +60,7 @@ class Runtime(Backwards):
             visit: that of its backward; None if no gradient can enter it.
 
         Raises:
-            StateError: the forward wrote to a unsharded parameter.
+            StateError: the forward wrote to an unsharded parameter.
         """
         left = self.forward_pass.left
         before = left.pop(unit, None)

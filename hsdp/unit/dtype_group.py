@@ -305,7 +305,7 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
 
 
 def whole_views(piece: Piece, unsharded: Tensor, shards: int) -> list[Tensor]:
-    """The parts of a unsharded parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
+    """The parts of an unsharded parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
         return [unsharded.reshape(1, -1).expand(shards, -1)]

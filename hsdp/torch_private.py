@@ -49,6 +49,16 @@ next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """The number of an autograd node. Without it nobody can tell which outputs were made inside a forward."""
 
+
+def running_node() -> int:
+    """The number of the autograd node that runs on this thread, inside of a backward.
+
+    `torch.autograd.graph` and torch's debug mode ask for it. Without it ranks whose losses use different units could not
+    tell, in a recomputation, which units are over.
+    """
+    return int(torch._C._current_autograd_node()._sequence_nr())
+
+
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 """Sets version counters (`torch.autograd._unsafe_preserve_version_counter` does it with this). Without it a backward that
 reads memory which no gather has filled would not be refused."""

@@ -8,6 +8,7 @@ parameters are compared whenever nothing is pending and gradients are about to b
 from __future__ import annotations
 
 import json
+import re
 import traceback
 import zlib
 from collections import Counter
@@ -28,6 +29,7 @@ from tests.actions import Action, Program
 from tests.rig import RankEnv
 
 TOLERANCE = 1e-10
+_OF_AUTOGRAD = "modified by an inplace operation|this checkpoint\\(\\) is not necessary|does not require grad"
 
 
 @dataclass
@@ -90,7 +92,9 @@ class _Play:
         self.env, self.program, self.sharded, self.twin, self.verdict = env, program, sharded, twin, verdict
         self.zeroed = False  # a zero gradient and none are the same from now on
         self.synced = True
+        self.runs_on = False  # reductions may run on behind a backward: their sums are not in `.grad` yet
         self.facts: dict[int, set[str]] = {}  # by slot, what has happened since its forward, and in it
+        self.uneven_slots: set[int] = set()
         self.always: set[str] = {"max_norm"} if program.max_norm else set()
         self.late = ""  # a difference of values, told at the next comparison, where all ranks meet
         self.doing = "the beginning"
@@ -115,7 +119,7 @@ class _Play:
 
     def applies(self, action: Action) -> bool:
         """Whether an action can be judged where it stands."""
-        kind, pending = action[0], self.sharded.pending()
+        kind, pending = action[0], self.sharded.pending() or self.runs_on
         if kind in ("hook", "unhook"):
             return not pending  # it would see sums of backwards before it, which the twin's hooks saw already
         if kind == "scale":
@@ -124,6 +128,8 @@ class _Play:
             return not pending and not self.zeroed  # zeros may stand where no rank used a parameter
         if kind == "set" and action[1] in ("gradient_sync", "all_reduce"):
             self.synced = action[2]
+        if kind == "set" and action[1] == "last_backward":
+            self.runs_on = self.runs_on or not action[2]
         if kind == "backward" and "penalty" in action[2] and action[2].get("hook", ("",))[0] == "step":
             return False  # autograd hands on the penalty's gradient first: the optimizer steps before the units' backward
         if kind == "backward" and "hook" in action[2]:
@@ -137,21 +143,29 @@ class _Play:
 
     def one(self, at: int, action: Action) -> None:
         facts, kind = self.note(action), action[0]
+        uneven = self.uneven(action)
+        if uneven:
+            theirs, twins_error = self.twins(at, action)
+            if twins_error is not None:  # neither side does it: what an action that fails does is tried with even losses
+                self.twin.forget()
+                self.drop(action)
+                return
         ours, error = _attempt(self.sharded, at, action)
         if error is not None and kind in ("step", "raw step", "clip"):
             self.refused(action, error, facts, None)
             return
-        self.twin.remember()
-        theirs, twins_error = _attempt(self.twin, at, action)
+        if not uneven:
+            theirs, twins_error = self.twins(at, action)
         if error is None and twins_error is None:
             self.same_values(ours, theirs)
             return
         self.twin.forget()
+        self.drop(action)
         for side in (self.sharded, self.twin):
-            for slot in self.slots_of(action):
-                side.slots.pop(slot, None)
-            if kind == "backward" and "penalty" in action[-1]:
-                side.zero(at, "none")  # autograd takes back nothing of what it gave to sharded parameters itself
+            if kind == "backward" and ("penalty" in action[-1] or action[-1].get("hook", ("",))[0] == "step"):
+                side.zero(at, "none")  # nobody takes back what autograd gave to sharded parameters, or a hook's optimizer
+        if kind == "backward" and action[-1].get("hook", ("",))[0] == "step":
+            self.twin.adopt(self.sharded)
         if error is None:
             told = f"{type(twins_error).__name__}: {twins_error}"
             if excuse_for("silent", told, action[0], facts) is None:
@@ -161,9 +175,29 @@ class _Play:
             return
         self.refused(action, error, facts, twins_error)
 
+    def drop(self, action: Action) -> None:
+        """Forgets the losses of an action that failed."""
+        for side in (self.sharded, self.twin):
+            for slot in self.slots_of(action):
+                side.slots.pop(slot, None)
+
+    def uneven(self, action: Action) -> bool:
+        """Whether ranks' losses use different units in an action: an exception would find them at different points."""
+        if action[0] == "forward":
+            heads = action[2].get("heads", ("both",))
+            self.uneven_slots.discard(action[1])
+            self.uneven_slots |= {action[1]} if len({*heads}) > 1 else set()
+        return not self.uneven_slots.isdisjoint(self.slots_of(action))
+
+    def twins(self, at: int, action: Action) -> tuple[Values, Exception | None]:
+        self.twin.remember()
+        return _attempt(self.twin, at, action)
+
     def refused(self, action: Action, error: Exception, facts: set[str], twins: Exception | None) -> None:
         """Judges an error of the sharded side."""
-        if twins is not None and type(error) is type(twins) and str(error)[:50] == str(twins)[:50]:
+        same = twins is not None and type(error) is type(twins) and str(error)[:50] == str(twins)[:50]
+        # The engine decides which of two errors comes first.
+        if same or (twins is not None and (isinstance(error, Planned) or re.search(_OF_AUTOGRAD, str(error)))):
             self.verdict.planned += 1
             return
         told = f"{type(error).__name__}: {error}"
@@ -211,11 +245,11 @@ class _Play:
             self.facts[action[1]] = set(mine - {"forward"})
             return mine
         if kind == "backward":
-            mine |= {key for key in action[2] if key != "context"} | {action[2].get("context", "")} - {""}
+            mine |= {key for key in action[2] if key != "context"} | {told, action[2].get("context", "")} - {""}
         for slot in self.slots_of(action):
             mine |= self.facts.get(slot, set())
             if kind == "backward":
-                self.facts.setdefault(slot, set()).add("backward")
+                self.facts.setdefault(slot, set()).update(("backward", told))
         return mine
 
     # -- comparisons ---------------------------------------------------------------------------------------------

@@ -303,6 +303,12 @@ class Twin(Side):
             param.grad = grad
             param.requires_grad_(flag)
 
+    def adopt(self, sharded: Side) -> None:
+        """Takes over the parameters of the other side: what an optimizer stepped inside of a failed backward is stepped."""
+        for name, param in sharded.params.items():
+            assert isinstance(param, DTensor)
+            self.params[name].data.copy_(param.detach().full_tensor())
+
     def step_one(self, param: Tensor) -> None:
         self._reached[id(param)] = param
 

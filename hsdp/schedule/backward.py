@@ -11,7 +11,7 @@ from hsdp.schedule.root import Root, Token, Visit
 from hsdp.torch_private import graph_task, queue_callback
 from hsdp.unit.state import TrainingState, expect, stale
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import Residency
+from hsdp.unit.unsharded import Residency, Version
 
 
 class Backwards(Root):
@@ -69,14 +69,15 @@ class Backwards(Root):
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
 
-    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: int = 0) -> None:
+    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: int) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
         Args:
             unit: the unit.
             visit: the forward whose backward begins; None for a recomputation.
             creates_graph: the backward runs with create_graph=True.
-            node: number of the autograd node behind that output, which is about to run. Of no matter in a recomputation.
+            node: number of the autograd node that is about to run: the one behind that output, or the one that asked for
+                the recomputation.
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
@@ -87,14 +88,10 @@ class Backwards(Root):
         task = self.enter_task()
         if not unit.open and unit.disturbed():
             raise stale(unit)
-        version = unit.version
-        if visit is not None:
-            if visit.version != version or not unit.as_kept():
-                raise stale(unit)
-            if creates_graph:
-                # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
-                self._keeps_graph = unit.retained = True
-                self._graphs.append(weakref.ref(visit))
+        if visit is not None and creates_graph:
+            # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
+            self._keeps_graph = unit.retained = True
+            self._graphs.append(weakref.ref(visit))
         self._entered.add(unit)
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
@@ -103,16 +100,24 @@ class Backwards(Root):
         begins = visit is not None and (unit not in self._opened or self._opened[unit][0] != first_node)
         # A unit that is open may begin another visit: that of an earlier forward.
         passed = self._pass_to(unit, visit) if begins or not unit.open else []
-        if begins:
+        # What comes behind the node is over on every rank, before this one gathers ahead.
+        ends = begins or visit is None
+        if ends:
             self._end_visits_behind(node)
         for other in passed:
             self._pass_over(other)
-            if begins:
+            if ends:
                 self._end_visits_behind(node)
+        # Behind what all ranks do before they come here: an error finds them at one point.
+        version = unit.version
+        if visit is not None and (visit.version != version or not unit.as_kept()):
+            raise stale(unit)
         self._backward.move_to(unit)
         if begins:
             self.reduce_order.visit(unit)
         if unit.open:
+            if begins:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
+                self._launch(self._ahead(unit))
             if visit is not None or unit not in self._opened:
                 self._opened[unit] = (first_node, task)
             return
@@ -120,7 +125,9 @@ class Backwards(Root):
         if visit is not None and not unit.settings.unshard_in_backward:
             self._opened[unit] = (first_node, task)
             return
-        self._open(unit, version, self._ahead(unit), versions_of_forward=True)
+        self._gather(unit, version)
+        self._launch(self._ahead(unit))
+        unit.show()
         self._opened[unit] = (first_node, task)
 
     def _pass_to(self, unit: Unit, visit: Visit | None) -> list[Unit]:
@@ -140,6 +147,13 @@ class Backwards(Root):
             self._behind = behind
         return self._backward.before(unit)
 
+    @staticmethod
+    def _launch(ahead: list[Unit]) -> None:
+        """Gathers units ahead, which are taken to have their versions of the forward; what is entered is looked at."""
+        for other in ahead:
+            if other.residency is Residency.SHARDED:
+                other.launch(other.forward_version)
+
     def _ahead(self, unit: Unit) -> list[Unit]:
         """The units that are gathered when the backward of `unit` begins."""
         chosen = unit.settings.backward_prefetch
@@ -150,25 +164,32 @@ class Backwards(Root):
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
 
         They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run.
+
+        Raises:
+            StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
+        first_node, version = self._left(unit)
+        if unit.version != version or not unit.as_kept():
+            raise stale(unit)
         self._backward.move_to(unit)
-        for other in (unit, *self._ahead(unit)):
-            if other.residency is Residency.SHARDED:
-                other.launch()
+        if unit.residency is Residency.SHARDED:
+            unit.launch(version)
+        self._launch(self._ahead(unit))
         unit.retained = unit.retained or self._keeps_graph
         self.reduce_order.visit(unit)
-        self._opened[unit] = (self._first_node_of(unit), graph_task())
+        self._opened[unit] = (first_node, graph_task())
 
     def _pass_over_rest(self) -> None:
         for unit in self._backward.rest():
-            self._end_visits_behind(self._first_node_of(unit))
+            self._end_visits_behind(self._left(unit)[0])
             self._pass_over(unit)
 
-    def _first_node_of(self, unit: Unit) -> int:
+    def _left(self, unit: Unit) -> tuple[int, Version]:
+        """How the forward whose backward runs left a unit: see `Pass.left`."""
         assert self._behind is not None, "an order belongs to a forward"
-        first_node = self._behind.left[unit]
-        assert first_node is not None, f"no gradient can enter unit {unit.name!r}"
-        return first_node
+        left = self._behind.left[unit]
+        assert left is not None, f"no gradient can enter unit {unit.name!r}"
+        return left
 
     def _end_visits_behind(self, node: int) -> None:
         """Ends the visits that are over when an autograd node is about to run.

@@ -18,7 +18,7 @@ from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.root import Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import next_node, sequence_number
+from hsdp.torch_private import next_node, running_node, sequence_number
 from hsdp.unit.state import TrainingState, training_state
 from hsdp.unit.unit import Unit
 
@@ -44,7 +44,7 @@ class ModuleHooks:
         calls = unit.calls
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
-            runtime.enter_backward(unit, None, creates_graph=False)
+            runtime.enter_backward(unit, None, creates_graph=False, node=running_node())
             unit.choose_trainable(afresh=False)
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = next_node()
@@ -110,6 +110,7 @@ class ModuleHooks:
             self.own_runtime().adopt()
         runtime = runtime_of(unit)
         if runtime is not None and training_state(unit) is TrainingState.IDLE:
+            unit.reshard_stale()
             unit.begin_forward(afresh=not runtime.reduce_order.awaited)
 
     def own_runtime(self) -> Runtime:

@@ -62,11 +62,6 @@ class ReduceOrder:
         """The root's forward raised: its backward will not come, those of earlier forwards may."""
         self._entered, self._calls = self._before
 
-    def forget_forwards(self) -> None:
-        """No backward of an earlier forward will come."""
-        self.awaited = 0
-        self._entered, self._calls = {}, {}
-
     # -- backward ------------------------------------------------------------------------------------------------
 
     def begin(self, answers: bool) -> None:

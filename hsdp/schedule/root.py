@@ -38,14 +38,14 @@ class Pass:
     Attributes:
         number: how many there were before.
         left: the units in the order in which their forwards ended, each with the number of the first autograd node of its
-            last one; None if no gradient can enter it.
+            last one and its version in it; None if no gradient can enter it.
     """
 
     __slots__ = ("left", "number")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, int | None] = {}
+        self.left: dict[Unit, tuple[int, Version] | None] = {}
 
 
 class Visit:
@@ -149,19 +149,13 @@ class Root:
         for child_name, child in module.named_children():
             self._collect(child, parent, dotted(name, child_name))
 
-    def _open(self, unit: Unit, version: Version, ahead: list[Unit], versions_of_forward: bool = False) -> None:
-        """Opens `unit`, whose version is `version` now, and gathers others ahead.
-
-        `versions_of_forward`: the others are taken to have their versions of the forward; what is entered is looked at.
-        """
+    @staticmethod
+    def _gather(unit: Unit, version: Version) -> None:
+        """Starts the gather of `unit`, whose version is `version` now; it is waited for behind gathers ahead."""
         if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != version:
             unit.reshard()
         if unit.residency is Residency.SHARDED:
             unit.launch(version)
-        for other in ahead:
-            if other.residency is Residency.SHARDED:
-                other.launch(other.forward_version if versions_of_forward else None)
-        unit.show()
 
     def has_graphs(self) -> bool:
         """Whether a graph of gradients (`create_graph=True`) is alive, which reads unsharded parameters."""
@@ -174,11 +168,18 @@ class Root:
             unit.reshard()
 
     def _reshard_all(self) -> None:
+        graphs = self.has_graphs()
         for unit in self.units:
             unit.state = TrainingState.IDLE
-            unit.undo_writes()
+            written = unit.undo_writes()
             try:
-                unit.reshard()
+                if graphs and unit.retained and not written and unit.residency is not Residency.SHARDED:
+                    # A graph of gradients reads it, which need not be of the iteration that failed.
+                    if unit.residency is Residency.GATHERING:
+                        unit.finish()
+                    unit.keep()
+                else:
+                    unit.reshard()
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
                 unit.discard_gather()
 
@@ -212,7 +213,6 @@ class Root:
             unit.ready = False
         self._tasks.clear()
         self.reduce_order.clear()
-        self.reduce_order.forget_forwards()
         self._opened = {}
         self._entered = set()
         self._forward.cancel()

@@ -34,8 +34,9 @@ class Runtime(Backwards):
         for unit in self.units:
             if unit.lent:
                 expect(unit, "forward", TrainingState.IDLE)
-            stays = unit.pinned or (unit.retained and graphs)
-            if unit.holds_unsharded and not (stays and unit.gathered_version == unit.version and unit.as_kept()):
+            if unit.pinned or (unit.retained and graphs):
+                unit.reshard_stale()
+            elif unit.holds_unsharded:
                 unit.reshard()
         self._forward.begin()
         plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
@@ -49,7 +50,11 @@ class Runtime(Backwards):
         unit.state = TrainingState.FORWARD
         ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
-        self._open(unit, unit.forward_version, ahead if chosen is None else chosen)
+        self._gather(unit, unit.forward_version)
+        for other in ahead if chosen is None else chosen:
+            if other.residency is Residency.SHARDED:
+                other.launch()
+        unit.show()
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.
@@ -64,7 +69,7 @@ class Runtime(Backwards):
         """
         left = self.forward_pass.left
         before = left.pop(unit, None)
-        left[unit] = before if visit is None else visit.first_node
+        left[unit] = before if visit is None else (visit.first_node, visit.version)
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
 

@@ -217,10 +217,12 @@ class UnshardedParams:
         if self.residency is Residency.UNSHARDED and (name := self._guard.written()) is not None:
             raise written(self.name, name)
 
-    def undo_writes(self) -> None:
-        """Unsharded parameters that somebody gave other memory have theirs again; of an iteration that failed anyway."""
-        if self.residency is Residency.UNSHARDED:
-            self._guard.written()
+    def undo_writes(self) -> bool:
+        """Unsharded parameters that somebody gave other memory have theirs again; of an iteration that failed anyway.
+
+        Returns whether somebody wrote to them.
+        """
+        return self.residency is Residency.UNSHARDED and self._guard.written() is not None
 
     def reshard(self) -> None:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""
@@ -240,14 +242,15 @@ class UnshardedParams:
             for group in self.dtype_groups:
                 group.drop_part()
 
+    def reshard_stale(self) -> None:
+        """Frees unsharded parameters that are not those of the shards any more: whoever opens the unit gathers it anew."""
+        if self.holds_unsharded and not (self.gathered_version == self.version and self.as_kept()):
+            self.reshard()
+
     def keep(self) -> None:
         """Closes the unit after forward; its unsharded parameters stay where they are for the backward."""
         self.hide()
-        self.note_shards()
-
-    def note_shards(self) -> None:
-        """Notes the values of the shards behind unsharded parameters that stay, for `as_kept`."""
-        if self.axes.device.type == "cpu" or debug.ON:
+        if self._kept_shards is None and (self.axes.device.type == "cpu" or debug.ON):
             self._kept_shards = [group.fingerprint() for group in self.dtype_groups]
 
     def as_kept(self) -> bool:

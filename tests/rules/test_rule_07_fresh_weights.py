@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch import nn
 
+import hsdp
 from tests.rig import Pool, RankEnv
 from tests.rules.support import floats, seeded
 from tests.rules.test_rule_14_accumulation import Choosy
@@ -89,3 +90,29 @@ def check_fresh(env: RankEnv, before: str, keep: bool | None) -> None:
 @pytest.mark.parametrize("before", BEFORE)
 def test_rule_07_the_next_forward_uses_the_newest_weights(pool2: Pool, before: str, keep: bool | None) -> None:
     pool2.run(check_fresh, before, keep)
+
+
+def check_opened(env: RankEnv, before: str, keep: bool | None) -> None:
+    """`unshard()` shows the newest weights too, and a backward behind it uses them."""
+    plain, model = seeded(Choosy), shard(seeded(Choosy), env.mesh(2), reshard_after_forward=keep)
+    for name, change in CHANGES.items():
+        BEFORE[before](model, env.rank)
+        model.zero_grad()
+        change(model)
+        change(plain)
+        units: list[Any] = [module for module in model.modules() if isinstance(module, hsdp.HSDPModule)]
+        for unit in units:
+            unit.unshard()
+        for (where, module), other in zip(model.named_modules(), plain.modules(), strict=True):
+            for kind, _ in other.named_parameters(recurse=False):
+                shown, expected = getattr(module, kind), getattr(other, kind)
+                assert torch.allclose(shown, expected, rtol=1e-11, atol=1e-11), f"{name}: {where}.{kind} is not the newest"
+        for unit in units:
+            unit.reshard()
+    check_rest(model)
+
+
+@pytest.mark.parametrize("keep", [None, False, True])
+@pytest.mark.parametrize("before", BEFORE)
+def test_rule_07_unshard_shows_the_newest_weights(pool2: Pool, before: str, keep: bool | None) -> None:
+    pool2.run(check_opened, before, keep)

@@ -1,0 +1,151 @@
+"""Rule 21: ranks whose losses use different units take the same branches all the same: right numbers on all of them.
+
+What one rank enters, another passes over; both have to come to every gather and reduction in one order, in graphs in which
+units are recomputed, visited twice, stale, or left by a forward that raised.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hsdp
+from hsdp.errors import StaleParametersError
+from tests.rig import Pool, RankEnv
+from tests.rules.support import DIM, floats, seeded
+from tests.sharded import check_grads, mesh_id, pool_for, shard
+
+
+class Boom(Exception):  # noqa: N818
+    """What a user's module raises."""
+
+
+class TwoHeads(nn.Module):
+    """Blocks in a row, the last of them recomputed, and two heads that every forward runs; all of them are units."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+        self.heads = nn.ModuleList(nn.Linear(DIM, 2) for _ in range(2))
+        self.last = nn.Linear(DIM, DIM)
+
+    def units(self) -> list[nn.Module]:
+        """What is sharded on its own."""
+        return [*self.blocks, *self.heads]
+
+    def forward(self, x: Tensor, aux: list[Tensor], skip: bool = False, fails: str = "") -> list[Tensor]:
+        x = torch.tanh(self.last(x))
+        if not skip:
+            x = torch.tanh(self.blocks[1](torch.tanh(self.blocks[0](x))))
+        if fails == "forward":
+            raise Boom
+        if fails == "backward":
+            x = _Raises.apply(x)
+        y = checkpoint(self._recomputed, x, aux, use_reentrant=False)
+        return [head(y) for head in self.heads]
+
+    def _recomputed(self, x: Tensor, aux: list[Tensor]) -> Tensor:
+        y = torch.tanh(self.blocks[2](x))
+        aux.append(y.square().mean())
+        return y
+
+
+def loss_of(model: nn.Module, rank: int, k: int = 0, skip: bool = False, even: bool = False, fails: str = "") -> Tensor:
+    """The loss of one head for each rank in turns, or of both, and one of the recomputed block beside it."""
+    aux: list[Tensor] = []
+    outs = model(floats(rank, k), aux, skip, fails)
+    chosen = outs if even else [outs[rank % 2]]
+    return sum((out.square().sum() for out in chosen), aux[0])
+
+
+def beside_a_recomputation(model: nn.Module, rank: int) -> None:
+    """The loss beside the output asks for a recomputation before the engine has come behind both heads."""
+    loss_of(model, rank).backward()
+
+
+def two_forwards_one_backward(model: nn.Module, rank: int) -> None:
+    """The heads are open since the later forward on those ranks that used them in it."""
+    first = loss_of(model, rank, even=True)
+    (first + loss_of(model, rank, 1, skip=True)).backward()
+
+
+def another_backward_failed(model: nn.Module, rank: int) -> None:
+    """A backward raised before that of another forward: the order of the reductions is that of the forwards."""
+    fails, second = loss_of(model, rank, even=True, fails="backward"), loss_of(model, rank, 1)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        if isinstance(model, hsdp.HSDPModule):  # it leaves nothing, which plain autograd cannot say of itself
+            with pytest.raises(Boom):
+                fails.backward()
+        second.backward()
+
+
+def penalty_and_a_failed_forward(model: nn.Module, rank: int) -> None:
+    """The graph of a gradient penalty reads unsharded parameters; a forward that raised meanwhile frees none of them."""
+    x = floats(rank)
+    outs = model(x, [])
+    loss = outs[rank % 2].square().sum()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    with pytest.raises(Boom):
+        model(floats(rank, 1), [], fails="forward")
+    (loss + grad.square().sum()).backward()
+
+
+class _Raises(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: object, x: Tensor) -> Tensor:
+        return x.view_as(x)
+
+    @staticmethod
+    def backward(ctx: object, grad: Tensor) -> Tensor:
+        raise Boom
+
+
+RUNS = (beside_a_recomputation, two_forwards_one_backward, another_backward_failed, penalty_and_a_failed_forward)
+
+
+def check(env: RankEnv, shape: tuple[int, ...], reshard: bool | None, run: Callable[[nn.Module, int], None]) -> None:
+    """Run by run equal to one device; twice, the second time with what the first one recorded."""
+    plain, model = seeded(TwoHeads), _sharded(env, shape, reshard)
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+
+
+def _sharded(env: RankEnv, shape: tuple[int, ...], reshard: bool | None) -> nn.Module:
+    model = seeded(TwoHeads)
+    return shard(model, env.mesh(shape), reshard_after_forward=reshard)
+
+
+@pytest.mark.parametrize("run", RUNS, ids=lambda run: run.__name__)
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_21_losses_of_different_units(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], reshard: bool | None, run: Callable[[nn.Module, int], None]
+) -> None:
+    pool_for(request, shape).run(check, shape, reshard, run)
+
+
+def check_stale(env: RankEnv, shape: tuple[int, ...], changed: str) -> None:
+    """Stale parameters of a head that only some ranks enter, or of what is behind the heads, are told on all ranks."""
+    plain, model = seeded(TwoHeads), _sharded(env, shape, reshard=True)
+    for _ in range(2):
+        loss = loss_of(model, env.rank)
+        with torch.no_grad():
+            model.get_parameter(changed).mul_(0.5)
+        with pytest.raises(StaleParametersError, match=changed.rpartition(".")[0]):
+            loss.backward()
+        with torch.no_grad():
+            model.get_parameter(changed).mul_(2.0)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            check_grads(model, plain, beside_a_recomputation, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("changed", ["heads.0.weight", "heads.1.weight", "blocks.1.weight"])
+def test_rule_21_stale_parameters_are_told_at_one_point(pool4: Pool, changed: str) -> None:
+    pool4.run(check_stale, (2, 2), changed)

@@ -309,6 +309,12 @@ class Twin(Side):
             assert isinstance(param, DTensor)
             self.params[name].data.copy_(param.detach().full_tensor())
 
+    def show_zeros(self, sharded: Side) -> None:
+        """Zeroed sums leave zeros, of parameters that no rank used too: nobody knows that before sums are reduced."""
+        for name, param in self.params.items():
+            if param.grad is None and sharded.params[name].grad is not None:
+                param.grad = torch.zeros_like(param)
+
     def step_one(self, param: Tensor) -> None:
         self._reached[id(param)] = param
 

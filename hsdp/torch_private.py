@@ -63,6 +63,11 @@ set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._
 """Sets version counters (`torch.autograd._unsafe_preserve_version_counter` does it with this). Without it a backward that
 reads memory which no gather has filled would not be refused."""
 
+plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorchFunctionSubclass
+"""Inside it, attributes of tensor subclasses are read and set as those of plain tensors. DTensor overrides none, and torch
+finds that out at every access to `.grad`, `.requires_grad` or a version, which takes longer than the access.
+torch's profiler and masked tensors use it; without it hsdp's host time grows by a tenth."""
+
 # -- storages ---------------------------------------------------------------------------------------------------------
 
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]

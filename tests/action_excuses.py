@@ -48,6 +48,13 @@ EXCUSES: tuple[Excuse, ...] = (
         "a forward that writes to its weights is refused, and its write taken back; what the twin keeps is its version",
         "modified by an inplace operation",
     ),
+    Excuse(
+        "RuntimeError",
+        ("penalty", "backward"),
+        _any_of("penalty"),
+        "DTensor cannot add what a penalty gives to a parameter with fewer rows than ranks",
+        "in-place operations that require placement changes",
+    ),
     Excuse("StateError", ("write",), _any_of("write"), "torch loses what is assigned to .data", r"\.data of parameter"),
     Excuse(
         "StaleParametersError",
@@ -84,7 +91,7 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "StateError",
-        ("forward", "eval", "backward", "grad"),
+        ("forward", "eval", "backward", "grad", "unshard"),
         _any_of("data renorm", "copy_ renorm", "max_norm"),
         "a write to a whole weight would be lost when it is freed",
     ),

@@ -201,11 +201,16 @@ class _Play:
         # The engine decides which of two errors comes first.
         if same or (twins is not None and (isinstance(error, Planned) or re.search(_OF_AUTOGRAD, str(error)))):
             self.verdict.planned += 1
+            if wrote := facts & {"max_norm", "copy_ renorm", "data renorm"}:
+                self.repair()
+                self.always |= wrote  # the next gather tells of it
             return
         told = f"{type(error).__name__}: {error}"
         if self.sharded.ends_with_errors:
             raise _Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
         named = isinstance(error, self.sharded.errors)
+        if "wrote to parameter" in told:
+            self.repair()
         if (named and twins is not None) or excuse_for(type(error).__name__, told, action[0], facts) is not None:
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
             return
@@ -215,6 +220,16 @@ class _Play:
             raise _Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
         what = f"named, not owed: {type(error).__name__}" if named else f"unnamed {type(error).__name__}"
         raise _Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
+
+    def repair(self) -> None:
+        """Puts back what a forward wrote: with one shard rank, its unsharded parameters are the shards."""
+        if self.program.shape[-1] > 1:
+            return
+        with torch.no_grad():
+            for name, param in self.sharded.params.items():
+                param.copy_(self.sharded.like(self.twin.params[name], param))
+        for facts in self.facts.values():
+            facts.add("write")
 
     def slots_of(self, action: Action) -> tuple[int, ...]:
         if action[0] in ("forward", "grad"):
@@ -296,9 +311,11 @@ class _Play:
             mine = 0.0 if param.grad is None else param.grad._local_tensor.abs().sum().item()
             off = max(mine, zeros.abs().max().item() if param.grad is None and zeros.numel() else 0.0)
             return [f"gradient of {name} differs from none by {off}"] if not off <= TOLERANCE else []
-        shard = self.sharded.shard_of(grad, param)
         if not isinstance(param.grad, DTensor):
             return [f"gradient of {name} is a {type(param.grad).__name__}"]
+        # DTensor does not shard what a penalty gives to a parameter with fewer rows than ranks.
+        outside = param.grad.placements != param.placements
+        shard = grad if outside else self.sharded.shard_of(grad, param)
         if _close(param.grad._local_tensor, shard):
             return []
         return [f"gradient of {name} differs by {_off(param.grad._local_tensor, shard)}"]

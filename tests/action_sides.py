@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
+from hsdp.torch_private import set_versions
 from tests.action_models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
 from tests.actions import Program
 from tests.rig import RankEnv
@@ -292,14 +293,16 @@ class Twin(Side):
     def remember(self) -> None:
         """Keeps parameters and gradients."""
         self._kept = [
-            (p.detach().clone(), None if p.grad is None else p.grad.clone(), p.requires_grad) for p in self.params.values()
+            (p.detach().clone(), p._version, None if p.grad is None else p.grad.clone(), p.requires_grad)
+            for p in self.params.values()
         ]
 
     def forget(self) -> None:
         """Takes back what has happened since; graphs of earlier forwards must not see it."""
-        for param, (value, grad, flag) in zip(self.params.values(), self._kept, strict=True):
+        for param, (value, version, grad, flag) in zip(self.params.values(), self._kept, strict=True):
             if not torch.equal(param.data, value):
                 param.data.copy_(value)
+                set_versions((param,), (version,))
             param.grad = grad
             param.requires_grad_(flag)
 

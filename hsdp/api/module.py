@@ -239,6 +239,8 @@ class HSDPModule(FSDP2Methods):
             By parameter name, "on this rank", "in the shard group", or both; "lost with a backward that failed" until
             gradients are zeroed.
         """
+        for runtime in self._runtimes():
+            runtime.settle()  # what is on its way may become pending
         return self._by_name(lambda unit: unit.gradients.pending())
 
     def local_gradients(self) -> dict[str, Tensor]:

@@ -98,6 +98,7 @@ def check_communicated(unit: Unit, before: str) -> None:
     if unit.runtime is not None:
         unit.runtime.settle()
     unit.gradients.refuse_pending(unit.name, before)
+    unit.gradients.cut_whole()
 
 
 @functools.cache

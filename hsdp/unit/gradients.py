@@ -27,14 +27,12 @@ from hsdp.comm.streams import host_wait
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, as_dtensors
 from hsdp.params.param import ManagedParam
+from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, zero
-from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
+from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, shared_memory, zero
+from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
-
-_MOST_PLANS = 8
-"""How many sets of trainable parameters a dtype group keeps the plans of; a GAN alternates between two."""
 
 Partial = list[list[Tensor]]
 """Sharded sums that wait for their all-reduce: the operands of each dtype group."""
@@ -58,7 +56,8 @@ class Gradients:
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
-        self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+        self._few_rows: list[ManagedParam] = []
+        self._made = ReducePlans(dtype_groups=1)
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
@@ -76,7 +75,13 @@ class Gradients:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._dtype_groups = dtype_groups
         self._mask = None
-        self._made.clear()
+        self._few_rows = [
+            param
+            for group in dtype_groups
+            for param in group.params
+            if param.spec.dim is not None and param.spec.cut < group.shards
+        ]
+        self._made = ReducePlans(len(dtype_groups))
         self.clear()
 
     # -- towards a reduction -------------------------------------------------------------------------------------
@@ -122,19 +127,7 @@ class Gradients:
             for group in self._dtype_groups:
                 trainable = tuple(i for i, slot in enumerate(group.slots) if mask[slot])
                 if trainable:
-                    self._plans.append(self._plan_for(group, trainable))
-
-    def _plan_for(self, group: DtypeGroup, trainable: tuple[int, ...]) -> ReducePlan:
-        key = (id(group), trainable)
-        found = self._made.get(key)
-        if found is None:
-            while len(self._made) >= _MOST_PLANS * len(self._dtype_groups):
-                del self._made[next(iter(self._made))]
-            found = ReducePlan(group, trainable)
-        else:
-            del self._made[key]
-        self._made[key] = found  # the last one: the first goes first
-        return found
+                    self._plans.append(self._made.plan(group, trainable))
 
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
@@ -146,6 +139,7 @@ class Gradients:
         if self._sentinels:
             self._heed_zero_grad()
         self._note_owed()
+        self._drop_frozen()
         self.kept, self.deferred = False, not all_reduce
         if self._stash:
             self.slots = [self._joined(slot) for slot in range(len(self.slots))]
@@ -168,6 +162,7 @@ class Gradients:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
         self._heed_zero_grad()
         self._note_owed()
+        self._drop_frozen()
         self.kept = True
         for group in self._dtype_groups:
             for slot in group.slots:
@@ -224,6 +219,13 @@ class Gradients:
         if self._owed_before is None:
             self._owed_before = (self.kept, self.deferred, self._sentinels.slots())
 
+    def _drop_frozen(self) -> None:
+        """What was frozen since its forward gets no gradient of this backward, as a plain parameter would not."""
+        with plain_access():
+            for slot, param in enumerate(self._params):
+                if not param.sharded.requires_grad:
+                    self.slots[slot] = None
+
     def _joined(self, slot: int) -> Tensor | None:
         grad, stash = self.slots[slot], self._stash.get(slot)
         if stash is None:
@@ -265,6 +267,12 @@ class Gradients:
                 "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
                 "drop them with zero_grad()"
             )
+
+    def cut_whole(self) -> None:
+        """Shards the gradients that DTensor left whole: those that penalties give to parameters with few rows."""
+        for param in self._few_rows:
+            if param.sharded.grad is not None:
+                local_grad(param)
 
     def pending(self) -> dict[str, str]:
         """Which parameters have sums that have not been communicated, and how far those came."""
@@ -350,13 +358,15 @@ class Gradients:
 
     def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
         locals_ = plan.locals(values)
-        if all(used) and not any([param.sharded.grad is not None for param in plan.params]):
-            grads = as_dtensors(locals_, plan.tensor_specs)
-            for param, grad in zip(plan.params, grads, strict=True):
-                param.sharded.grad = grad
-            if undoable:
-                self._undo.show(plan.params, grads, locals_)
-            return
+        if all(used):
+            with plain_access():
+                if not any([param.sharded.grad is not None for param in plan.params]):
+                    grads = as_dtensors(locals_, plan.tensor_specs)
+                    for param, grad in zip(plan.params, grads, strict=True):
+                        param.sharded.grad = grad
+                    if undoable:
+                        self._undo.show(plan.params, grads, locals_)
+                    return
         for param, local, was_used in zip(plan.params, locals_, used, strict=True):
             if not was_used:
                 continue
@@ -380,14 +390,7 @@ class Gradients:
 
     def _add_flat(self, plan: ReducePlan, flat: Tensor, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
-        base: Tensor | None = None
-        for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
-            if param.sharded.grad is None:
-                return False
-            local = local_grad(param)
-            base = local._base if base is None else base
-            if base is None or local._base is not base or local.storage_offset() != piece.offset:
-                return False
+        base = shared_memory(plan)
         if base is None or base.ndim != 1 or base.numel() < flat.numel():
             return False
         if undoable:

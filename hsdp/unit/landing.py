@@ -1,4 +1,4 @@
-"""What a landing asks of users' hooks on sharded parameters, and of the memory of reduced sums."""
+"""What a landing asks of users' hooks on sharded parameters, and of the memory of sums and of gradients."""
 
 from __future__ import annotations
 
@@ -10,7 +10,9 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
+from hsdp.torch_private import plain_access
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
+from hsdp.unit.zero_grad import local_grad
 
 
 def zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
@@ -35,7 +37,9 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
-    if not any([param.sharded._backward_hooks for param in plan.params]):
+    with plain_access():
+        hooked = any([param.sharded._backward_hooks for param in plan.params])
+    if not hooked:
         return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
@@ -50,10 +54,25 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
             local.copy_(other.to_local())
 
 
+def shared_memory(plan: ReducePlan) -> Tensor | None:
+    """The buffer that the gradients of all of a plan's parameters are views of, as an earlier landing left them."""
+    base: Tensor | None = None
+    for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
+        if param.sharded.grad is None:
+            return None
+        local = local_grad(param)
+        base = local._base if base is None else base
+        if base is None or local._base is not base or local.storage_offset() != piece.offset:
+            return None
+    return base
+
+
 def run_hooks(params: list[ManagedParam], used: list[bool]) -> bool:
     """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
     ran = False
-    if not any([param.sharded._post_accumulate_grad_hooks for param in params]):
+    with plain_access():
+        hooked = any([param.sharded._post_accumulate_grad_hooks for param in params])
+    if not hooked:
         return ran
     for param, was_used in zip(params, used, strict=True):
         hooks: Any = param.sharded._post_accumulate_grad_hooks

@@ -16,6 +16,28 @@ from hsdp.buffers.flat_buffer import FlatBuffer, owned
 from hsdp.buffers.layout import Layout, Piece, plan
 from hsdp.unit.dtype_group import DtypeGroup, row_views, whole_views
 
+_MOST_PLANS = 8
+"""How many sets of trainable parameters a dtype group keeps the plans of; a GAN alternates between two."""
+
+
+class ReducePlans:
+    """The plans of a unit's dtype groups by their trainable parameters: those asked for last, and no more than a few."""
+
+    def __init__(self, dtype_groups: int) -> None:
+        self._most = _MOST_PLANS * dtype_groups
+        self._made: dict[tuple[int, tuple[int, ...]], ReducePlan] = {}
+
+    def plan(self, group: DtypeGroup, trainable: tuple[int, ...]) -> ReducePlan:
+        """The plan of a dtype group's parameters at these places in it."""
+        key = (id(group), trainable)
+        found = self._made.pop(key, None)
+        if found is None:
+            while len(self._made) >= self._most:
+                del self._made[next(iter(self._made))]
+            found = ReducePlan(group, trainable)
+        self._made[key] = found  # the last one: the first goes first
+        return found
+
 
 class ReducePlan:
     """How the gradients of a set of a dtype group's parameters are reduced.

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 import zlib
-from operator import or_
+from operator import attrgetter, or_
 from typing import Protocol
 
 import torch
@@ -24,7 +24,7 @@ from hsdp.params.install import Shadows
 from hsdp.params.ownership import forget, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
-from hsdp.torch_private import graph_task, will_execute
+from hsdp.torch_private import graph_task, plain_access, will_execute
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
@@ -33,6 +33,7 @@ from hsdp.unit.state import TrainingState, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, Residency, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
+_requires_grad_of = attrgetter("requires_grad")
 _gradient_edge = torch.autograd.graph.get_gradient_edge
 
 
@@ -126,6 +127,7 @@ class Unit(UnshardedParams):
         self.weights_version = 0
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
         self._fillings = 0
+        self._written: str | None = None
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self.calls = 0
@@ -299,7 +301,8 @@ class Unit(UnshardedParams):
         A forward, or a recomputation, sees what holds when it begins. A reduction covers all forwards behind it, so that a
         parameter that was frozen since takes part in it. `afresh`: no backward of an earlier forward is to come.
         """
-        wanted = tuple([param.requires_grad for param in self._sharded])
+        with plain_access():
+            wanted = tuple(map(_requires_grad_of, self._sharded))
         if wanted != self._wanted:
             self._show_wanted(wanted)
         mask = wanted
@@ -356,8 +359,7 @@ class Unit(UnshardedParams):
         if task not in remaining:
             runtime.enter_task()
             self.begin_task(task)
-        if param.sharded.requires_grad:  # else it was frozen since its forward: it gets none, as a plain parameter would
-            self.gradients.put(slot, grad)
+        self.gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

@@ -21,6 +21,7 @@ from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.params.install import Shadows
 from hsdp.params.param import ManagedParam
+from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
@@ -67,6 +68,7 @@ class UnshardedParams:
     _kept_version: Version | None
     _filled_version: Version
     _fillings: int
+    _written: str | None
     _kept_shards: list[int] | None
     _versioned: list[Tensor]
     _gather_work: CommWork | None
@@ -87,9 +89,13 @@ class UnshardedParams:
             version: `version`, if the caller has just asked for it.
 
         Raises:
-            StateError: a parameter was replaced by something that is not its equal, or is still on the meta device.
+            StateError: a parameter was replaced by something that is not its equal, is still on the meta device, or was
+                written to by a forward that failed.
         """
         assert self.residency is Residency.SHARDED, f"unit {self.name!r} is {self.residency.value}, expected sharded"
+        if self._written is not None:
+            name, self._written = self._written, None
+            raise written(self.name, name)
         if self.disturbed():
             self.rebuild()
             version = None
@@ -210,7 +216,8 @@ class UnshardedParams:
     def version(self) -> Version:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
         autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both."""
-        return self.weights_version, sum(map(_version_of, self._versioned))
+        with plain_access():
+            return self.weights_version, sum(map(_version_of, self._versioned))
 
     def check_unwritten(self) -> None:
         """Raises StateError if somebody wrote to the unsharded parameters since they were gathered."""
@@ -220,9 +227,13 @@ class UnshardedParams:
     def undo_writes(self) -> bool:
         """Unsharded parameters that somebody gave other memory have theirs again; of an iteration that failed anyway.
 
-        Returns whether somebody wrote to them.
+        Returns whether somebody wrote to them. If they are the shards themselves, the next gather tells of it: replicas
+        may have written other values.
         """
-        return self.residency is Residency.UNSHARDED and self._guard.written() is not None
+        name = self._guard.written() if self.residency is Residency.UNSHARDED else None
+        if name is not None and self.axes.shard_size == 1:
+            self._written = name
+        return name is not None
 
     def reshard(self) -> None:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 import hsdp
 from hsdp.errors import StaleParametersError, StateError
@@ -154,6 +155,38 @@ def test_rule_32_a_forward_that_writes_to_its_weights_is_refused(
     request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, reshard: bool | None, grad: bool
 ) -> None:
     pool_for(request, shape).run(check_written, shape, how, reshard, grad)
+
+
+def check_failed(env: RankEnv, shape: tuple[int, ...], how: str) -> None:
+    """A forward that writes to its weights and then raises: where they are the shards, the next one tells of it."""
+
+    def fails(*_: object) -> None:
+        raise ArithmeticError
+
+    model = shard(seeded(Model), env.mesh(shape))
+    blocks: Any = model.blocks
+    blocks[1].how = how
+    handle = blocks[1].register_forward_hook(fails)
+    with pytest.raises(ArithmeticError):
+        model(floats(env.rank))
+    handle.remove()
+    blocks[1].how = ""
+    if shape[-1] == 1:
+        with pytest.raises(StateError, match=r"unit 'blocks.1'.*(weight|bias)"):
+            model(floats(env.rank))
+    plain = seeded(Model)
+    with torch.no_grad():  # as the error asks for
+        for name, param in model.named_parameters():
+            param.copy_(distribute_tensor(plain.get_parameter(name), param.device_mesh, param.placements))  # type: ignore
+    check_grads(model, plain, step, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("how", ["copy_", "of the bias"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rule_32_a_write_of_a_forward_that_raised_is_told(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], how: str
+) -> None:
+    pool_for(request, shape).run(check_failed, shape, how)
 
 
 def check_max_norm(env: RankEnv, shape: tuple[int, ...]) -> None:

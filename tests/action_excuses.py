@@ -84,7 +84,7 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "StateError",
-        ("forward", "toggle"),
+        ("forward", "toggle", "backward"),
         _any_of("toggled", "toggle"),
         "requires_grad changed while sums of the parameters chosen before are pending",
         "requires_grad of parameter",

@@ -164,7 +164,9 @@ class _Play:
         self.twin.forget()
         self.drop(action)
         for side in (self.sharded, self.twin):
-            if kind == "backward" and ("penalty" in action[-1] or action[-1].get("hook", ("",))[0] == "step"):
+            if kind == "penalty" or (
+                kind == "backward" and ("penalty" in action[-1] or action[-1].get("hook", ("",))[0] == "step")
+            ):
                 side.zero(at, "none")  # nobody takes back what autograd gave to sharded parameters, or a hook's optimizer
         if kind == "backward" and action[-1].get("hook", ("",))[0] == "step":
             self.twin.adopt(self.sharded)

@@ -232,8 +232,15 @@ class Side:
             return [(name, param) for name, param in params if name.startswith(which)]
         return params if which is None else [params[which % len(params)]]
 
+    def all_hold(self, param: Tensor) -> bool:
+        """Whether every rank holds a part of a parameter."""
+        shards, rows = self.program.shape[-1], param.shape[0] if param.ndim else 1
+        return -(-rows // shards) * (shards - 1) < rows
+
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         for _, param in self.chosen(which):
+            if kind != "no_grad mul_" and not self.all_hold(param):
+                continue  # a rank that holds none of it cannot see such a write, and goes on where others are told
             if kind == "data mul_":
                 param.data.mul_(0.9)
             elif kind == "local mul_":

@@ -62,6 +62,7 @@ class UnshardHandle(_UnshardHandle):
         """Waits until the module shows its unsharded parameters."""
         for unit in self._units:
             unit.show()
+            unit.note_shards()
             unit.streams.finish_host_reads()
         self._units = []
 

@@ -93,13 +93,15 @@ class Backwards(Root):
             self._keeps_graph = unit.retained = True
             self._graphs.append(weakref.ref(visit))
         self._entered.add(unit)
+        if not unit.open:
+            unit.choose_trainable(afresh=False)  # a checkpoint inside of the forward sees what holds when it is recomputed
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE
         first_node = None if visit is None else visit.first_node
         begins = visit is not None and (unit not in self._opened or self._opened[unit][0] != first_node)
         # A unit that is open may begin another visit: that of an earlier forward.
-        passed = self._pass_to(unit, visit) if begins or not unit.open else []
+        passed = self._pass_to(unit, visit, node) if begins or not unit.open else []
         # What comes behind the node is over on every rank, before this one gathers ahead.
         ends = begins or visit is None
         if ends:
@@ -110,7 +112,7 @@ class Backwards(Root):
                 self._end_visits_behind(node)
         # Behind what all ranks do before they come here: an error finds them at one point.
         version = unit.version
-        if visit is not None and (visit.version != version or not unit.as_kept()):
+        if visit is not None and (visit.version != version or not (unit in self._opened or unit.as_kept())):
             raise stale(unit)
         self._backward.move_to(unit)
         if begins:
@@ -130,7 +132,7 @@ class Backwards(Root):
         unit.show()
         self._opened[unit] = (first_node, task)
 
-    def _pass_to(self, unit: Unit, visit: Visit | None) -> list[Unit]:
+    def _pass_to(self, unit: Unit, visit: Visit | None, node: int) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
         behind = visit.of if visit is not None else None
         behind = behind or self._behind or self.forward_pass
@@ -145,7 +147,10 @@ class Backwards(Root):
                 if other.settings.unshard_in_backward
             )
             self._behind = behind
-        return self._backward.before(unit)
+        if self._backward.expects(unit):
+            return self._backward.before(unit)
+        # Recomputed against expectation: others have entered what the engine has come behind by now.
+        return [other for other in self._backward.rest() if self._left(other)[0] > node]
 
     @staticmethod
     def _launch(ahead: list[Unit]) -> None:

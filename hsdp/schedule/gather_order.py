@@ -83,6 +83,10 @@ class BackwardGatherOrder:
         self._entered = set()
         self._at = 0
 
+    def expects(self, unit: Unit) -> bool:
+        """Whether `unit` has a place in this backward."""
+        return unit in self._places
+
     def before(self, unit: Unit) -> list[Unit]:
         """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
 

@@ -261,6 +261,10 @@ class UnshardedParams:
     def keep(self) -> None:
         """Closes the unit after forward; its unsharded parameters stay where they are for the backward."""
         self.hide()
+        self.note_shards()
+
+    def note_shards(self) -> None:
+        """Notes the values of the shards that were gathered, for `as_kept`."""
         if self._kept_shards is None and (self.axes.device.type == "cpu" or debug.ON):
             self._kept_shards = [group.fingerprint() for group in self.dtype_groups]
 
@@ -271,7 +275,7 @@ class UnshardedParams:
         in debug mode only.
         """
         kept = self._kept_shards
-        return kept is None or self.open or kept == [group.fingerprint() for group in self.dtype_groups]
+        return kept is None or kept == [group.fingerprint() for group in self.dtype_groups]
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

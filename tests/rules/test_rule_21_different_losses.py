@@ -33,20 +33,22 @@ class TwoHeads(nn.Module):
         self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
         self.heads = nn.ModuleList(nn.Linear(DIM, 2) for _ in range(2))
         self.last = nn.Linear(DIM, DIM)
+        self.reentrant = False
 
     def units(self) -> list[nn.Module]:
         """What is sharded on its own."""
         return [*self.blocks, *self.heads]
 
-    def forward(self, x: Tensor, aux: list[Tensor], skip: bool = False, fails: str = "") -> list[Tensor]:
+    def forward(self, x: Tensor, aux: list[Tensor], skip: bool = False, how: str = "") -> list[Tensor]:
         x = torch.tanh(self.last(x))
         if not skip:
             x = torch.tanh(self.blocks[1](torch.tanh(self.blocks[0](x))))
-        if fails == "forward":
+        if how == "raises":
             raise Boom
-        if fails == "backward":
+        if how == "raises in backward":
             x = _Raises.apply(x)
-        y = checkpoint(self._recomputed, x, aux, use_reentrant=False)
+        y = checkpoint(self._recomputed, x, aux, use_reentrant=self.reentrant)
+        y = y.detach() if how == "detached" else y
         return [head(y) for head in self.heads]
 
     def _recomputed(self, x: Tensor, aux: list[Tensor]) -> Tensor:
@@ -55,12 +57,13 @@ class TwoHeads(nn.Module):
         return y
 
 
-def loss_of(model: nn.Module, rank: int, k: int = 0, skip: bool = False, even: bool = False, fails: str = "") -> Tensor:
+def loss_of(model: nn.Module, rank: int, k: int = 0, skip: bool = False, even: bool = False, how: str = "") -> Tensor:
     """The loss of one head for each rank in turns, or of both, and one of the recomputed block beside it."""
     aux: list[Tensor] = []
-    outs = model(floats(rank, k), aux, skip, fails)
+    outs = model(floats(rank, k), aux, skip, how)
     chosen = outs if even else [outs[rank % 2]]
-    return sum((out.square().sum() for out in chosen), aux[0])
+    beside = torch.zeros((), dtype=torch.float64) if model.reentrant else aux[0]
+    return sum((out.square().sum() for out in chosen), beside)
 
 
 def beside_a_recomputation(model: nn.Module, rank: int) -> None:
@@ -76,7 +79,7 @@ def two_forwards_one_backward(model: nn.Module, rank: int) -> None:
 
 def another_backward_failed(model: nn.Module, rank: int) -> None:
     """A backward raised before that of another forward: the order of the reductions is that of the forwards."""
-    fails, second = loss_of(model, rank, even=True, fails="backward"), loss_of(model, rank, 1)
+    fails, second = loss_of(model, rank, even=True, how="raises in backward"), loss_of(model, rank, 1)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         if isinstance(model, hsdp.HSDPModule):  # it leaves nothing, which plain autograd cannot say of itself
@@ -92,8 +95,16 @@ def penalty_and_a_failed_forward(model: nn.Module, rank: int) -> None:
     loss = outs[rank % 2].square().sum()
     (grad,) = torch.autograd.grad(loss, x, create_graph=True)
     with pytest.raises(Boom):
-        model(floats(rank, 1), [], fails="forward")
+        model(floats(rank, 1), [], how="raises")
     (loss + grad.square().sum()).backward()
+
+
+def recomputed_against_expectation(model: nn.Module, rank: int) -> None:
+    """A backward did not reach a reentrant checkpoint, so that nobody expects the next one to."""
+    model.reentrant = True
+    loss_of(model, rank, even=True, how="detached").backward()
+    loss_of(model, rank, 1).backward()
+    model.reentrant = False
 
 
 class _Raises(torch.autograd.Function):
@@ -106,7 +117,13 @@ class _Raises(torch.autograd.Function):
         raise Boom
 
 
-RUNS = (beside_a_recomputation, two_forwards_one_backward, another_backward_failed, penalty_and_a_failed_forward)
+RUNS = (
+    beside_a_recomputation,
+    two_forwards_one_backward,
+    another_backward_failed,
+    penalty_and_a_failed_forward,
+    recomputed_against_expectation,
+)
 
 
 def check(env: RankEnv, shape: tuple[int, ...], reshard: bool | None, run: Callable[[nn.Module, int], None]) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import pytest
 import torch
 from torch import nn
+from torch.utils.checkpoint import checkpoint
 
 from tests.rig import RankEnv
 from tests.rules.support import Deep, floats, loss_of, seeded
@@ -72,6 +73,19 @@ def frozen_first(model: nn.Module, rank: int) -> None:
     (first + second).backward()
 
 
+def thawed_before_a_recomputation(model: nn.Module, rank: int) -> None:
+    """A reentrant checkpoint inside a unit's own forward makes its graph anew, of what is trained by then."""
+    freeze(model, False, 1)
+    block = model.blocks[1]  # type: ignore[index]
+    forward = block.forward
+    linear = lambda x: nn.functional.linear(x, block.weight, block.bias)  # noqa: E731
+    block.forward = lambda x: checkpoint(linear, x, use_reentrant=True)
+    loss = loss_of(model, rank)
+    freeze(model, True, 1)
+    loss.backward()
+    block.forward = forward
+
+
 def frozen_for_good(model: nn.Module, rank: int) -> None:
     loss_of(model, rank)  # its loss is dropped
     freeze(model, False, 3)
@@ -89,6 +103,7 @@ PROGRAMS: dict[str, Callable[[nn.Module, int], None]] = {
         one_parameter,
         frozen_first,
         frozen_for_good,
+        thawed_before_a_recomputation,
     )
 }
 

@@ -82,6 +82,30 @@ def test_rule_32_writes_to_data(pool2: Pool, reshard: bool | None) -> None:
     pool2.run(check_data, (2,), reshard)
 
 
+def check_opened(env: RankEnv, reshard: bool | None) -> None:
+    """Parameters that the user opened, or that a graph of gradients keeps whole, are compared with their shards too."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2), reshard_after_forward=reshard)
+    units: list[Any] = [module for module in model.modules() if isinstance(module, hsdp.HSDPModule)]
+    loss_of(model, env.rank).backward(create_graph=True)
+    for unit in units:
+        unit.unshard()
+    for param in (*model.parameters(), *plain.parameters()):
+        param.data.mul_(0.5)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    loss = loss_of(model, env.rank)
+    for unit in units:
+        unit.unshard()
+    for param in model.parameters():
+        param.data.mul_(0.5)
+    with pytest.raises(StaleParametersError, match="unit "):
+        loss.backward()
+
+
+@pytest.mark.parametrize("reshard", [True, None, False])
+def test_rule_32_writes_to_data_of_open_units(pool2: Pool, reshard: bool | None) -> None:
+    pool2.run(check_opened, reshard)
+
+
 def check_assigned(env: RankEnv, shape: tuple[int, ...], then: str) -> None:
     """An assignment to `.data` is lost by torch: it is refused once, and the model goes on with the weights that it has."""
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(shape))

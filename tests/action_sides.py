@@ -237,10 +237,15 @@ class Side:
         shards, rows = self.program.shape[-1], param.shape[0] if param.ndim else 1
         return -(-rows // shards) * (shards - 1) < rows
 
+    def written(self, kind: str, which: int | str | None) -> list[Any]:
+        """The parameters that a write goes to.
+
+        A rank that holds none of a parameter cannot see that its `.data` was written to, and goes on where others are told.
+        """
+        return [param for _, param in self.chosen(which) if kind == "no_grad mul_" or self.all_hold(param)]
+
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
-        for _, param in self.chosen(which):
-            if kind != "no_grad mul_" and not self.all_hold(param):
-                continue  # a rank that holds none of it cannot see such a write, and goes on where others are told
+        for param in self.written(kind, which):
             if kind == "data mul_":
                 param.data.mul_(0.9)
             elif kind == "local mul_":
@@ -417,7 +422,7 @@ class Sharded(Side):
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         """torch loses what is assigned to the `.data` of a DTensor: the next forward is refused."""
         super().write(at, kind, which)
-        return self.eval(at, {}) if kind == "data set" and list(self.chosen(which)) else []
+        return self.eval(at, {}) if kind == "data set" and self.written(kind, which) else []
 
     def step(self, at: int) -> Values:
         self.model.flush()

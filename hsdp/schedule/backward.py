@@ -127,7 +127,7 @@ class Backwards(Root):
         if visit is not None and not unit.settings.unshard_in_backward:
             self._opened[unit] = (first_node, task)
             return
-        self._gather(unit, version)
+        self._gather(unit, version, looked=True)
         self._launch(self._ahead(unit))
         unit.show()
         self._opened[unit] = (first_node, task)
@@ -157,7 +157,7 @@ class Backwards(Root):
         """Gathers units ahead, which are taken to have their versions of the forward; what is entered is looked at."""
         for other in ahead:
             if other.residency is Residency.SHARDED:
-                other.launch(other.forward_version)
+                other.launch(other.forward_version, looked=True)
 
     def _ahead(self, unit: Unit) -> list[Unit]:
         """The units that are gathered when the backward of `unit` begins."""
@@ -174,11 +174,11 @@ class Backwards(Root):
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
         first_node, version = self._left(unit)
-        if unit.version != version or not unit.as_kept():
+        if unit.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
         self._backward.move_to(unit)
         if unit.residency is Residency.SHARDED:
-            unit.launch(version)
+            unit.launch(version, looked=True)
         self._launch(self._ahead(unit))
         unit.retained = unit.retained or self._keeps_graph
         self.reduce_order.visit(unit)

@@ -150,12 +150,12 @@ class Root:
             self._collect(child, parent, dotted(name, child_name))
 
     @staticmethod
-    def _gather(unit: Unit, version: Version) -> None:
+    def _gather(unit: Unit, version: Version, looked: bool = False) -> None:
         """Starts the gather of `unit`, whose version is `version` now; it is waited for behind gathers ahead."""
         if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != version:
             unit.reshard()
         if unit.residency is Residency.SHARDED:
-            unit.launch(version)
+            unit.launch(version, looked)
 
     def has_graphs(self) -> bool:
         """Whether a graph of gradients (`create_graph=True`) is alive, which reads unsharded parameters."""

@@ -82,11 +82,12 @@ class UnshardedParams:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
         raise AssertionError("a unit says how")
 
-    def launch(self, version: Version | None = None) -> None:
+    def launch(self, version: Version | None = None, looked: bool = False) -> None:
         """Starts the gather of the unsharded parameters: SHARDED -> GATHERING.
 
         Args:
             version: `version`, if the caller has just asked for it.
+            looked: the caller has asked, or will ask before they are used, whether they are `disturbed`.
 
         Raises:
             StateError: a parameter was replaced by something that is not its equal, is still on the meta device, or was
@@ -96,7 +97,7 @@ class UnshardedParams:
         if self._written is not None:
             name, self._written = self._written, None
             raise written(self.name, name)
-        if self.disturbed():
+        if not looked and self.disturbed():
             self.rebuild()
             version = None
         self._check_materialised()

@@ -146,11 +146,9 @@ class HSDPModule(FSDP2Methods):
         """
         for unit in self._units(recurse=False):
             expect(unit, "reshard", TrainingState.IDLE, TrainingState.BACKWARD_POST)
-            if unit.retained and unit.runtime is not None and unit.runtime.has_graphs():
-                unit.pinned = False
-                unit.keep()
-            else:
-                unit.reshard()
+            if unit.runtime is None or not unit.runtime.has_graphs():
+                unit.let_go()
+            unit.reshard()
 
     def _runtimes(self) -> list[Runtime]:
         found = dict.fromkeys(map(runtime_of, self._units()))

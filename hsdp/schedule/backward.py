@@ -289,9 +289,10 @@ class Backwards(Root):
             unit.remaining.clear()
             unit.ready = False
             unit.state = TrainingState.FORWARD if unit.calls else TrainingState.IDLE
-            if unit.retained and not unit.calls:
-                unit.keep()
-            if (unit.residency is Residency.GATHERING and not unit.pinned) or (
+            if self._keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
+                if unit.residency is Residency.UNSHARDED and not unit.calls:
+                    unit.keep()
+            elif (unit.residency is Residency.GATHERING and not unit.pinned) or (
                 unit.holds_unsharded and unit.settings.reshard_after_backward and not self._keeps_graph
             ):
                 self._release(unit)

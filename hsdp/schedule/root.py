@@ -163,23 +163,17 @@ class Root:
         return bool(self._graphs)
 
     def _release(self, unit: Unit) -> None:
-        """Reshards a unit, unless its forward is under way or a graph of gradients will read its parameters."""
-        if not unit.calls and not unit.retained:
+        """Reshards a unit, unless its forward is under way."""
+        if not unit.calls:
             unit.reshard()
 
     def _reshard_all(self) -> None:
-        graphs = self.has_graphs()
         for unit in self.units:
             unit.state = TrainingState.IDLE
-            written = unit.undo_writes()
+            if unit.undo_writes():
+                unit.let_go()
             try:
-                if graphs and unit.retained and not written and unit.residency is not Residency.SHARDED:
-                    # A graph of gradients reads it, which need not be of the iteration that failed.
-                    if unit.residency is Residency.GATHERING:
-                        unit.finish()
-                    unit.keep()
-                else:
-                    unit.reshard()
+                unit.reshard()
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
                 unit.discard_gather()
 

@@ -34,7 +34,9 @@ class Runtime(Backwards):
         for unit in self.units:
             if unit.lent:
                 expect(unit, "forward", TrainingState.IDLE)
-            if unit.pinned or (unit.retained and graphs):
+            if unit.retained and (not graphs or unit.is_stale()):
+                unit.let_go()
+            if unit.pinned:
                 unit.reshard_stale()
             elif unit.holds_unsharded:
                 unit.reshard()
@@ -101,7 +103,7 @@ class Runtime(Backwards):
     def _stays(self, unit: Unit) -> bool:
         """Whether `unit` stays whole after its forward in any case."""
         reshard = unit.settings.reshard_after_forward
-        return unit.retained or reshard is False or (reshard is None and unit is self.root)
+        return reshard is False or (reshard is None and unit is self.root)
 
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
@@ -162,6 +164,7 @@ class Runtime(Backwards):
             self.reduce_order.awaited = 0  # what was forward before would be stale
             for unit in self.units:
                 if unit.retained and not unit.calls:
+                    unit.let_go()
                     unit.reshard()
             for divergence_guard in (*self._shard_guards, *self._backward_guards):
                 divergence_guard.note_event(STEP)

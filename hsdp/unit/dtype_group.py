@@ -251,10 +251,9 @@ class DtypeGroup:
             self._flat_buffer.free()
 
     def keep_part(self, index: int) -> None:
-        """Frees the unsharded parameters but for part `index` of equal parts: their bytes, sharded over a smaller group."""
+        """Copies part `index` of equal parts of the unsharded parameters: their bytes, sharded over a smaller group."""
         if self._flat_buffer is not None and self.shards > 1:
             self._part = self._flat_buffer.tensor.view(self._parts, -1)[index].clone()
-        self.free_unsharded()
 
     def prepare_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Allocates the unsharded parameters; returns the transfers (output, input) that fill them from kept parts."""

@@ -190,6 +190,7 @@ class Unit(UnshardedParams):
         """
         if self.lent:
             expect(self, "use of the sharded parameters", TrainingState.IDLE)
+        self.let_go()
         self.reshard()
         self.weights_changed()
         for param in self.params:

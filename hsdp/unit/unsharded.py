@@ -45,7 +45,8 @@ class UnshardedParams:
 
     Attributes:
         residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `retained`: a graph of
-            gradients (`create_graph=True`) reads them.
+            gradients (`create_graph=True`) may read their memory, which stays when they are resharded. Gathers do not
+            depend on it: when a graph is gone, garbage collection decides, on each rank by itself.
         epoch: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         part_comm: the smaller group over which unsharded parameters stay sharded after forward, if any.
@@ -148,9 +149,9 @@ class UnshardedParams:
             self.hide()
         for group in self.dtype_groups:
             group.keep_part(self.axes.shard_rank % self._parts)
-        self._guard.freed()
         self._kept_version = self.gathered_version
         self.residency = Residency.SHARDED
+        self._free()
 
     @property
     def holds_unsharded(self) -> bool:
@@ -198,6 +199,7 @@ class UnshardedParams:
 
     def _release(self) -> None:
         """Frees what a gather that came to nothing allocated."""
+        self.retained = False
         for group in self.dtype_groups:
             group.release_transients()
             group.free_unsharded()
@@ -238,26 +240,42 @@ class UnshardedParams:
 
     def reshard(self) -> None:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""
-        self.pinned = self.retained = False
+        self.pinned = False
         if self.open:
             self.hide()
         if self.residency is Residency.GATHERING:
             self.finish()
         self._kept_shards = None
         if self.residency is Residency.UNSHARDED:
-            self._guard.freed()
-            for group in self.dtype_groups:
-                group.free_unsharded()
             self.residency = Residency.SHARDED
+            self._free()
         if self._kept_version is not None:
             self._kept_version = None
             for group in self.dtype_groups:
                 group.drop_part()
 
+    def _free(self) -> None:
+        if not self.retained:
+            self._guard.freed()
+            for group in self.dtype_groups:
+                group.free_unsharded()
+
+    def let_go(self) -> None:
+        """No graph of gradients reads the unsharded parameters any more, or none that may."""
+        if self.retained:
+            self.retained = False
+            if self.residency is Residency.SHARDED:
+                self._free()
+
     def reshard_stale(self) -> None:
         """Frees unsharded parameters that are not those of the shards any more: whoever opens the unit gathers it anew."""
-        if self.holds_unsharded and not (self.gathered_version == self.version and self.as_kept()):
+        if (self.holds_unsharded or self.retained) and self.is_stale():
+            self.let_go()
             self.reshard()
+
+    def is_stale(self) -> bool:
+        """Whether the shards have other values than when they were gathered last, as far as anybody can see."""
+        return self.gathered_version != self.version or not self.as_kept()
 
     def keep(self) -> None:
         """Closes the unit after forward; its unsharded parameters stay where they are for the backward."""

@@ -95,6 +95,13 @@ EXCUSES: tuple[Excuse, ...] = (
         _any_of("data renorm", "copy_ renorm", "max_norm"),
         "a write to a whole weight would be lost when it is freed",
     ),
+    Excuse(
+        "StateError",
+        ("backward",),
+        _any_of("write"),
+        "with one shard rank, a write to a shard is one to the whole weight that a forward or its user has open",
+        "wrote to parameter",
+    ),
 )
 
 

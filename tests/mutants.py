@@ -316,7 +316,7 @@ def takes_recomputation_for_forward() -> Any:
 # -- freshness and failure ------------------------------------------------------------------------------------------
 
 
-@mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole")
+@mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole|StaleParametersError")
 def uses_a_stale_gather() -> Any:
     return mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
 

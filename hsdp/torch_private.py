@@ -51,12 +51,13 @@ sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 
 
 def running_node() -> int:
-    """The number of the autograd node that runs on this thread, inside of a backward.
+    """The number of the autograd node that runs on this thread, inside of a backward; 0 behind the last one.
 
     `torch.autograd.graph` and torch's debug mode ask for it. Without it ranks whose losses use different units could not
     tell, in a recomputation, which units are over.
     """
-    return int(torch._C._current_autograd_node()._sequence_nr())
+    node = torch._C._current_autograd_node()
+    return 0 if node is None else int(node._sequence_nr())
 
 
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter

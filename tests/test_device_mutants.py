@@ -161,8 +161,8 @@ def _all(patches: list[Any]) -> Iterator[None]:
 @mutant("fusion packed")
 def staging_is_freed_when_its_gather_was_launched() -> Any:
     def change(launch: Callable[..., None]) -> Callable[..., None]:
-        return lambda unit, *version: (
-            launch(unit, *version),
+        return lambda unit, *args, **kwargs: (
+            launch(unit, *args, **kwargs),
             [group.release_transients() for group in unit.dtype_groups],
         )[0]
 

@@ -26,9 +26,9 @@ def ahead() -> Iterator[list[tuple[str, ...]]]:
     waiting: dict[str, None] = {}
     launch, show = Unit.launch, Unit.show
 
-    def launched(unit: Unit, *version: Any) -> None:
+    def launched(unit: Unit, *args: Any, **kwargs: Any) -> None:
         waiting[unit.name] = None
-        launch(unit, *version)
+        launch(unit, *args, **kwargs)
 
     def shown(unit: Unit) -> None:
         show(unit)

@@ -360,11 +360,7 @@ class Unit(UnshardedParams):
         if task not in remaining:
             runtime.enter_task()
             self.begin_task(task)
-        slots = self.gradients.slots
-        if slots[slot] is None:
-            slots[slot] = grad
-        else:
-            self.gradients.put(slot, grad)
+        self.gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

@@ -93,8 +93,9 @@ class Backwards(Root):
             self._keeps_graph = unit.retained = True
             self._graphs.append(weakref.ref(visit))
         self._entered.add(unit)
-        if not unit.open:
-            unit.choose_trainable(afresh=False)  # a checkpoint inside of the forward sees what holds when it is recomputed
+        if visit is None or not unit.open:
+            # What is recomputed, be it inside of the unit's own forward, sees what is trained by then.
+            unit.choose_trainable(afresh=False)
         if self._reduces and task not in unit.remaining:
             unit.begin_task(task)
         unit.state = TrainingState.BACKWARD_PRE

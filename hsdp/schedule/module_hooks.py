@@ -45,7 +45,6 @@ class ModuleHooks:
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
             runtime.enter_backward(unit, None, creates_graph=False, node=running_node())
-            unit.choose_trainable(afresh=False)
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = next_node()
             try:

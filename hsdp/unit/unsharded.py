@@ -47,7 +47,7 @@ class UnshardedParams:
         residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `retained`: a graph of
             gradients (`create_graph=True`) may read their memory, which stays when they are resharded. Gathers do not
             depend on it: when a graph is gone, garbage collection decides, on each rank by itself.
-        epoch: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
+        weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         part_comm: the smaller group over which unsharded parameters stay sharded after forward, if any.
     """

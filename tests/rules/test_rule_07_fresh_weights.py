@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -71,19 +71,25 @@ BEFORE: dict[str, Callable[[Any, int], None]] = {
 }
 
 
-def check_fresh(env: RankEnv, before: str, keep: bool | None) -> None:
+def changed(env: RankEnv, before: str, keep: bool | None) -> Iterator[tuple[str, nn.Module, nn.Module]]:
+    """A plain model and a sharded one, behind each change."""
     plain, model = seeded(Choosy), shard(seeded(Choosy), env.mesh(2), reshard_after_forward=keep)
     for name, change in CHANGES.items():
         BEFORE[before](model, env.rank)
         model.zero_grad()
         change(model)
         change(plain)
+        yield name, plain, model
+    check_rest(model)
+
+
+def check_fresh(env: RankEnv, before: str, keep: bool | None) -> None:
+    for name, plain, model in changed(env, before, keep):
         with torch.no_grad():
             expected = plain(floats(env.rank))
         told = model(floats(env.rank))
         torch.testing.assert_close(told, expected, rtol=1e-11, atol=1e-11, msg=lambda m, name=name: f"{name} differs: {m}")
         told.sum().backward()
-    check_rest(model)
 
 
 @pytest.mark.parametrize("keep", [None, False, True])
@@ -93,13 +99,8 @@ def test_rule_07_the_next_forward_uses_the_newest_weights(pool2: Pool, before: s
 
 
 def check_opened(env: RankEnv, before: str, keep: bool | None) -> None:
-    """`unshard()` shows the newest weights too, and a backward behind it uses them."""
-    plain, model = seeded(Choosy), shard(seeded(Choosy), env.mesh(2), reshard_after_forward=keep)
-    for name, change in CHANGES.items():
-        BEFORE[before](model, env.rank)
-        model.zero_grad()
-        change(model)
-        change(plain)
+    """`unshard()` shows the newest weights too."""
+    for name, plain, model in changed(env, before, keep):
         units: list[Any] = [module for module in model.modules() if isinstance(module, hsdp.HSDPModule)]
         for unit in units:
             unit.unshard()
@@ -109,7 +110,6 @@ def check_opened(env: RankEnv, before: str, keep: bool | None) -> None:
                 assert torch.allclose(shown, expected, rtol=1e-11, atol=1e-11), f"{name}: {where}.{kind} is not the newest"
         for unit in units:
             unit.reshard()
-    check_rest(model)
 
 
 @pytest.mark.parametrize("keep", [None, False, True])

@@ -235,8 +235,8 @@ def _early_hooks() -> AbstractContextManager[Any]:
         def landing(gradients: Gradients, parts: Any) -> None:
             for part in parts:
                 seen = [param.sharded.grad is not None for param in part.plan.params]
-                run_hooks(part.plan.params, seen)
-            with mock.patch.object(hsdp.unit.gradients, "run_hooks", lambda params, used: None):
+                run_hooks(part.plan, seen)
+            with mock.patch.object(hsdp.unit.gradients, "run_hooks", lambda plan, used: None):
                 land(gradients, parts)
 
         return landing

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
+from operator import attrgetter, is_
 from typing import Any
 
 from torch import Tensor, nn
@@ -11,6 +12,8 @@ from torch import Tensor, nn
 from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, storage_address, storage_key
+
+_local_of = attrgetter("_local_tensor")
 
 
 class Shadows:
@@ -22,7 +25,9 @@ class Shadows:
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
         # The dict of parameters does not hold the module: no cycle.
-        self._registered: list[tuple[dict[str, Any], str, Any, Tensor]] = []
+        self._registered: list[dict[str, Any]] = []
+        self._registered_as: list[str] = []
+        self._registered_params: list[Any] = []
         self._names: dict[int, list[tuple[int, str]]] = {}
         for param in params:
             if param.unsharded is not None:
@@ -35,11 +40,14 @@ class Shadows:
                 entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
                 entry[1][name] = param.unsharded
                 self._entries.append((entry[1], name, param))
-                self._registered.append((module._parameters, name, param.sharded, param.local))
+                self._registered.append(module._parameters)
+                self._registered_as.append(name)
+                self._registered_params.append(param.sharded)
         self._modules = list(modules.values())
         # What tells a DTensor's own storage, which has no memory, from those of others that are alive.
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
+        self._locals = [param.local for param in params]
         self._wrappers = list(map(storage_address, self._sharded))
 
     def choose(self) -> None:
@@ -62,11 +70,14 @@ class Shadows:
         """Takes them away again."""
         for module, shadows, rnn in self._modules:
             there = module()
-            if there is not None:
+            if there is None:
+                continue
+            held = there.__dict__
+            for name in shadows:
+                held.pop(name, None)
+            if rnn:
                 for name in shadows:
-                    there.__dict__.pop(name, None)
-                    if rnn:
-                        refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+                    refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
@@ -79,10 +90,12 @@ class Shadows:
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a sharded parameter since these shadows were made."""
-        for registered, name, sharded, local in self._registered:
-            if sharded._local_tensor is not local or registered.get(name) is not sharded:
-                return True
-        return False
+        # Loops without Python in them: every gather asks.
+        registered = map(dict.get, self._registered, self._registered_as)
+        return not (
+            all(map(is_, registered, self._registered_params))
+            and all(map(is_, map(_local_of, self._sharded), self._locals))
+        )
 
     def assigned(self) -> str | None:
         """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.

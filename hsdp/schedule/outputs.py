@@ -123,7 +123,9 @@ class SideOutputs:
     """
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
-        self._modules: list[list[Any]] = []
+        self._modules: list[weakref.ref[nn.Module]] = []
+        self._sizes: list[int] = []
+        self._places: list[tuple[int, tuple[str, ...]]] = []
         seen: set[int] = set()
         for module in modules:
             self._collect(module, module.__dict__.get("_hsdp_state"), seen)
@@ -132,7 +134,7 @@ class SideOutputs:
         if id(module) in seen or module.__dict__.get("_hsdp_state", state) is not state:
             return
         seen.add(id(module))
-        self._modules.append([weakref.ref(module), 0, ()])
+        self._modules.append(weakref.ref(module))
         for child in module.children():
             self._collect(child, state, seen)
 
@@ -142,18 +144,21 @@ class SideOutputs:
         for argument in arguments:
             if not isinstance(argument, Tensor):
                 found += _made_since(argument, first_node)
+        modules = [ref() for ref in self._modules]
+        attributes = [_NONE if module is None else module.__dict__ for module in modules]
+        # Attributes appear with the first forward; from then on the sizes of the dicts tell of new ones.
+        sizes = list(map(len, attributes))
+        if sizes != self._sizes:
+            self._sizes = sizes
+            names = [
+                tuple(name for name, value in held.items() if _may_hold(name, value, module))
+                for module, held in zip(modules, attributes, strict=True)
+            ]
+            self._places = [place for place in enumerate(names) if place[1]]
         objects: set[int] = set()  # a config or a collector of losses is often that of many modules
-        for entry in self._modules:
-            ref, size, names = entry
-            module = ref()
-            if module is None:
-                continue
-            held = module.__dict__
-            # Attributes appear with the first forward; from then on the size of the dict tells of new ones.
-            if len(held) != size:
-                names = tuple(name for name, value in held.items() if _may_hold(name, value, module))
-                entry[1:] = len(held), names
-            for name in names:
+        for at, names_there in self._places:
+            held = attributes[at]
+            for name in names_there:
                 value = held.get(name)
                 if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
                     continue
@@ -162,11 +167,12 @@ class SideOutputs:
         return found
 
 
+_NONE: dict[str, Any] = {}
 _OF_MODULES = frozenset(nn.Module().__dict__)
 
 
-def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
-    if name in _OF_MODULES or name in module._parameters:
+def _may_hold(name: str, value: Any, module: nn.Module | None) -> bool:
+    if module is None or name in _OF_MODULES or name in module._parameters:
         return False
     if value is None or isinstance(value, (Tensor, *_CONTAINERS, dict)):
         return True

@@ -17,6 +17,8 @@ who would take them for complete.
 from __future__ import annotations
 
 from collections.abc import Iterable
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any, Literal
 
 import torch
@@ -33,6 +35,9 @@ from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, shared_memo
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
+
+_grad_of = attrgetter("grad")
+_requires_grad_of = attrgetter("requires_grad")
 
 Partial = list[list[Tensor]]
 """Sharded sums that wait for their all-reduce: the operands of each dtype group."""
@@ -74,6 +79,7 @@ class Gradients:
     def arrange(self, dtype_groups: list[DtypeGroup]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._dtype_groups = dtype_groups
+        self._sharded = [param.sharded for param in self._params]
         self._mask = None
         self._few_rows = [
             param
@@ -222,8 +228,8 @@ class Gradients:
     def _drop_frozen(self) -> None:
         """What was frozen since its forward gets no gradient of this backward, as a plain parameter would not."""
         with plain_access():
-            for slot, param in enumerate(self._params):
-                if not param.sharded.requires_grad:
+            for slot, wanted in enumerate(map(_requires_grad_of, self._sharded)):
+                if not wanted:
                     self.slots[slot] = None
 
     def _joined(self, slot: int) -> Tensor | None:
@@ -344,7 +350,7 @@ class Gradients:
             noted = len(self._undo)
             if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
                 self._assign(plan, values, used, undoable)
-            if run_hooks(plan.params, used):
+            if run_hooks(plan, used):
                 self._undo.forget_taken(noted)
 
     def _settle(self, parts: list[GroupReduction]) -> bool:
@@ -360,10 +366,10 @@ class Gradients:
         locals_ = plan.locals(values)
         if all(used):
             with plain_access():
-                if not any([param.sharded.grad is not None for param in plan.params]):
+                if not any(map(is_not, map(_grad_of, plan.sharded), repeat(None))):
                     grads = as_dtensors(locals_, plan.tensor_specs)
-                    for param, grad in zip(plan.params, grads, strict=True):
-                        param.sharded.grad = grad
+                    for sharded_param, grad in zip(plan.sharded, grads, strict=True):
+                        sharded_param.grad = grad
                     if undoable:
                         self._undo.show(plan.params, grads, locals_)
                     return

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from operator import attrgetter
 from typing import Any
 
 from torch import Tensor
@@ -13,6 +14,9 @@ from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
 from hsdp.unit.zero_grad import local_grad
+
+_backward_hooks_of = attrgetter("_backward_hooks")
+_accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
@@ -38,7 +42,7 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
     with plain_access():
-        hooked = any([param.sharded._backward_hooks for param in plan.params])
+        hooked = any(map(_backward_hooks_of, plan.sharded))
     if not hooked:
         return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
@@ -67,14 +71,14 @@ def shared_memory(plan: ReducePlan) -> Tensor | None:
     return base
 
 
-def run_hooks(params: list[ManagedParam], used: list[bool]) -> bool:
+def run_hooks(plan: ReducePlan, used: list[bool]) -> bool:
     """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
     ran = False
     with plain_access():
-        hooked = any([param.sharded._post_accumulate_grad_hooks for param in params])
+        hooked = any(map(_accumulate_hooks_of, plan.sharded))
     if not hooked:
         return ran
-    for param, was_used in zip(params, used, strict=True):
+    for param, was_used in zip(plan.params, used, strict=True):
         hooks: Any = param.sharded._post_accumulate_grad_hooks
         if hooks and was_used:
             ran = True

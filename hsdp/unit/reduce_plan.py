@@ -59,6 +59,7 @@ class ReducePlan:
         self.op = hash(trainable)
         self.params = [group.params[i] for i in trainable]
         self.slots = [group.slots[i] for i in trainable]
+        self.sharded = [param.sharded for param in self.params]
         everything = len(trainable) == len(group.params)
         self.tensor_specs = [p.tensor_spec for p in self.params]
         specs = [p.spec for p in self.params]
@@ -100,7 +101,7 @@ class ReducePlan:
         if all(used):
             rows.flags.fill_(1.0)
             to = rows.even
-            sources = [_rows(grads[i], shape) for i, shape in self._even_rows]  # type: ignore[arg-type]
+            sources = self._all_rows(grads)
         else:
             to, sources = [], []
             for at, was_used in enumerate(used):
@@ -124,6 +125,12 @@ class ReducePlan:
         inputs.append(rows.flat)
         outputs.append(_cut(buffer, layout.reduce_packed_start, self.packed))
         return GroupReduction(self, inputs, outputs, [buffer], used, rows)
+
+    def _all_rows(self, grads: list[Tensor | None]) -> list[Tensor]:
+        try:
+            return [grads[i].view(shape) for i, shape in self._even_rows]  # type: ignore[union-attr]
+        except RuntimeError:  # some gradient is transposed
+            return [_rows(grads[i], shape) for i, shape in self._even_rows]  # type: ignore[arg-type]
 
     def take_back(self, rows: Rows) -> None:
         """The rows were sent: their memory goes, their views stay for the next reduction."""
@@ -243,7 +250,7 @@ def _cut(flat: Tensor, start: int, numel: int) -> Tensor:
 
 def _rows(grad: Tensor, shape: tuple[int, int]) -> Tensor:
     """A gradient as one row per rank."""
-    return grad.view(shape) if grad.is_contiguous() else grad.reshape(shape)
+    return grad.reshape(shape)
 
 
 def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -360,7 +360,11 @@ class Unit(UnshardedParams):
         if task not in remaining:
             runtime.enter_task()
             self.begin_task(task)
-        self.gradients.put(slot, grad)
+        gradients = self.gradients
+        if gradients.slots[slot] is None:
+            gradients.slots[slot] = grad
+        else:
+            gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

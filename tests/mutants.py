@@ -196,7 +196,7 @@ def counts_every_replica() -> Any:
 def lands_early() -> Any:
     def change(land: Callable[..., Any]) -> Callable[..., Any]:
         def early(pipeline: ReductionPipeline) -> None:
-            for reduction in pipeline._reducing[0].reductions:
+            for reduction in pipeline._reducing[0].items:
                 reduction.unit.gradients.land(reduction.parts)
             with mock.patch.object(Gradients, "land", return_value=None):
                 land(pipeline)

@@ -18,7 +18,7 @@ import hsdp.unit.gradients
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
-from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
 from hsdp.unit.unit import Unit
 from tests.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
 from tests.planting import replaced
@@ -171,19 +171,18 @@ def staging_is_freed_when_its_gather_was_launched() -> Any:
 
 @mutant("fusion direct")
 def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any:
-    def change(start: Callable[..., None]) -> Callable[..., None]:
-        def go(pipeline: ReductionPipeline) -> None:
-            filling = list(pipeline._filling)
-            start(pipeline)
-            for bucket in pipeline._holding:
-                bucket.scatter._keep = None
-            for reduction in filling:
+    def change(start: Callable[..., Any]) -> Callable[..., Any]:
+        def go(pipeline: ReductionPipeline, items: list[Reduction]) -> ReductionBucket:
+            bucket: ReductionBucket = start(pipeline, items)
+            bucket.comm_work._keep = None
+            for reduction in items:
                 for part in reduction.parts:
                     part.release_inputs()
+            return bucket
 
         return go
 
-    return replaced(ReductionPipeline, "_start_scatter", change)
+    return replaced(ReductionPipeline, "start_scatter", change)
 
 
 @mutant("fusion packed")

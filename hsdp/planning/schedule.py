@@ -2,18 +2,19 @@
 
     GATHER 0, GATHER 1, OPEN 0, GATHER 2, OPEN 1, FORWARD 1, FREE 1, ... BACKWARD 2, FILL 2, SCATTER 2, ...
 
-The rules are those of `Runtime` (orders, windows, turns) and `ReductionPipeline` (bounds, buckets) once the order of units
-is known, with queues as full as their bounds allow: nothing lands before it has to.
+The rules of orders, windows and turns are those of `Runtime` once the order of units is known. Reductions go through the
+very `ReduceQueue` that the engine drives.
 """
 
 from __future__ import annotations
 
 import enum
-from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from hsdp.planning.layouts import UnitPlan
+from hsdp.policies import CommPolicy
+from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 
 
 class Verb(enum.Enum):
@@ -65,7 +66,6 @@ class _Rehearsal:
     def __init__(self, units: Sequence[UnitPlan], device: bool) -> None:
         self.units = units
         self.events: list[Event] = []
-        self._device = device
         self._policy = units[0].facts.comm_policy
         self._children: list[list[int]] = [[] for _ in units]
         for index, unit in enumerate(units):
@@ -77,10 +77,7 @@ class _Rehearsal:
         self._whole: set[int] = set()  # gathered, or being gathered
         self._waiting: set[int] = set()  # being gathered
         self._parted: set[int] = set()
-        self._filling: list[int] = []
-        self._holding: deque[tuple[int, ...]] = deque()
-        self._scattered: list[int] = []
-        self._reducing: deque[tuple[int, ...]] = deque()
+        self._queue = _Queue(self._policy, device, self._emit)
         self._order: list[int] = []  # in which units are still to be gathered in this pass
         self._opened: list[int] = []  # in backward, not freed yet
         self._last = True
@@ -149,7 +146,7 @@ class _Rehearsal:
         # What stayed whole is no part of the order of gathers.
         self._order = [unit for unit in self._backward_order(0) if unit not in self._whole]
         self._backward_of(0)
-        self._drain()
+        self._queue.drain()
         for unit in range(len(self.units)):
             self._free(unit)
         self._emit(Verb.COMMIT, 0)
@@ -164,7 +161,7 @@ class _Rehearsal:
     def _backward_of(self, unit: int) -> None:
         if not self._in_backward[unit]:
             return
-        self._advance()
+        self._queue.advance()
         # Units that ran after this one in forward are through with their backward.
         done = [index for index in self._opened if index > unit and not self._inside(index, unit)]
         for index in done:
@@ -184,74 +181,72 @@ class _Rehearsal:
         parent = self.units[unit].facts.parent
         return parent is not None and (parent == other or self._inside(parent, other))
 
-    # -- the pipeline --------------------------------------------------------------------------------------------
+    # -- reductions ----------------------------------------------------------------------------------------------
 
     def _reduce(self, unit: int) -> None:
         if not self._last and self._policy.accumulate == "local":
             self._emit(Verb.STASH, unit)
             return
-        if not self._device and not self._policy.reduce_scatter_bucket_bytes:
-            while len(self._holding) >= self._policy.max_inflight_reduce_scatters:
-                self._release()
-            while len(self._reducing) >= self._policy.max_inflight_all_reduces:
-                self._land()
+        self._queue.make_room()
         self._emit(Verb.FILL, unit)
-        self._filling.append(unit)
-        if self._bytes(self._filling, "scatter_inputs") >= self._policy.reduce_scatter_bucket_bytes:
-            self._start_scatter()
-        self._advance()
+        self._queue.submit(_Reduction(unit, self.units[unit], all_reduce=self._last))
 
-    def _bytes(self, units: Sequence[int], name: str) -> int:
-        return sum(self.units[unit].total(name) for unit in units)
 
-    def _start_scatter(self) -> None:
-        while len(self._holding) >= self._policy.max_inflight_reduce_scatters:
-            self._release()
-        bucket, self._filling = tuple(self._filling), []
-        self._emit(Verb.SCATTER, *bucket)
-        self._holding.append(bucket)
-        if self._device:
-            self._queue_all_reduce(bucket)
+class _Reduction:
+    """The reduction of a unit, as `ReduceQueue` needs to know it."""
 
-    def _release(self) -> None:
-        bucket = self._holding.popleft()
-        self._emit(Verb.RELEASE, *bucket)
-        if not self._device:
-            self._queue_all_reduce(bucket)
+    def __init__(self, source: int, unit: UnitPlan, all_reduce: bool) -> None:
+        self.source = source
+        self.all_reduce = all_reduce
+        self.replicas = unit.replicas
+        self._unit = unit
 
-    def _queue_all_reduce(self, bucket: tuple[int, ...]) -> None:
-        for unit in bucket:
-            if not self._last:
-                self._emit(Verb.DEFER, unit)
-            elif self.units[unit].replicas == 1:
-                self._start_all_reduce((unit,))
-            else:
-                self._scattered.append(unit)
-                if self._bytes(self._scattered, "operands") >= self._policy.all_reduce_bucket_bytes:
-                    self._start_all_reduce(tuple(self._scattered))
-                    self._scattered = []
+    def scatter_bytes(self) -> int:
+        """Bytes of unsharded gradients that it holds."""
+        return self._unit.total("scatter_inputs")
 
-    def _start_all_reduce(self, bucket: tuple[int, ...]) -> None:
-        while len(self._reducing) >= self._policy.max_inflight_all_reduces:
-            self._land()
-        self._emit(Verb.ALL_REDUCE, *bucket)
-        self._reducing.append(bucket)
+    def reduce_bytes(self) -> int:
+        """Bytes of its reduction buffers."""
+        return self._unit.total("operands")
 
-    def _advance(self) -> None:
-        """Lands what needs no waiting: on the host, sums that have no replica to meet."""
-        while not self._device and self._reducing and self.units[0].replicas == 1:
-            self._land()
+    def fits(self, other: _Reduction) -> bool:
+        """Whether it may share a collective with another one: one root's units have one mesh."""
+        return self.all_reduce == other.all_reduce
 
-    def _land(self) -> None:
-        self._emit(Verb.LAND, *self._reducing.popleft())
 
-    def _drain(self) -> None:
-        if self._filling:
-            self._start_scatter()
-        while self._holding:
-            self._release()
-        if self._scattered:
-            self._start_all_reduce(tuple(self._scattered))
-            self._scattered = []
-        while self._reducing:
-            self._land()
+class _Queue(ReduceQueue[_Reduction, Bucket[_Reduction]]):
+    """Carries out what the queue decides by writing it down."""
+
+    def __init__(self, policy: CommPolicy, device: bool, emit: Callable[..., None]) -> None:
+        super().__init__(policy, streams=device)
+        self._emit = emit
+
+    def _bucket(self, verb: Verb | None, items: list[_Reduction]) -> Bucket[_Reduction]:
+        if verb is not None:
+            self._emit(verb, *(item.source for item in items))
+        return Bucket(items)
+
+    def start_scatter(self, items: list[_Reduction]) -> Bucket[_Reduction]:
+        """See `ReduceQueue`, here and below."""
+        return self._bucket(Verb.SCATTER, items)
+
+    def release(self, bucket: Bucket[_Reduction]) -> None:
+        """The rows that were sent go."""
+        self._emit(Verb.RELEASE, *(item.source for item in bucket.items))
+
+    def start_all_reduce(self, items: list[_Reduction], behind: Bucket[_Reduction]) -> Bucket[_Reduction]:
+        """With one replica nothing is under way."""
+        bucket = self._bucket(Verb.ALL_REDUCE, items)
+        bucket.at_rest = items[0].replicas == 1 and not self.ordered_by_streams
+        return bucket
+
+    def start_deferral(self, item: _Reduction, behind: Bucket[_Reduction]) -> Bucket[_Reduction]:
+        """The sums are added where they land."""
+        bucket = self._bucket(None, [item])
+        bucket.at_rest = not self.ordered_by_streams
+        return bucket
+
+    def land(self, bucket: Bucket[_Reduction]) -> None:
+        """Gradients, or sums that are all-reduced later."""
+        all_reduced = bucket.items[0].all_reduce
+        self._emit(Verb.LAND if all_reduced else Verb.DEFER, *(item.source for item in bucket.items))

@@ -12,7 +12,8 @@
     runtime.py          forwards, optimizer steps, `flush`: start reading here
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks
-    pipeline.py         the queue of reductions: buckets, bounds, stages
+    reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
+    pipeline.py         the queue of reductions, carried out
     outputs.py          the tensors through which gradients will enter a module
 
 May import `unit` and what is below it.

@@ -81,13 +81,11 @@ def _peaks(env: RankEnv, layers: int, policy: hsdp.CommPolicy) -> tuple[int, ...
     with whole parameters.
     """
     submit = ReductionPipeline.submit
-    alive: list[Any] = []
     peaks = [0, 0, 0, 0]
 
     def watching(pipeline: ReductionPipeline, reduction: Any) -> None:
-        alive.append(reduction)
         submit(pipeline, reduction)
-        alive[:] = [one for one in alive if one.stage.value != "landed"]
+        alive = pipeline.items()
         inputs = [sum(t.nbytes for part in one.parts for t in part.inputs) for one in alive]
         whole = sum(unit.residency is not Residency.SHARDED for unit in model._units())  # type: ignore[operator]
         for at, now in enumerate((sum(map(bool, inputs)), len(pipeline), sum(inputs), whole)):

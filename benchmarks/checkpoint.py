@@ -31,7 +31,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from benchmarks.harness import positive, progress, publish, shard
 from hsdp import checkpoint
-from tests.rig import RankEnv, run_procs
+from tests.support.rig import RankEnv, run_procs
 
 CONTENDERS = ("hsdp", "dcp")
 ACTIONS = ("save", "async: caller", "async: all", "load")

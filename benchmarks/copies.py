@@ -3,12 +3,12 @@
 Two tables:
 
     measured   units of large weights on a fake process group; operators that move bytes without computing are counted
-               (`tests.counting`), less those of the plain model; allocations come from torch's profiler
+               (`tests.support.counting`), less those of the plain model; allocations come from torch's profiler
     planned    blocks of published models on 8, 12 and 64 ranks: bytes that the plan of `hsdp.buffers.layout` sends, over
                the formulas of docs/formulas.md; nothing is run, as no machine here holds them
 
-That tensors are the same memory is asserted in tests/test_copies.py: outputs of gathers are the whole parameters, inputs of
-reduce-scatters the gradients that autograd made, their outputs what `.grad` holds.
+That tensors are the same memory is asserted in tests/buffers/test_copies.py: outputs of gathers are the whole parameters,
+inputs of reduce-scatters the gradients that autograd made, their outputs what `.grad` holds.
 """
 
 from __future__ import annotations
@@ -31,8 +31,8 @@ from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
 from hsdp.buffers.layout import Layout, ParamSpec, plan
 from hsdp.comm.collectives import direct_bytes
 from hsdp.unit.dtype_group import GroupKey, thresholds_for
-from tests.counting import CollectiveCounter, CopyCounter
-from tests.rig import fake_world
+from tests.support.counting import CollectiveCounter, CopyCounter
+from tests.support.rig import fake_world
 
 WORLD = 8
 MESHES = {"8": (8,), "2x4": (2, 4)}

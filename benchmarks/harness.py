@@ -13,18 +13,14 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
-import platform
 import shutil
 import statistics
-import subprocess
 import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
-from datetime import datetime, timedelta, timezone
-from importlib import metadata
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -37,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
 from hsdp.examples.launch import leave
+from tests.support.facts import header, in_words
 
 Step = Callable[[], object]
 AXES = {1: ("shard",), 2: ("replicate", "shard")}
@@ -164,34 +161,6 @@ def table(rows: Sequence[Row]) -> str:
         context = ", ".join(f"{1e3 * statistics.median(one.wall):.1f}" for one in (row.a, row.b))
         lines.append(f"{row.config:{width}}  {row.wall_ratio}  {row.cpu_ratio}  {context}")
     return "\n".join(lines)
-
-
-def header() -> dict[str, str]:
-    """When and with what it ran."""
-    try:
-        version = metadata.version("hsdp")
-    except metadata.PackageNotFoundError:
-        version = "not installed"
-    commit = subprocess.run(
-        ["git", "describe", "--always", "--dirty"],
-        cwd=Path(__file__).parent,
-        capture_output=True,
-        text=True,
-        check=False,
-    )
-    return {
-        "date": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "hsdp": version,
-        "commit": commit.stdout.strip() or "unknown",
-        "torch": torch.__version__,
-        "python": platform.python_version(),
-        "machine": f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
-    }
-
-
-def in_words(facts: Mapping[str, object]) -> str:
-    """Facts such as the header's on one line."""
-    return ", ".join(f"{key} {value}" for key, value in facts.items())
 
 
 def publish(

@@ -32,8 +32,8 @@ import hsdp
 from benchmarks.harness import PRECISIONS, Spread, Step, positive, progress, publish, shard
 from benchmarks.valgrind import count_in_child
 from hsdp.policies import Fusion
-from tests.counting import CollectiveCounter
-from tests.rig import fake_world
+from tests.support.counting import CollectiveCounter
+from tests.support.rig import fake_world
 
 WORLD = 8
 MESHES = {"8": (8,), "2x4": (2, 4)}

@@ -26,8 +26,8 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, positive, progress, publish, shard
 from hsdp.params.tensor_parallel import block_of
-from tests.counting import LiveBytes
-from tests.rig import RankEnv, fake_world, run_procs
+from tests.support.counting import LiveBytes
+from tests.support.rig import RankEnv, fake_world, run_procs
 
 WORLD = 4
 MESHES = {"4": (4,), "2x2": (2, 2)}

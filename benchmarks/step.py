@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from benchmarks.harness import Contender, Plan, Step, add_arguments, compare, positive, progress, report, shard
-from tests.models import Case, Transformer, language
+from tests.support.models import Case, Transformer, language
 
 MESHES = {"2": (2,), "4": (4,), "2x2": (2, 2), "4x1": (4, 1), "1x4": (1, 4)}
 

@@ -3,8 +3,8 @@
 Four ranks: shards inside a node, replicas across (`benchmarks.netns`), at three rates of the link between. The layers
 either sleep for their compute time, so that compute and communication do not fight for few cores, or really compute.
 All contenders take turns in one set of processes; a row is the ratio to FSDP2, which has its prefetch lists set and, with
-accumulation, defers its all-reduce where hsdp does. `best` is `benchmarks.schedule` fed with collectives that were timed
-one at a time on the same link; no library reaches it exactly. Needs root.
+accumulation, defers its all-reduce where hsdp does. `best` is `tests.support.best_step` fed with collectives that were
+timed one at a time on the same link; no library reaches it exactly. Needs root.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import hsdp
 from benchmarks.harness import Spread, Step, positive, progress, publish, shard
 from benchmarks.netns import two_nodes
-from benchmarks.schedule import Durations, best_step
 from hsdp.comm.work import CommWork
+from tests.support.best_step import Durations, best_step
 
 WORLD = 4
 RATES = {"unlimited": None, "1gbit": "1gbit", "500mbit": "500mbit"}

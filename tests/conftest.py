@@ -14,9 +14,9 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import hsdp.debug  # noqa: F401  # as it is outside of tests: this process counts copies and bytes
-from tests.rig import Pool
-from tests.rig_worker import restore_globals
 from tests.support import device as emulator
+from tests.support.rig import Pool
+from tests.support.worker import restore_globals
 
 torch.set_num_threads(1)
 os.environ.setdefault("HSDP_DEBUG", "1")  # inherited by the workers: a silent read of freed parameters becomes NaN

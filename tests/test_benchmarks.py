@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from benchmarks import gpu, optimizer, tracing
 from benchmarks.harness import Contender, Plan, Rounds, Row, Step, compare, report
 from benchmarks.step import Sizes, build
-from tests.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv
 
 
 def test_ratios_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

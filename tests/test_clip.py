@@ -14,11 +14,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hsdp.clip import clip_grad_norm_
 from hsdp.errors import StateError
-from tests.counting import CollectiveCounter
-from tests.models import Case, make_case
-from tests.rig import Pool, RankEnv, RemoteError
-from tests.sharded import MESHES, mesh_id, pool_for, shard
-from tests.twin import assert_same, full_grads
+from tests.support.counting import CollectiveCounter
+from tests.support.models import Case, make_case
+from tests.support.rig import Pool, RankEnv, RemoteError
+from tests.support.sharded import MESHES, mesh_id, pool_for, shard
+from tests.support.twin import assert_same, full_grads
 
 ORDERS = (2.0, math.inf, 1.0, 3.5)
 

@@ -35,23 +35,23 @@ SIDE_DOORS = {"checkpoint", "optim"}
 """Modules that users import by name, beside the names of `hsdp` itself."""
 
 
-def _imports(tree: ast.AST, modules: Collection[str]) -> Iterator[str]:
-    """Dotted names of what is imported from hsdp, wherever in the file, as far as `modules` has them."""
+def _imports(tree: ast.AST, modules: Collection[str], roots: Collection[str] = ("hsdp",)) -> Iterator[str]:
+    """Dotted names of what is imported from `roots`, wherever in the file, as far as `modules` has them."""
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
-            yield from (alias.name for alias in node.names if alias.name.split(".")[0] == "hsdp")
+            yield from (alias.name for alias in node.names if alias.name.split(".")[0] in roots)
         elif isinstance(node, ast.ImportFrom):
-            assert node.level == 0, "hsdp imports absolutely"
+            assert node.level == 0, "everything imports absolutely"
             assert node.module is not None
-            if node.module.split(".")[0] == "hsdp":
+            if node.module.split(".")[0] in roots:
                 for alias in node.names:  # `from hsdp.buffers import layout` imports a file
                     below = f"{node.module}.{alias.name}"
                     yield below if below in modules else node.module
 
 
-def _graph(files: dict[str, str]) -> dict[str, list[str]]:
-    """What each module imports, by dotted names; `files` has the same names -> sources."""
-    return {name: sorted(set(_imports(ast.parse(text), files)) - {name}) for name, text in files.items()}
+def _graph(files: dict[str, str], roots: Collection[str] = ("hsdp",)) -> dict[str, list[str]]:
+    """What each module imports from `roots`, by dotted names; `files` has the same names -> sources."""
+    return {name: sorted(set(_imports(ast.parse(text), files, roots)) - {name}) for name, text in files.items()}
 
 
 def _entry(name: str) -> str:
@@ -90,10 +90,10 @@ def _circles(graph: dict[str, list[str]]) -> list[list[str]]:
     return found
 
 
-def _sources() -> dict[str, str]:
-    """Every module of hsdp by its dotted name; a package goes by its own."""
+def _sources(*folders: str) -> dict[str, str]:
+    """Every module of some folders, of hsdp if none is told, by its dotted name; a package goes by its own."""
     found = {}
-    for path in sorted(PACKAGE.rglob("*.py")):
+    for path in sorted(path for folder in folders or ("hsdp",) for path in (ROOT / folder).rglob("*.py")):
         name = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
         found[name] = path.read_text()
     return found
@@ -107,11 +107,31 @@ def test_no_circle_of_imports() -> None:
     assert _circles(_graph(_sources())) == []
 
 
+def _storey(name: str) -> int:
+    """Of a module of tests or benchmarks: what all stand on, what measures, what tests both."""
+    return 0 if name.startswith("tests.support") else 1 if name.startswith("benchmarks") else 2
+
+
+def _climbing(graph: dict[str, list[str]]) -> list[str]:
+    """Imports of tests and benchmarks from a storey above their own, as "a -> b"."""
+    return [f"{name} -> {other}" for name, others in graph.items() for other in others if _storey(other) > _storey(name)]
+
+
+def test_tests_stand_on_benchmarks_and_both_on_the_support_of_tests() -> None:
+    graph = _graph(_sources("tests", "benchmarks"), ("tests", "benchmarks"))
+    assert _climbing(graph) == []
+    assert _circles(graph) == []
+    others = _graph(_sources(), ("tests", "benchmarks"))
+    assert not any(others.values()), f"hsdp imports its own tests: {others}"
+
+
 def test_what_these_tests_forbid_would_be_seen() -> None:
     unit = "if TYPE_CHECKING:\n    from hsdp.schedule.runtime import Runtime\ndef f():\n    import hsdp.params.param\n"
     files = {"hsdp.unit.unit": unit, "hsdp.schedule.runtime": "from hsdp.unit import unit", "hsdp.params.param": ""}
     assert _upward(files) == ["hsdp.unit.unit -> hsdp.schedule.runtime"]
     assert _circles(_graph(files)) == [["hsdp.unit.unit", "hsdp.schedule.runtime", "hsdp.unit.unit"]]
+    seen = {"tests.support.rig": ["benchmarks.harness"], "benchmarks.host": ["tests.test_clip", "tests.support.rig"]}
+    assert _climbing(seen) == ["tests.support.rig -> benchmarks.harness", "benchmarks.host -> tests.test_clip"]
     with pytest.raises(AssertionError, match="no floor"):
         _upward({"hsdp.unit.unit": "import hsdp.attic"})
 

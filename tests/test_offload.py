@@ -21,10 +21,10 @@ import hsdp
 import hsdp.checkpoint
 from hsdp.comm.mesh import MeshAxes
 from hsdp.schedule.module_hooks import state_of
-from tests.models import make_case
-from tests.rig import Pool, RankEnv
-from tests.sharded import check_rest, mesh_id, shard
-from tests.twin import Twin, adamw, assert_close_to_twin, assert_same, full_grads, full_params, train, twin_of
+from tests.support.models import make_case
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, mesh_id, shard
+from tests.support.twin import Twin, adamw, assert_close_to_twin, assert_same, full_grads, full_params, train, twin_of
 
 MIB = 2**20
 

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp.optim import ELEMENTWISE, local
-from tests.models import language
-from tests.rig import Pool, RankEnv, fake_world
-from tests.sharded import check_sharded, pool_for, shard
-from tests.twin import adamw, assert_close_to_twin, full_params, train, twin_of
+from tests.support.models import language
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import check_sharded, pool_for, shard
+from tests.support.twin import adamw, assert_close_to_twin, full_params, train, twin_of
 
 CASE = language("optim", vocab=19, dim=12, heads=2, hidden=20, layers=2, rows=2, length=6)  # odd sizes: padding
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, seeded, step
-from tests.sharded import check_grads, check_rest, check_sharded
+from tests.support.deep import DIM, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, check_sharded
 
 
 class Tied(nn.Module):

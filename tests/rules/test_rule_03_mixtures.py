@@ -8,9 +8,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, floats
-from tests.sharded import check_grads, check_rest, shard
+from tests.support.deep import DIM, floats
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, shard
 
 
 class Mixture(nn.Linear):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, seeded, step
-from tests.sharded import check_grads, check_rest, check_sharded, mesh_id
-from tests.twin import assert_same, full_params
+from tests.support.deep import DIM, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, check_sharded, mesh_id
+from tests.support.twin import assert_same, full_params
 
 
 class Shapes(nn.Module):

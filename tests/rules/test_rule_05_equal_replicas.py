@@ -7,10 +7,10 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep
-from tests.sharded import mesh_id, shard
-from tests.twin import assert_same, full_params
+from tests.support.deep import Deep
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
+from tests.support.twin import assert_same, full_params
 
 
 def _drawn(seed: int) -> nn.Module:

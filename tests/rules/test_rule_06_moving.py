@@ -12,9 +12,9 @@ from torch import nn
 from torch.distributed.tensor import distribute_tensor
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, floats, seeded
-from tests.sharded import check_grads, check_rest, check_sharded, shard
+from tests.support.deep import Deep, floats, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, check_sharded, shard
 
 
 def _assign(model: nn.Module) -> None:

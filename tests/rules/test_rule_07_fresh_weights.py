@@ -1,6 +1,6 @@
 """Rule 7: the next forward uses the newest weights, whoever changed them and whatever was gathered before.
 
-`tests/test_freshness.py` has all pairs of a change and what was before it.
+`tests/unit/test_freshness.py` has all pairs of a change and what was before it.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import floats, seeded
 from tests.rules.test_rule_14_accumulation import Choosy
-from tests.sharded import check_rest, shard
+from tests.support.deep import floats, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, shard
 
 
 def _optimizer(make: Callable[..., torch.optim.Optimizer], model: nn.Module) -> None:

@@ -13,10 +13,10 @@ import torch
 import hsdp
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Residency
-from tests.rig import Pool, RankEnv
-from tests.rules.support import floats, seeded
 from tests.rules.test_rule_14_accumulation import Choosy
-from tests.sharded import check_rest, shard
+from tests.support.deep import floats, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, shard
 
 
 @contextmanager

@@ -9,9 +9,9 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, floats, seeded, step
-from tests.sharded import check_grads, shard
+from tests.support.deep import DIM, floats, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, shard
 
 
 class Viewing(nn.Module):

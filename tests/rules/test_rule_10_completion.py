@@ -5,10 +5,10 @@ from __future__ import annotations
 import pytest
 from torch import Tensor, nn
 
-from tests.models import Transformer
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, collectives, floats, log_backward, of_kind, seeded
-from tests.sharded import shard
+from tests.support.deep import Deep, collectives, floats, log_backward, of_kind, seeded
+from tests.support.models import Transformer
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import shard
 
 INPUTS = ["floats", "floats that need grad", "tokens"]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, collectives, floats, mean_grads, of_kind, only_sharded, seeded
-from tests.sharded import check_grads, check_rest, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import DIM, Deep, collectives, floats, mean_grads, of_kind, only_sharded, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, shard
+from tests.support.twin import assert_same, full_grads
 
 
 @dataclasses.dataclass

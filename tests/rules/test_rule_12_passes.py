@@ -10,9 +10,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, collectives, floats, loss_of, of_kind, seeded, step
-from tests.sharded import check_grads, check_rest, shard
+from tests.support.deep import DIM, Deep, collectives, floats, loss_of, of_kind, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, shard
 
 
 def _fbb(model: nn.Module, rank: int) -> None:

@@ -8,9 +8,9 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, collectives, of_kind, seeded, step
-from tests.sharded import check_grads, check_rest, shard
+from tests.support.deep import Deep, collectives, of_kind, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, shard
 
 
 class Inside(Deep):

@@ -10,10 +10,10 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, collectives, floats, mean_grads, never_done, of_kind, only_sharded, seeded
-from tests.sharded import check_rest, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import DIM, collectives, floats, mean_grads, never_done, of_kind, only_sharded, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, shard
+from tests.support.twin import assert_same, full_grads
 
 LEVELS = {"local": (False, True), "scatter": (True, False), "full": (True, True)}
 """What is communicated: (`set_requires_grad_sync`, `set_requires_all_reduce`)."""

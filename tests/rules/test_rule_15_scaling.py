@@ -7,10 +7,10 @@ import torch
 from torch import nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, mean_grads, seeded, step
-from tests.sharded import mesh_id, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import Deep, mean_grads, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
+from tests.support.twin import assert_same, full_grads
 
 
 def check_factors(env: RankEnv, shape: tuple[int, ...], fusion: str) -> None:

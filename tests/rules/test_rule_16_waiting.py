@@ -10,10 +10,10 @@ from torch import nn
 
 import hsdp
 from hsdp.clip import clip_grad_norm_
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, mean_grads, never_done, seeded, step
-from tests.sharded import mesh_id, shard
-from tests.twin import assert_same, full_grads, full_params
+from tests.support.deep import Deep, mean_grads, never_done, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
+from tests.support.twin import assert_same, full_grads, full_params
 
 
 def _in_flight(model: nn.Module) -> int:

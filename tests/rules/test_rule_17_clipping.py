@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, mean_grads, mean_into, seeded, step
-from tests.sharded import mesh_id, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import DIM, Deep, mean_grads, mean_into, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
+from tests.support.twin import assert_same, full_grads
 
 
 class Mixed(nn.Module):

@@ -13,11 +13,11 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, floats, loss_of, mean_grads, never_done, seeded, step
 from tests.rules.test_rule_20_failures import fail
-from tests.sharded import check_rest, mesh_id, shard
-from tests.twin import assert_same, full_grads, full_params
+from tests.support.deep import Deep, floats, loss_of, mean_grads, never_done, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, mesh_id, shard
+from tests.support.twin import assert_same, full_grads, full_params
 
 T = TypeVar("T")
 

@@ -11,10 +11,10 @@ import torch.nn.utils.parametrize as parametrize
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, floats, mean_grads, seeded, step
-from tests.sharded import check_grads, check_rest, check_sharded, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import DIM, Deep, floats, mean_grads, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, check_sharded, shard
+from tests.support.twin import assert_same, full_grads
 
 
 def _child_first(model: nn.Module, rank: int) -> None:

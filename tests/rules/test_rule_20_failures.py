@@ -1,6 +1,6 @@
 """Rule 20: after an exception nothing of the failed iteration is left, and the next one is that of a fresh model.
 
-`tests/test_fault_injection.py` raises at every point of an iteration in turn; here is what a user meets around it.
+`tests/schedule/test_fault_injection.py` raises at every point of an iteration in turn; here is what a user meets around it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from torch import Tensor, nn
 import hsdp
 from hsdp.comm.work import outstanding
 from hsdp.unit.unit import Unit
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
-from tests.sharded import check_grads, check_rest, check_sharded, shard
-from tests.twin import assert_same, full_grads, full_params
+from tests.support.deep import DIM, Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, check_sharded, shard
+from tests.support.twin import assert_same, full_grads, full_params
 
 
 class BoomError(Exception):

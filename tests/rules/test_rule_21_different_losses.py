@@ -16,9 +16,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from hsdp.errors import StaleParametersError
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, floats, seeded
-from tests.sharded import check_grads, mesh_id, pool_for, shard
+from tests.support.deep import DIM, floats, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, mesh_id, pool_for, shard
 
 
 class Boom(Exception):  # noqa: N818

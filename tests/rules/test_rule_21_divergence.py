@@ -1,6 +1,6 @@
 """Rule 21: ranks that disagree are told so; ranks that agree pay nothing for it; a lost rank ends the others in time.
 
-`tests/test_divergence.py` has the ways to disagree.
+`tests/soak/test_divergence.py` has the ways to disagree.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import torch
 
 from hsdp.clip import clip_grad_norm_
 from hsdp.comm.divergence import DivergenceGuard
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, loss_of, seeded, step
-from tests.sharded import mesh_id, shard
+from tests.support.deep import Deep, loss_of, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
 
 
 def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps") -> None:

@@ -17,9 +17,9 @@ from hsdp.comm.work import outstanding
 from hsdp.params.ownership import _managed
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.unit.unsharded import Residency
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, never_done, seeded, step
-from tests.sharded import shard
+from tests.support.deep import Deep, never_done, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import shard
 
 
 def _census() -> Counter[str]:

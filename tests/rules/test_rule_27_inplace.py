@@ -8,9 +8,9 @@ import pytest
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import RankEnv
-from tests.rules.support import DIM, floats, seeded
-from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+from tests.support.deep import DIM, floats, seeded
+from tests.support.rig import RankEnv
+from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 
 
 class InPlace(nn.Module):

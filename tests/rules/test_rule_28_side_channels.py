@@ -14,9 +14,9 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, floats, seeded
-from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+from tests.support.deep import DIM, floats, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 
 _unseen: list[Tensor] = []
 """Where "a global" leaves its tensors: no place that hsdp could know."""

@@ -9,9 +9,9 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.rig import RankEnv
-from tests.rules.support import Deep, floats, loss_of, seeded
-from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+from tests.support.deep import Deep, floats, loss_of, seeded
+from tests.support.rig import RankEnv
+from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 
 
 def freeze(model: nn.Module, wanted: bool, *blocks: int) -> None:

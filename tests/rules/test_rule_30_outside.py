@@ -13,10 +13,10 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, mean_grads, only_sharded, seeded, step
-from tests.sharded import check_rest, shard
-from tests.twin import assert_same, full_grads
+from tests.support.deep import Deep, mean_grads, only_sharded, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, shard
+from tests.support.twin import assert_same, full_grads
 
 MESHES: list[tuple[int, ...]] = [(4,), (2, 2)]
 PENDING = {"local": (False, True), "scatter": (True, False)}

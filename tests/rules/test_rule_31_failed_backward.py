@@ -13,11 +13,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.rules.support import Deep, loss_of, mean_grads, only_sharded, seeded, step
 from tests.rules.test_rule_20_failures import BoomError, failing_backward
-from tests.sharded import check_rest, shard
-from tests.twin import assert_same, full_grads, full_params
+from tests.support.deep import Deep, loss_of, mean_grads, only_sharded, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, shard
+from tests.support.twin import assert_same, full_grads, full_params
 
 MESHES: list[tuple[int, ...]] = [(4,), (2, 2)]
 LEVELS = {"full": (True, True), "local": (False, True), "scatter": (True, False)}
@@ -305,7 +305,7 @@ def check_other_heads(env: RankEnv, shape: tuple[int, ...]) -> None:
     """A unit of which this rank holds nothing, but others do: refused on all ranks, and flushed by all."""
 
     def run(model: nn.Module, rank: int) -> None:
-        from tests.rules.support import floats
+        from tests.support.deep import floats
 
         model(floats(rank))[rank % 2].square().sum().backward()
 

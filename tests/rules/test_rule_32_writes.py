@@ -12,9 +12,9 @@ from torch.distributed.tensor import distribute_tensor
 
 import hsdp
 from hsdp.errors import StaleParametersError, StateError
-from tests.rig import Pool, RankEnv
-from tests.rules.support import DIM, Deep, floats, loss_of, seeded, step
-from tests.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+from tests.support.deep import DIM, Deep, floats, loss_of, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 
 
 def in_place(model: nn.Module) -> None:

@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
-from tests.rig import Pool, RankEnv
-from tests.sharded import mesh_id
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id
 
 KINDS: dict[str, Callable[[int], Tensor]] = {
     "mean": lambda rank: torch.full((3,), float(rank)),

@@ -1,0 +1,144 @@
+"""Saving in the background: what is written is what was there when `save` returned; failures come out; progress is told."""
+
+from __future__ import annotations
+
+import logging
+import threading
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hsdp import checkpoint
+from hsdp.checkpoint import CheckpointError, SaveHandle
+from hsdp.checkpoint.lock import LOCK
+from tests.checkpoint import models as cm
+from tests.support.rig import Pool
+from tests.support.worker import RankEnv
+
+
+class Gate:
+    """A progress callback that holds the writing up until it is opened."""
+
+    def __init__(self) -> None:
+        self.reached, self.opened = threading.Event(), threading.Event()
+        self.told: list[tuple[int, int]] = []
+
+    def __call__(self, done: int, total: int) -> None:
+        self.told.append((done, total))
+        self.reached.set()
+        assert self.opened.wait(30), "nobody opened the gate"
+
+
+def train_while_saving(env: RankEnv, directory: str) -> list[Any]:
+    model = cm.build(env.mesh((1, 2)))
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, range(2), env.rank, 2)
+    state = cm.whole_state(model, optimizer)
+    gate = Gate()
+    handle = checkpoint.save(directory, model, optimizer, step=2, async_=True, progress=gate)
+    assert gate.reached.wait(30)
+    cm.train(model, optimizer, range(2, 6), env.rank, 2)  # collectives of training, beside those of the save
+    assert not handle.done()
+    assert checkpoint.latest(directory) is None
+    with pytest.raises(TimeoutError, match="is not done after 0 s"):
+        handle.wait(0)
+    gate.opened.set()
+    assert handle.wait() == Path(directory, "step-000002")
+    assert handle.done()
+    assert all(total == gate.told[-1][1] for _, total in gate.told)
+    assert gate.told[0][0] == 0
+    assert gate.told[-1][0] == gate.told[-1][1] > 1000
+    checkpoint.load(directory, model, optimizer)
+    cm.assert_equal(cm.whole_state(model, optimizer), state)
+    return gate.told
+
+
+def test_training_goes_on_while_the_staged_copy_is_written(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(train_while_saving, str(tmp_path))
+
+
+def test_the_next_save_and_a_load_wait_for_the_one_under_way(tmp_path: Path) -> None:
+    model = cm.build(None)
+    gate = Gate()
+    first = checkpoint.save(tmp_path, model, step=1, async_=True, progress=gate)
+    threading.Timer(0.2, gate.opened.set).start()
+    second = checkpoint.save(tmp_path, model, step=2, async_=True)
+    assert first.done()
+    assert checkpoint.load(tmp_path, model).step == 2
+    assert second.done()
+
+
+def test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save(tmp_path: Path) -> None:
+    model = cm.build(None)
+
+    def fail(done: int, total: int) -> None:
+        raise OSError("disk full")
+
+    handle = checkpoint.save(tmp_path, model, step=1, async_=True, progress=fail)
+    with pytest.raises(CheckpointError, match=r"saving step 1 to .*: progress= raised OSError: disk full"):
+        handle.wait()
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    checkpoint.save(tmp_path, model, step=2, async_=True, progress=fail)
+    with pytest.raises(CheckpointError, match=r"saving step 2 to .*disk full"):
+        checkpoint.save(tmp_path, model, step=3)
+    checkpoint.save(tmp_path, model, step=4)  # told once
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "step-000004"]
+
+
+def fail_on_one(env: RankEnv, directory: str) -> str:
+    model = cm.build(env.mesh((1, 2)))
+
+    def fail(done: int, total: int) -> None:
+        if env.rank == 1:
+            raise OSError("disk full")
+
+    handle = checkpoint.save(directory, model, step=1, async_=True, progress=fail)
+    with pytest.raises(CheckpointError) as caught:
+        handle.wait()
+    return str(caught.value)
+
+
+def test_a_failure_on_one_rank_is_told_on_all(pool2: Pool, tmp_path: Path) -> None:
+    told = pool2.run(fail_on_one, str(tmp_path))
+    assert told[0] == told[1]
+    assert "on rank 1: progress= raised OSError: disk full" in told[0]
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def stage_only_what_is_written(env: RankEnv, directory: str) -> int:
+    model = nn.Linear(100, 100)  # 40 kB, the same on both ranks: rank 0 writes
+    seen: list[int] = []
+    checkpoint.save(directory, model, step=1, async_=True, progress=lambda done, total: seen.append(total)).wait()
+    return max(seen, default=0)
+
+
+def test_a_rank_stages_only_what_it_writes(pool2: Pool, tmp_path: Path) -> None:
+    assert pool2.run(stage_only_what_is_written, str(tmp_path)) == [100 * 100 * 4 + 100 * 4, 0]
+
+
+def test_progress_of_loading_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = cm.build(None)
+    told: list[tuple[int, int]] = []
+    with caplog.at_level(logging.INFO, logger="hsdp.checkpoint"):
+        handle: SaveHandle = checkpoint.save(tmp_path, model, step=1)
+    assert f"saved {handle.path} in" in caplog.text
+    checkpoint.load(tmp_path, model, progress=lambda done, total: told.append((done, total)))
+    assert [done for done, _ in told] == sorted(done for done, _ in told)
+    assert told[0][0] == 0
+    assert told[-1][0] == told[-1][1]
+
+
+def test_the_staged_copy_is_a_copy(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+    gate = Gate()
+    before = model.weight.detach().clone()
+    handle = checkpoint.save(tmp_path, model, step=1, async_=True, progress=gate)
+    with torch.no_grad():
+        model.weight.zero_()
+    gate.opened.set()
+    handle.wait()
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.weight, before)

@@ -1,0 +1,258 @@
+"""Other optimizers, other values, other names: what fits is loaded, what does not is refused before anything is changed."""
+
+from __future__ import annotations
+
+import collections
+import datetime
+from collections.abc import Callable
+from pathlib import Path, PurePosixPath
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hsdp import checkpoint
+from hsdp.checkpoint import CheckpointError
+from tests.checkpoint import models as cm
+from tests.checkpoint.test_mismatch import Pair, refuse, saved, step_once
+
+Make = Callable[[Any], torch.optim.Optimizer]
+O = torch.optim  # noqa: E741
+
+# -- optimizers --------------------------------------------------------------------------------------------------------
+
+KINDS: dict[str, Make] = {
+    "Adam": lambda p: O.Adam(p, lr=0.1),
+    "AdamW": lambda p: O.AdamW(p, lr=0.1),
+    "amsgrad": lambda p: O.AdamW(p, lr=0.1, amsgrad=True),
+    "Adamax": lambda p: O.Adamax(p, lr=0.1),
+    "NAdam": lambda p: O.NAdam(p, lr=0.1),
+    "RAdam": lambda p: O.RAdam(p, lr=0.1),
+    "SGD": lambda p: O.SGD(p, lr=0.1),
+    "momentum": lambda p: O.SGD(p, lr=0.1, momentum=0.9),
+    "RMSprop": lambda p: O.RMSprop(p, lr=0.1),
+    "centered": lambda p: O.RMSprop(p, lr=0.1, centered=True),
+    "Adagrad": lambda p: O.Adagrad(p, lr=0.1),
+    "Adadelta": lambda p: O.Adadelta(p, lr=0.1),
+    "Adafactor": lambda p: O.Adafactor(p, lr=0.1),
+    "Rprop": lambda p: O.Rprop(p, lr=0.1),
+    "ASGD": lambda p: O.ASGD(p, lr=0.1),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_each_optimizer_takes_its_own_state_and_no_others(tmp_path: Path, kind: str) -> None:
+    model = Pair()
+    optimizer = step_once(model, KINDS[kind](model.parameters()))
+    path = saved(tmp_path, model, optimizer)
+    fresh = KINDS[kind](model.parameters())
+    checkpoint.load(path, model, fresh)
+    cm.assert_equal(cm.whole_state(model, fresh), cm.whole_state(model, optimizer))
+    step_once(model, fresh)
+    for other, make in KINDS.items():
+        if type(make(model.parameters())) is type(optimizer):
+            continue  # their settings are the checkpoint's
+        for held in (make(model.parameters()), step_once(model, make(model.parameters()))):
+            refuse(path, model, held, rf"of another kind: it is {type(optimizer).__name__}, not {type(held).__name__}")
+        del other
+
+
+@pytest.mark.parametrize(("left", "right"), [("RAdam", "NAdam"), ("Adam", "Adamax"), ("Adam", "RAdam"), ("SGD", "Rprop")])
+def test_without_the_name_of_the_class_settings_and_state_tell(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, left: str, right: str
+) -> None:
+    """Checkpoints of other libraries do not say whose state it is."""
+    monkeypatch.setattr("hsdp.checkpoint.saving.kind_of", lambda optimizer: None)
+    model = Pair()
+    path = saved(tmp_path, model, step_once(model, KINDS[left](model.parameters())))
+    refuse(path, model, KINDS[right](model.parameters()), "of another kind: only")
+
+
+def test_state_that_the_optimizer_does_not_make_is_refused(tmp_path: Path) -> None:
+    model = Pair()
+    changes: list[tuple[Callable[[dict[str, Any]], object], str]] = [
+        (lambda state: state.pop("exp_avg_sq"), "'first.weight' has no 'exp_avg_sq', which AdamW keeps"),
+        (lambda state: state.update(more=torch.ones(1)), "'first.weight' has 'more', which AdamW does not keep"),
+        (lambda state: state.update(exp_avg=torch.ones(3)), r"has 'exp_avg' of shape \(3,\).*keeps of shape \(4, 4\)"),
+        (lambda state: state.update(exp_avg=torch.ones(4, 4, dtype=torch.int64)), r"has 'exp_avg' of torch.int64"),
+        (lambda state: state.update(exp_avg="text"), "has 'exp_avg' as a str"),
+    ]
+    for number, (change, match) in enumerate(changes):
+        optimizer = step_once(model, O.AdamW(model.parameters()))
+        change(optimizer.state[model.first.weight])
+        path = saved(tmp_path / str(number), model, optimizer)
+        refuse(path, model, O.AdamW(model.parameters()), match)
+
+
+def test_settings_that_only_one_side_has_are_refused(tmp_path: Path) -> None:
+    model = Pair()
+    optimizer = O.AdamW(model.parameters())
+    path = saved(tmp_path / "plain", model, optimizer)
+    own = O.AdamW(model.parameters())
+    own.param_groups[0]["scale"] = 2.0
+    refuse(path, model, own, r"of another kind: only AdamW has 'scale'")
+    refuse(saved(tmp_path / "own", model, own), model, optimizer, r"of another kind: only it has 'scale'")
+
+
+# -- values ------------------------------------------------------------------------------------------------------------
+
+
+def values() -> dict[str, Any]:
+    numpy = pytest.importorskip("numpy")
+    counts: Any = collections.defaultdict(list, {"a": [1]})
+    return {
+        "none": None,
+        "numbers": [True, 3, -(2**70), 1.5, float("inf"), 2 + 3j],
+        "text": "grüße\ud800",
+        "bytes": [b"ab\x00", bytearray(b"c")],
+        "tuple": (1, (2,), ()),
+        "dict": {1: "a", "1": "b", (1, "x"): None, None: 3},
+        "sets": [{1, 2}, frozenset({"x"}), set()],
+        "range": [range(1, 9, 2), slice(None, 3)],
+        "path": [Path("a/b"), PurePosixPath("/c")],
+        "dates": [
+            datetime.datetime(2024, 2, 29, 12, tzinfo=datetime.timezone.utc),
+            datetime.date(2020, 1, 1),
+            datetime.time(3, 4),
+            datetime.timedelta(days=-1, microseconds=5),
+        ],
+        "collections": [collections.deque([1, 2], maxlen=5), collections.OrderedDict(b=1, a=2), collections.Counter("aab")],
+        "defaultdict": counts,
+        "numpy": [numpy.float64(1.5), numpy.int8(-3), numpy.str_("x"), numpy.bool_(True), numpy.datetime64("2020-01-01")],
+        "torch": [torch.float32, torch.Size([2, 3]), torch.device("cpu")],
+    }
+
+
+def test_values_come_back_as_they_were(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    extra = values()
+    checkpoint.save(tmp_path, model, extra=extra, step=1)
+    found = checkpoint.load(tmp_path, model).extra
+    assert found == extra
+    assert repr(found) == repr(extra)  # types too
+    assert found["defaultdict"]["new"] == []
+    assert found["collections"][0].maxlen == 5
+
+
+def test_arrays_and_tensors_come_back_as_they_were(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    model = nn.Linear(2, 2)
+    arrays = [numpy.arange(6.0).reshape(2, 3).T, numpy.array(["a", "bcd"]), numpy.zeros((0, 3), "int16"), numpy.array(3)]
+    dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
+    tensors = [torch.ones(2, 3).to(dtype) for dtype in dtypes] + [torch.ones(()), torch.ones(0, 2), torch.arange(6)[::2]]
+    checkpoint.save(tmp_path, model, extra={"a": arrays, "t": tensors, "p": nn.Parameter(torch.ones(1))}, step=1)
+    found = checkpoint.load(tmp_path, model).extra
+    for array, other in zip(arrays, found["a"], strict=True):
+        assert array.dtype == other.dtype and array.shape == other.shape and (array == other).all()
+    for tensor, other in zip(tensors, found["t"], strict=True):
+        assert tensor.dtype == other.dtype and tensor.shape == other.shape
+        assert tensor.contiguous().view(-1).view(torch.uint8).equal(other.view(-1).view(torch.uint8))
+    assert isinstance(found["p"], nn.Parameter)
+
+
+def deep() -> Any:
+    value: Any = []
+    for _ in range(5000):
+        value = [value]
+    return value
+
+
+def test_what_cannot_be_saved_is_named_with_its_type(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    model = nn.Linear(2, 2)
+    cases: list[tuple[Any, str]] = [
+        ({"a": [1, {"b": object()}]}, r"extra\['a'\]\[1\]\['b'\]\" is a builtins.object, which cannot be saved"),
+        ({"f": len}, r"extra\['f'\]\" is a builtins.builtin_function_or_method"),
+        ({"m": model}, r"extra\['m'\]\" is a torch.nn.modules.linear.Linear"),
+        ({"o": numpy.array([object()])}, r"extra\['o'\]\" is a numpy.ndarray of dtype object"),
+        ({"s": torch.ones(2).to_sparse()}, r"extra\['s'\]\" is a Tensor \(torch.sparse_coo"),
+        (deep(), "is nested more than 100 deep"),
+        ({object(): 1}, r"'a key of extra' is a builtins.object"),
+    ]
+    for extra, match in cases:
+        with pytest.raises(CheckpointError, match=match):
+            checkpoint.save(tmp_path, model, extra=extra, step=1)
+
+
+# -- parts of a checkpoint -----------------------------------------------------------------------------------------------
+
+
+class Tuned(Pair):
+    """The base model, with an adapter beside one of its layers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.adapter = nn.Linear(4, 2)
+
+
+def test_a_base_model_goes_into_one_with_more(tmp_path: Path) -> None:
+    base, model = Pair(), Tuned()
+    path = saved(tmp_path, base)
+    adapter = model.adapter.weight.clone()
+    with pytest.raises(CheckpointError, match=r"the model has 'adapter.weight', 'adapter.bias', which the checkpoint"):
+        checkpoint.load(path, model)
+    report = checkpoint.load(path, model, strict=False).report
+    assert report.missing == ("adapter.weight", "adapter.bias")
+    assert torch.equal(model.first.weight, base.first.weight) and torch.equal(model.adapter.weight, adapter)
+    assert set(report.loaded) == set(base.state_dict())
+
+    report = checkpoint.load(saved(tmp_path / "tuned", model), base, strict=False).report
+    assert set(report.left) == {"adapter.weight", "adapter.bias"}
+    with pytest.raises(CheckpointError, match="has nothing of what is to be loaded"):
+        checkpoint.load(path, nn.Linear(9, 9), strict=False)
+
+
+def test_include_exclude_and_rename(tmp_path: Path) -> None:
+    source, model = Pair(), Pair()
+    path = saved(tmp_path, source)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = checkpoint.load(path, model, include=["first.*"], exclude=["*.bias"]).report
+    assert report.loaded == ("first.weight",)
+    assert set(report.skipped) == {"first.bias", "second.weight", "second.bias", "mean"}
+    cm.assert_equal(dict(model.state_dict()), {**before, "first.weight": source.first.weight.detach()})
+
+    swap = {"first.weight": "second.weight", "second.weight": "first.weight"}
+    checkpoint.load(path, model, rename=swap)
+    assert torch.equal(model.second.weight, source.first.weight)
+    report = checkpoint.load(
+        path,
+        model,
+        rename=lambda n: None if n == "mean" else n.replace("first", "x").replace("second", "first"),
+        strict=False,
+    ).report
+    assert torch.equal(model.first.bias, source.second.bias)
+    assert set(report.left) == {"mean", "first.weight", "first.bias"}
+    with pytest.raises(CheckpointError, match="makes 'a' of both"):
+        checkpoint.load(path, model, rename=lambda name: "a")
+    with pytest.raises(ValueError, match="an optimizer is loaded with all of its model or not at all"):
+        checkpoint.load(path, model, O.SGD(model.parameters()), strict=False)
+    with pytest.raises(TypeError, match=r"include='first\.\*'\): expected a list"):
+        checkpoint.load(path, model, include="first.*")
+
+
+def test_casting(tmp_path: Path) -> None:
+    source = Pair()
+    path = saved(tmp_path, source)
+    model = Pair().bfloat16()
+    with pytest.raises(CheckpointError, match="cast=True converts floating point"):
+        checkpoint.load(path, model)
+    report = checkpoint.load(path, model, cast=True).report
+    assert torch.equal(model.first.weight, source.first.weight.bfloat16())
+    assert set(report.converted) == set(source.state_dict())
+
+
+class Doubling(nn.Linear):
+    """A module that changes what is loaded: reading past it would be wrong."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict[prefix + "weight"] = state_dict[prefix + "weight"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+def test_modules_that_change_what_is_loaded_still_do(tmp_path: Path) -> None:
+    source = nn.Sequential(Doubling(2, 2))
+    path = saved(tmp_path, source)
+    model = nn.Sequential(Doubling(2, 2))
+    checkpoint.load(path, model)
+    assert torch.equal(model[0].weight, source[0].weight * 2)

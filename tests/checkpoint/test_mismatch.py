@@ -1,0 +1,244 @@
+"""A checkpoint that does not fit: errors name what differs, and nothing is changed."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from hsdp import checkpoint
+from hsdp.checkpoint import CheckpointError
+from tests.checkpoint import models as cm
+from tests.support.rig import Pool
+from tests.support.worker import RankEnv
+
+
+class Pair(nn.Module):
+    """Two layers and a buffer; `tied`: the layers are one."""
+
+    def __init__(self, tied: bool = False, **shape: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 4)
+        self.second = nn.Linear(4, shape.get("out", 4))
+        self.register_buffer("mean", torch.zeros(2))
+        if tied:
+            self.second = self.first
+
+
+def no_buffer() -> nn.Module:
+    model = Pair()
+    del model.mean
+    return model
+
+
+def renamed() -> nn.Module:
+    model = Pair()
+    model.third = model.second
+    del model.second
+    return model
+
+
+class WithExtraState(Pair):
+    def __init__(self) -> None:
+        super().__init__()
+        self.note: Any = {"calls": 3, "scale": [torch.ones(2), {"amax": 1.5}]}
+
+    def get_extra_state(self) -> Any:
+        return self.note
+
+    def set_extra_state(self, state: Any) -> None:
+        self.note = state
+
+
+def saved(directory: Path, model: nn.Module, optimizer: torch.optim.Optimizer | None = None) -> Path:
+    return checkpoint.save(directory, model, optimizer, step=1).path
+
+
+def step_once(model: nn.Module, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    return optimizer
+
+
+CASES: list[tuple[str, Callable[[], nn.Module], Callable[[], nn.Module], str]] = [
+    ("missing", no_buffer, Pair, "the model has 'mean', which the checkpoint does not have"),
+    ("unexpected", Pair, no_buffer, "the checkpoint has 'mean', which the model does not have"),
+    ("renamed", Pair, renamed, "the model has 'third.weight', 'third.bias'.*the checkpoint has 'second.weight'"),
+    (
+        "shape",
+        Pair,
+        lambda: Pair(out=5),
+        r"'second.weight' has shape \(4, 4\) in the checkpoint and \(5, 4\) in the model.*'second.bias' has shape",
+    ),
+    (
+        "dtype",
+        Pair,
+        lambda: Pair().double(),
+        "'first.weight' has dtype torch.float32 in the checkpoint and torch.float64",
+    ),
+    ("tied", Pair, lambda: Pair(tied=True), "different values for 'first.weight' and 'second.weight', which are one"),
+    (
+        "kind",
+        WithExtraState,
+        Pair,
+        "the checkpoint has '_extra_state.calls', '_extra_state.scale.1.amax', '_extra_state.scale.0', which the model",
+    ),
+    ("meta", Pair, lambda: Pair().to("meta"), "'mean' of the model is on the meta device; call model.to_empty"),
+]
+
+
+@pytest.mark.parametrize(("source", "target", "match"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_a_model_that_differs_is_refused_and_unchanged(
+    tmp_path: Path, source: Callable[[], nn.Module], target: Callable[[], nn.Module], match: str
+) -> None:
+    path = saved(tmp_path, source())
+    model = target()
+    before = {name: value.clone() for name, value in model.state_dict().items()} if match[-8:] != "to_empty" else {}
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.load(path, model)
+    if before:
+        cm.assert_equal(dict(model.state_dict()), before)
+
+
+def test_extra_state_of_modules_comes_back(tmp_path: Path) -> None:
+    for note in ({"calls": 3, "scale": [torch.ones(2), {"amax": 1.5}]}, "text", torch.arange(5), None):
+        model = WithExtraState()
+        model.note = note
+        path = saved(tmp_path, model)
+        model.note = {"of": "another shape"}
+        checkpoint.load(path, model)
+        if isinstance(note, dict):
+            assert torch.equal(model.note["scale"].pop(0), note["scale"].pop(0))
+        assert torch.equal(model.note, note) if isinstance(note, torch.Tensor) else model.note == note
+
+
+class Compiled(nn.Module):
+    """Names as torch.compile makes them."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self._orig_mod = module
+
+
+def test_a_compiled_model_has_the_names_of_the_plain_one(tmp_path: Path) -> None:
+    plain, other = Pair(), Pair()
+    path = saved(tmp_path, Compiled(plain), step_once(plain, torch.optim.AdamW(plain.parameters())))
+    optimizer = torch.optim.AdamW(other.parameters())
+    checkpoint.load(path, other, optimizer)
+    cm.assert_equal(dict(other.state_dict()), dict(plain.state_dict()))
+    checkpoint.load(path, Compiled(other), optimizer)
+
+
+def refuse(path: Path, model: nn.Module, optimizer: torch.optim.Optimizer, match: str) -> None:
+    before = cm.whole_state(model, optimizer)
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.load(path, model, optimizer)
+    cm.assert_equal(cm.whole_state(model, optimizer), before)
+
+
+def test_optimizers_that_differ(tmp_path: Path) -> None:
+    model = Pair()
+    adamw = step_once(model, torch.optim.AdamW(model.parameters()))
+    path = saved(tmp_path / "adamw", model, adamw)
+    bare = saved(tmp_path / "bare", model)
+
+    refuse(bare, model, adamw, "has no optimizer state; load it with optimizer=None")
+    checkpoint.load(path, model)  # and the other way round nothing is wrong
+
+    sgd = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    refuse(path, model, sgd, r"of another kind: it is AdamW, not SGD")
+
+    part = torch.optim.AdamW(model.first.parameters())
+    refuse(path, model, part, "optimizer state of 'second.weight', 'second.bias', which the optimizer does not have")
+
+    foreign = torch.optim.AdamW(Pair().parameters())
+    refuse(path, model, foreign, r"parameter 0 of the optimizer's group 0, of shape \(4, 4\), is not one of the model's")
+    with pytest.raises(CheckpointError, match=r"is not one of the model's; make the optimizer from model\.parameters"):
+        saved(tmp_path / "foreign", model, foreign)
+
+    only_first = saved(tmp_path / "part", model, step_once(model, torch.optim.AdamW(model.first.parameters())))
+    refuse(only_first, model, adamw, "does not know 'second.weight', 'second.bias' of the optimizer's group 0")
+
+
+def test_groups_may_be_cut_otherwise_unless_their_settings_differ(tmp_path: Path) -> None:
+    def grouped(model: Pair, decay: float) -> torch.optim.Optimizer:
+        groups = [
+            {"params": model.second.parameters(), "weight_decay": decay},
+            {"params": model.first.parameters()},
+        ]
+        return step_once(model, torch.optim.AdamW(groups, lr=0.5, weight_decay=0.1))
+
+    model = Pair()
+    same = saved(tmp_path / "same", model, grouped(model, 0.1))
+    other = saved(tmp_path / "other", model, grouped(model, 0.0))
+    joined = torch.optim.AdamW(model.parameters(), lr=3.0)
+    checkpoint.load(same, model, joined)
+    assert joined.param_groups[0]["lr"] == 0.5
+    assert joined.state[model.second.bias]["step"] == 1
+    refuse(other, model, joined, "'first.weight' and 'second.weight' together.*groups that differ in 'weight_decay'")
+
+
+def test_state_keeps_its_dtype(tmp_path: Path) -> None:
+    # torch's Optimizer.load_state_dict casts state to the parameter's dtype: moments in fp32 would be rounded to bf16.
+    def with_fp32_moments() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Pair().bfloat16()
+        optimizer = step_once(model, torch.optim.AdamW(model.parameters()))
+        for state in optimizer.state.values():
+            state["exp_avg"] = torch.rand(state["exp_avg"].shape)
+        return model, optimizer
+
+    model, optimizer = with_fp32_moments()
+    path = saved(tmp_path, model, optimizer)
+    other = Pair().bfloat16()
+    fresh = torch.optim.AdamW(other.parameters())
+    checkpoint.load(path, other, fresh)
+    cm.assert_equal(cm.whole_state(other, fresh), cm.whole_state(model, optimizer))
+
+
+def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
+    model = Pair()
+    path = saved(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25)))
+    plain = torch.optim.AdamW(model.parameters(), lr=1.0)
+    checkpoint.load(path, model, plain)
+    assert plain.param_groups[0]["lr"] == 0.25
+    assert isinstance(plain.param_groups[0]["lr"], float)
+    held = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
+    checkpoint.load(path, model, held)
+    assert torch.equal(held.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+def load_misfit(env: RankEnv, path: str) -> str:
+    model = cm.build(env.mesh((1, 2)), seed=2)
+    # Each rank sees the same difference; one rank that alone is wrong must not leave the other waiting.
+    if env.rank == 1:
+        model.register_buffer("mine", torch.zeros(1))
+    before = cm.whole_state(model)
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, model)
+    cm.assert_equal(cm.whole_state(model), before)
+    return str(caught.value)
+
+
+def test_a_difference_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Path) -> None:
+    path = saved(tmp_path, cm.build(None))
+    told = pool2.run(load_misfit, str(path))
+    assert told[0] == told[1]
+    assert "on rank 1: checkpoint" in told[0]
+    assert "the model has 'mine', which the checkpoint does not have" in told[0]
+
+
+def test_an_extra_state_that_does_not_fit_together_is_found_before_anything_changes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source, model = WithExtraState(), WithExtraState()
+    monkeypatch.setattr("hsdp.checkpoint.models._path_below", lambda *args: ("a",) if "calls" in args[1] else ("a", "b"))
+    before = {name: value.clone() for name, value in model.named_parameters()}
+    with pytest.raises(CheckpointError, match="has a part of a module's extra state twice"):
+        checkpoint.load(saved(tmp_path, source), model)
+    cm.assert_equal({name: value.detach() for name, value in model.named_parameters()}, before)

@@ -1,0 +1,159 @@
+"""The main job survives: stopped, killed, on fewer ranks or more, its loss curve is that of an uninterrupted run."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from hsdp.checkpoint.lock import LOCK, unlock
+from hsdp.examples import train_lm
+from hsdp.examples.launch import EXIT_INTERRUPTED, JobError
+from hsdp.examples.options import parse_options
+from hsdp.examples.rendezvous import meet
+from tests.support.rig import Pool
+from tests.support.sharded import pool_for
+from tests.support.worker import RankEnv
+
+ROOT = Path(__file__).parents[2]
+STEPS = 24
+SIZES = f"--steps {STEPS} --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --warmup 4"
+FLAGS = f"{SIZES} --corpus-bytes 100000 --log-every 1 --save-every 4 --no-sample --device cpu"
+NOT_COMPARED = {"tokens_per_second", "peak_memory_bytes"}
+
+
+class StopAfter:
+    """A signal that comes in a rank's `number`-th step; the loop asks once in each."""
+
+    def __init__(self, number: int | None) -> None:
+        self._left = number
+
+    @property
+    def requested(self) -> bool:
+        if self._left is None:
+            return False
+        self._left -= 1
+        return self._left <= 0
+
+
+def train(env: RankEnv, out: str, flags: str, stop_after: int | None = None) -> int:
+    """The job as its processes run it; returns the exit code."""
+    options = parse_options([*FLAGS.split(), "--out", out, *flags.split()], env.world_size)
+    stop: Any = StopAfter(stop_after)
+    try:
+        return train_lm.run(options, torch.device("cpu"), stop)
+    finally:
+        if options.checkpoint_dir is not None:
+            unlock(Path(options.checkpoint_dir))  # as the end of the process would
+
+
+def curve(out: Path) -> list[dict[str, float]]:
+    """What the run wrote about each step, but for time and memory."""
+    lines = [json.loads(line) for line in (out / "metrics.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in line.items() if key not in NOT_COMPARED} for line in lines]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(pool2: Pool, tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, float]]:
+    """The curve of a run on two ranks that nothing happens to, without checkpoints."""
+    out = tmp_path_factory.mktemp("undisturbed")
+    assert pool2.run(train, str(out), "") == [0, 0]
+    assert sorted(path.name for path in out.iterdir()) == ["loss.svg", "metrics.jsonl", "summary.json"]
+    found = curve(out)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    assert found[-1]["train_loss"] < found[0]["train_loss"] - 0.5  # it learns, so a step lost or doubled would show
+    return found
+
+
+@pytest.mark.parametrize("in_background", ["", " --async-save"])
+def test_a_run_that_was_stopped_goes_on_by_itself(
+    pool2: Pool, tmp_path: Path, undisturbed: list[dict[str, float]], in_background: str
+) -> None:
+    flags = f"--checkpoint-dir {tmp_path / 'checkpoints'} --keep 2{in_background}"
+    for stop_after, expected in [(10, EXIT_INTERRUPTED), (3, EXIT_INTERRUPTED), (None, 0), (None, 0)]:
+        assert pool2.run(train, str(tmp_path), flags, stop_after) == [expected] * 2
+    assert curve(tmp_path) == undisturbed
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [LOCK, "step-000020", "step-000024"]
+
+
+def test_it_goes_on_with_fewer_ranks_and_with_more(
+    request: pytest.FixtureRequest, tmp_path: Path, undisturbed: list[dict[str, float]]
+) -> None:
+    for shape, stop_after, expected in [
+        ((2, 2), 10, EXIT_INTERRUPTED),
+        ((1, 2), 5, EXIT_INTERRUPTED),
+        ((1, 4), None, 0),
+    ]:
+        flags = f"--checkpoint-dir {tmp_path / 'checkpoints'} --replicate {shape[0]}"
+        codes = pool_for(request, shape).run(train, str(tmp_path), flags, stop_after)
+        assert codes == [expected] * len(codes)
+    found = curve(tmp_path)
+    assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+    for line, other in zip(found, undisturbed, strict=True):
+        assert line == pytest.approx(other, rel=1e-4)  # in float32, with sums in another order
+
+
+def refused(env: RankEnv, out: str, flags: str) -> str:
+    with pytest.raises(JobError) as caught:
+        train(env, out, flags)
+    return str(caught.value)
+
+
+def test_a_checkpoint_of_another_run_is_refused(pool2: Pool, tmp_path: Path) -> None:
+    directory = tmp_path / "checkpoints"
+    flags = f"--checkpoint-dir {directory}"
+    pool2.run(train, str(tmp_path), flags, 2)
+    for other, told in [
+        ("--seed 7 --batch 4", "step-000002 was made with --seed 0 --batch 8; use that, or another --checkpoint-dir"),
+        ("--steps 1", "step-000002 is past --steps 1"),
+        ("--width 32", "'embed.weight' has shape (256, 16) in the checkpoint and (256, 32) in the model"),
+    ]:
+        for text in pool2.run(refused, str(tmp_path), f"{flags} {other}"):
+            assert told in text
+    (directory / "step-000002" / "manifest.json").write_text("{")
+    for text in pool2.run(refused, str(tmp_path), flags):
+        assert "manifest.json is damaged" in text
+
+
+def test_torchrun_restarts_it_after_sigkill(tmp_path: Path, undisturbed: list[dict[str, float]]) -> None:
+    torchrun = "-m torch.distributed.run --standalone --nproc-per-node 2 --max-restarts 3 -m tests.checkpoint.dying_job"
+    flags = f"{FLAGS} --out {tmp_path} --checkpoint-dir {tmp_path / 'checkpoints'}"
+    command = [sys.executable, *torchrun.split(), *flags.split()]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False)
+    assert done.returncode == 0, done.stderr[-4000:]
+    # Killed after step 7, then in the save of step 8: both times it goes on from the checkpoint of step 4.
+    resumed = [line for line in done.stdout.splitlines() if line.startswith("going on from step")]
+    assert [line.split()[4] for line in resumed] == ["4,", "4,"], done.stdout
+    assert done.stderr.count("exitcode: -9") == 2, done.stderr[-4000:]
+    assert curve(tmp_path) == undisturbed
+    assert sorted(os.listdir(tmp_path / "checkpoints")) == [LOCK, "step-000020", "step-000024"]
+
+
+def test_ranks_of_a_new_life_do_not_hear_the_dead() -> None:
+    """torchrun keeps the store, and whatever ranks that died have written into it."""
+    server = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    patience = timedelta(seconds=20)
+
+    def life(rank: int) -> bool:
+        """Whether this rank finds what the first one of its life wrote, and nothing from before."""
+        store = meet(dist.TCPStore("127.0.0.1", server.port, wait_for_workers=False), rank, 3, patience)
+        fresh = not store.check(["address"]) if rank == 0 else True
+        if rank == 0:
+            store.set("address", "here")
+        store.wait(["address"], patience)
+        return fresh
+
+    with ThreadPoolExecutor(3) as threads:
+        for _ in range(3):
+            assert list(threads.map(life, range(3))) == [True] * 3
+    with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come within 0\.1 s"):
+        meet(server, 0, 3, timedelta(seconds=0.1))

@@ -1,0 +1,262 @@
+"""Bugs of streams, events and memory, planted: each is found on the emulated device, by numbers or by the race detector."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import pytest
+
+import hsdp.api.fsdp2
+import hsdp.api.module
+import hsdp.comm.work
+import hsdp.schedule.pipeline
+import hsdp.unit.gradients
+from hsdp.comm.collectives import Comm
+from hsdp.comm.streams import Streams
+from hsdp.comm.work import CommWork
+from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
+from hsdp.unit.unit import Unit
+from tests.mutants.planting import replaced
+from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
+from tests.support.rig import Pool, RankEnv, RemoteError
+
+Plant = Callable[[], Any]
+MOST_RUNS = 10
+FOUND = r"\d+ races|differ|not close|memory is gone"
+MUTANTS: dict[str, tuple[Plant, str, Shape, str]] = {}
+
+
+def mutant(case: str, shape: Shape = ONE_AXIS, mode: str = "none") -> Callable[[Plant], Plant]:
+    """Registers a function that plants a bug, with the case that has to find it."""
+
+    def register(plant: Plant) -> Plant:
+        MUTANTS[plant.__name__.replace("_", " ")] = (plant, case, shape, mode)
+        return plant
+
+    return register
+
+
+def _only_on(names: set[str], waits: bool) -> Any:
+    """Side streams of these names start their work without waiting for what they are told to wait for."""
+
+    def change(method: Callable[..., Any]) -> Callable[..., Any]:
+        @contextmanager
+        def on(streams: Streams, name: Any, event: Any) -> Iterator[None]:
+            if name not in names or (event is not None) != waits:
+                with method(streams, name, event):
+                    yield
+                return
+            with streams._module().stream(streams._stream(name)):
+                yield
+
+        return on
+
+    return replaced(Streams, "_on", change)
+
+
+@mutant("trains mlp")
+def gathers_do_not_wait_for_the_optimizer() -> Any:
+    return _only_on({"gather"}, waits=False)
+
+
+@mutant("trains mlp")
+def reduce_scatters_do_not_wait_for_gradients() -> Any:
+    return _only_on({"scatter"}, waits=False)
+
+
+@mutant("trains mlp", TWO_AXES)
+def all_reduces_do_not_wait_for_reduce_scatters() -> Any:
+    return _only_on({"replicate"}, waits=True)
+
+
+@mutant("offloaded", ONE_AXIS)
+def copies_to_the_host_do_not_wait_for_reductions() -> Any:
+    return _only_on({"replicate"}, waits=True)
+
+
+def _unjoined(kind: str) -> Any:
+    def change(wait: Callable[..., None]) -> Callable[..., None]:
+        def go(comm_work: CommWork) -> None:
+            if comm_work.kind == kind:
+                comm_work._event = None
+            wait(comm_work)
+
+        return go
+
+    return replaced(CommWork, "wait", change)
+
+
+@mutant("trains mlp")
+def compute_does_not_wait_for_gathers() -> Any:
+    return _unjoined("all-gather")
+
+
+@mutant("trains mlp", TWO_AXES)
+def gradients_land_before_their_all_reduce() -> Any:
+    return _unjoined("all-reduce")
+
+
+@mutant("compute on users streams")
+def the_default_stream_waits_in_place_of_the_current_one() -> Any:
+    def join(streams: Streams, event: Any) -> None:
+        if event is not None:
+            streams._module().default_stream(streams.device).wait_event(event)
+
+    return mock.patch.object(Streams, "join", join)
+
+
+@mutant("trains mlp", TWO_AXES)
+def all_reduces_wait_for_the_reduce_scatter_before_theirs() -> Any:
+    def change(after: Callable[..., Any]) -> Callable[..., Any]:
+        def go(streams: Streams, name: Any, event: Any) -> Any:
+            before = streams.__dict__.get("last", event)
+            streams.last = event  # type: ignore[attr-defined]
+            return after(streams, name, before)
+
+        return go
+
+    return replaced(Streams, "after", change)
+
+
+@mutant("trains odd", mode="slow comm")
+def whole_gradients_are_freed_in_the_middle_of_their_reduce_scatter() -> Any:
+    return _unjoined("reduce-scatter")
+
+
+@mutant("fusion packed")
+def a_work_s_event_comes_before_what_follows_its_collective() -> Any:
+    def change(settle: Callable[..., None]) -> Callable[..., None]:
+        def go(comm_work: CommWork) -> None:
+            streams = comm_work._comm.streams
+            event = streams.mark()
+            settle(comm_work)
+            streams.mark = lambda: (streams.__dict__.pop("mark"), event)[1]  # type: ignore[method-assign]
+
+        return go
+
+    return replaced(CommWork, "_settle", change)
+
+
+@mutant("trains mlp")
+def events_are_recorded_on_the_default_stream() -> Any:
+    def mark(streams: Streams) -> Any:
+        module = streams._module()
+        event = module.Event()
+        event.record(module.default_stream(streams.device))
+        return event
+
+    return mock.patch.object(Streams, "mark", mark)
+
+
+@contextmanager
+def _all(patches: list[Any]) -> Iterator[None]:
+    with patches[0], patches[1]:
+        yield
+
+
+@mutant("fusion packed")
+def staging_is_freed_when_its_gather_was_launched() -> Any:
+    def change(launch: Callable[..., None]) -> Callable[..., None]:
+        return lambda unit, *args, **kwargs: (
+            launch(unit, *args, **kwargs),
+            [group.release_transients() for group in unit.dtype_groups],
+        )[0]
+
+    return replaced(Unit, "launch", change)
+
+
+@mutant("fusion direct")
+def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any:
+    def change(start: Callable[..., Any]) -> Callable[..., Any]:
+        def go(pipeline: ReductionPipeline, items: list[Reduction]) -> ReductionBucket:
+            bucket: ReductionBucket = start(pipeline, items)
+            bucket.comm_work._keep = None
+            for reduction in items:
+                for part in reduction.parts:
+                    part.release_inputs()
+            return bucket
+
+        return go
+
+    return replaced(ReductionPipeline, "start_scatter", change)
+
+
+@mutant("fusion packed")
+def packed_parameters_are_unpacked_on_the_compute_stream_at_once() -> Any:
+    def change(unpack: Callable[..., None]) -> Callable[..., None]:
+        def go(unit: Unit) -> None:
+            module = unit.streams._module()
+            with module.stream(module.default_stream(unit.streams.device)):
+                unpack(unit)
+
+        return go
+
+    return replaced(Unit, "_unpack", change)
+
+
+@mutant("all-reduce hooks on a stream of their own")
+def hooks_on_a_stream_of_their_own_are_not_waited_for() -> Any:
+    def on_stream(hook: Callable[[Any], None], stream: Any) -> Callable[[Any], None]:
+        def there(tensor: Any) -> None:
+            with hsdp.api.fsdp2.torch.get_device_module(tensor.device).stream(stream):
+                hook(tensor)
+
+        return there
+
+    return mock.patch.object(hsdp.api.module, "on_stream", on_stream)
+
+
+@mutant("offloaded", mode="slow compute")
+def the_host_does_not_wait_for_offloaded_gradients() -> Any:
+    return mock.patch.object(hsdp.schedule.pipeline, "host_wait", lambda device: None)
+
+
+@mutant("written after an evaluation", mode="slow comm")
+def the_host_does_not_wait_for_copies_from_its_memory() -> Any:
+    return mock.patch.object(Streams, "finish_host_reads", lambda streams: None)
+
+
+@mutant("trains mlp", TWO_AXES)
+def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        def go(comm: Comm, *args: Any) -> None:
+            init(comm, *args)
+            for name, options in vars(comm).items():
+                if name.endswith("_options"):
+                    options.asyncOp = True
+
+        return go
+
+    return _all([replaced(Comm, "__init__", change), mock.patch.object(hsdp.comm.work, "wait_for", lambda *args: None)])
+
+
+@mutant("the recommended loop", TWO_AXES)
+def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
+    return _unjoined("reduce-scatter")
+
+
+def _mutated(env: RankEnv, name: str, seed: int) -> None:
+    plant, case, shape, mode = MUTANTS[name]
+    with plant():
+        run_case(env, case, shape, mode, seed)
+
+
+@pytest.mark.parametrize("name", MUTANTS)
+def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
+    """Found within a few runs: which memory is used again, and what the host meets, depend on timing and earlier tests."""
+    size = 2 if MUTANTS[name][2] == ONE_AXIS else 4
+    pool: Pool = request.getfixturevalue(f"device{size}")
+    told: list[str] = []
+    for seed in range(1, MOST_RUNS + 1):
+        try:
+            pool.run(_mutated, name, seed, timeout=20.0)
+        except RemoteError as error:
+            # The rank that found it does not wait for the others, which may be in a collective with it.
+            told += [f"{one.error}: {one.message}" for one in error.outcomes if not one.ok]
+        if any(re.search(FOUND, text) for text in told):
+            return
+    pytest.fail(f"not found in {MOST_RUNS} runs; told: {told}")

@@ -1,0 +1,52 @@
+"""Planted bugs are found by the tests that are there for them, by what those look at: half of them, or all (share.py)."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+
+import pytest
+
+from tests.mutants.engine import run_mutated
+from tests.mutants.planting import MUTANTS, Check, Mutant
+from tests.support.rig import Outcome, Pool
+from tests.support.share import FULL
+
+GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
+_CHOSEN = list(MUTANTS) if FULL else list(MUTANTS)[::2]
+_CHECKS = list(dict.fromkeys(MUTANTS[name].check for name in _CHOSEN))
+
+
+@pytest.fixture(scope="module")
+def pool2() -> Iterator[Pool]:
+    """Processes of this file's own: what a planted bug does to their memory must not show in other tests."""
+    with Pool(2) as pool:
+        yield pool
+
+
+@pytest.fixture(scope="module")
+def pool4() -> Iterator[Pool]:
+    """Four of them."""
+    with Pool(4) as pool:
+        yield pool
+
+
+def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) -> list[Outcome]:
+    pool: Pool = request.getfixturevalue(f"pool{check.world}")
+    run, args = (run_mutated, (mutant.name,)) if mutant is not None else (check.run, check.args)
+    return pool.run_raw(run, *args, group_timeout=GROUP_TIMEOUT, timeout=30.0)
+
+
+@pytest.mark.parametrize("check", _CHECKS, ids=lambda check: f"{check.run.__name__}-{check.world}")
+def test_checks_end_well_without_a_mutant(request: pytest.FixtureRequest, check: Check) -> None:
+    for one in _run(request, check, None):
+        assert one.error == check.ends, f"rank {one.rank}: {one.error}: {one.message}"
+
+
+@pytest.mark.parametrize("name", _CHOSEN)
+def test_mutants_are_killed(request: pytest.FixtureRequest, name: str) -> None:
+    mutant = MUTANTS[name]
+    outcomes = _run(request, mutant.check, mutant)
+    told = [f"{one.error}: {one.message}" for one in outcomes if one.error != mutant.check.ends]
+    assert told, "the mutant lives: its check ended as it does without it"
+    assert any(re.search(mutant.kill, text, re.DOTALL) for text in told), f"killed for another reason: {told}"

@@ -1,0 +1,126 @@
+"""The clock of `plan` is that of the engine: run in virtual time, with the same durations, a step takes as long."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+from torch import nn
+
+import hsdp
+from hsdp import CommPolicy
+from hsdp.planning import Link, Plan
+from hsdp.planning.schedule import Event, Verb, rehearse
+from hsdp.planning.timing import clock
+from tests.schedule.test_virtual_time import CASES
+from tests.support.best_step import Durations
+from tests.support.rig import fake_world
+from tests.support.virtual import Clock, Mode, micro_batch, steady_trace, use_device, virtual_model
+
+UNITS = 9
+POLICIES = {
+    "default": CommPolicy(),
+    "no prefetch": CommPolicy(prefetch=0),
+    "wide": CommPolicy(prefetch=3, max_inflight_reduce_scatters=2, max_inflight_all_reduces=2),
+    "narrow": CommPolicy(max_inflight_all_reduces=1),
+}
+
+
+@dataclass
+class Fixed:
+    """Durations of `virtual_model`: its layers are units 1 and up, the root has no parameters."""
+
+    times: Durations
+    shared: bool = False
+
+    def compute(self, verb: Verb, unit: int) -> float:
+        if unit == 0:
+            return 0.0
+        return self.times.forward if verb is Verb.FORWARD else self.times.backward
+
+    def collective(self, event: Event) -> float:
+        costs = {Verb.GATHER: self.times.gather, Verb.SCATTER: self.times.scatter, Verb.ALL_REDUCE: self.times.all_reduce}
+        return 0.0 if 0 in event.units else costs.get(event.verb, 0.0)
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("mode", ["device", "host"])
+@pytest.mark.parametrize("bound", CASES)
+def test_a_step_takes_as_long_as_in_virtual_time(
+    monkeypatch: pytest.MonkeyPatch, bound: str, mode: Mode, policy: str
+) -> None:
+    times = CASES[bound]
+    virtual = Clock(mode)
+    use_device(monkeypatch, virtual)
+    with fake_world(4) as env:
+        model = virtual_model(virtual, env.mesh((2, 2)), times, UNITS, comm_policy=POLICIES[policy])
+        took = steady_trace(virtual, lambda: micro_batch(model))
+        units = hsdp.plan(model, tokens_per_rank=1).units
+    device = mode == "device"
+    assert clock(rehearse(units, 1, device), Fixed(times), device).step == pytest.approx(took)
+
+
+def _plan(tokens: int, **told: object) -> Plan:
+    layers = nn.Sequential(*(nn.Linear(1024, 1024, bias=False, device="meta") for _ in range(8)))
+    link = Link(fast=1e9, slow=1e8, ranks_per_node=4, latency=0.0, fast_step=0.0, slow_step=0.0)
+    return hsdp.plan(layers, mesh=(2, 4), tokens_per_rank=tokens, flops=1e12, link=link, **told)  # type: ignore[arg-type]
+
+
+def test_compute_and_busy_times_are_those_of_the_formulas() -> None:
+    plan = _plan(1000)
+    elements = 8 * 1024 * 1024
+    assert plan.time.compute == pytest.approx(6 * elements * 1000 / 1e12)
+    assert _plan(1000, recompute=True).time.compute == pytest.approx(8 * elements * 1000 / 1e12)
+    flags = 8 * 4
+    # Twice each, but the last layer once.
+    assert plan.time.busy["all-gather"] == pytest.approx((2 - 1 / 8) * elements * 4 * 3 / 4 / 1e9)
+    assert plan.time.busy["reduce-scatter"] == pytest.approx((elements * 4 + 4 * flags) * 3 / 4 / 1e9)
+    assert plan.time.busy["all-reduce"] == pytest.approx((elements + flags) / 4 * 4 * 2 / 2 / 1e8, rel=1e-3)
+    assert plan.time.step == pytest.approx(plan.time.compute + sum(plan.time.exposed.values()))
+
+
+def test_tiers_follow_the_mesh() -> None:
+    link = Link(ranks_per_node=8)
+    assert [link.members("shard", 8, shards) for shards in (2, 8, 16, 12)] == [2, 8, 8, 4]
+    assert [link.members("replicate", 4, shards) for shards in (2, 4, 8, 64)] == [4, 2, 1, 1]
+    assert link.split(100.0, 8, 8) == (100.0, 0.0)
+    assert link.split(100.0, 8, 1) == (0.0, 100.0)
+    # 16 ranks on 2 nodes: of the 15 shards that a rank needs, its node needs 8 from the other, and each rank brings one.
+    assert link.split(15.0, 16, 8) == (14.0, 1.0)
+
+
+def test_latency_grows_with_the_ring() -> None:
+    link = Link(fast=1.0, slow=1.0, ranks_per_node=8, latency=1000.0, fast_step=10.0, slow_step=1.0)
+    assert link.seconds(1, 8, 8, 0, 0) == 1000 + 7 * 10
+    assert link.seconds(1, 32, 8, 5, 7) == 1000 + 28 * 10 + 3 * 1 + 7
+    assert link.seconds(2, 4, 1, 0, 0) == 1000 + 2 * 3 * 1
+
+
+def test_the_bottleneck_is_named_with_what_helps() -> None:
+    assert "compute is the bottleneck" in _plan(1_000_000).bottleneck
+    starved = _plan(1000)
+    assert "raise tokens per rank to" in starved.bottleneck
+    told = int(starved.bottleneck.split("raise tokens per rank to ")[1].split()[0].strip(",.").replace(",", ""))
+    kind = starved.bottleneck.split()[0]
+    enough, fewer = starved.time_with(told), starved.time_with(told * 9 // 10)
+    assert enough.exposed[kind] <= 0.03 * enough.step
+    assert fewer.exposed[kind] > 0.03 * fewer.step
+
+
+def test_what_does_not_fit_is_told() -> None:
+    peak = _plan(1000).memory.total
+    assert _plan(1000, memory=peak).fits
+    tight = _plan(1000, memory=peak - 1)
+    assert not tight.fits
+    assert "does not fit" in tight.bottleneck
+    assert "use 1 x 8" in tight.bottleneck
+    assert "no mesh of this many ranks" in _plan(1000, memory=1).bottleneck
+
+
+def test_links_are_checked() -> None:
+    with pytest.raises(ValueError, match=r"Link\(slow=0\).*bytes per second"):
+        Link(slow=0)
+    with pytest.raises(ValueError, match=r"slow_step=-1.*seconds"):
+        Link(slow_step=-1)
+    with pytest.raises(ValueError, match="ranks_per_node"):
+        Link(ranks_per_node=-1)

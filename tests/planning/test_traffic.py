@@ -1,0 +1,154 @@
+"""What `plan` says of collectives is what a step does: calls, transfers and bytes, exactly."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import hsdp
+from hsdp import CommPolicy, MixedPrecisionPolicy
+from hsdp.planning import Plan
+from tests.support.counting import CollectiveCounter
+from tests.support.models import MLP, Transformer
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import mesh_id
+
+Sent = dict[tuple[str, str], tuple[int, int, int]]
+"""(kind, axis) -> calls, transfers, bytes sent by a rank."""
+
+KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "reduce-scatter"}
+
+
+@dataclass(frozen=True)
+class Setup:
+    """How a model is sharded and stepped."""
+
+    build: Callable[[], nn.Module] = Transformer
+    options: dict[str, Any] = field(default_factory=dict)
+    micro_batches: int = 1
+    freeze: tuple[str, ...] = ()
+    units: tuple[str, ...] = ("blocks.*",)
+    replicate: tuple[str, ...] = ()
+
+
+def _tokens(model: nn.Module) -> Tensor:
+    return model(torch.ones(1, 4, dtype=torch.int64)).float().sum()
+
+
+def _floats(model: nn.Module) -> Tensor:
+    return model(torch.ones(2, 256)).float().sum()
+
+
+def _wide() -> nn.Module:
+    return MLP((256, 512, 256, 128))
+
+
+ALL_BUT_Q = ("embedding", "norm", "head", "blocks.0", *(f"blocks.1.{name}" for name in ("n", "k", "v", "o", "g", "u", "d")))
+BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+SETUPS = {
+    "transformer": Setup(),
+    "wide": Setup(_wide),
+    "packed": Setup(_wide, {"comm_policy": CommPolicy(fusion="packed")}),
+    "direct": Setup(_wide, {"comm_policy": CommPolicy(fusion="direct")}),
+    "bf16": Setup(_wide, {"mp_policy": BF16}),
+    "bf16 throughout": Setup(options={"mp_policy": MixedPrecisionPolicy(torch.bfloat16)}),
+    "freed": Setup(options={"reshard_after_forward": True}),
+    "kept": Setup(options={"reshard_after_forward": False}),
+    "kept in parts": Setup(options={"reshard_after_forward": 2}),
+    "three micro-batches": Setup(_wide, micro_batches=3),
+    "three local micro-batches": Setup(_wide, {"comm_policy": CommPolicy(accumulate="local")}, micro_batches=3),
+    "scatter buckets": Setup(_wide, {"comm_policy": CommPolicy(reduce_scatter_bucket_bytes=1 << 20)}),
+    "all-reduce buckets": Setup(_wide, {"comm_policy": CommPolicy(all_reduce_bucket_bytes=1 << 18)}),
+    "no prefetch": Setup(options={"comm_policy": CommPolicy(prefetch=0)}),
+    "a frozen bias": Setup(_wide, freeze=("blocks.1.bias",)),
+    "a frozen first block": Setup(_wide, freeze=("blocks.0.weight", "blocks.0.bias")),
+    "nested units": Setup(units=("blocks.*", "blocks.*.q", "head")),
+    "one trained layer": Setup(units=("blocks.*", "blocks.1.q"), freeze=ALL_BUT_Q),
+    "replicated norms": Setup(replicate=("blocks.0.norm1.weight", "norm.weight")),
+}
+
+
+def build(setup: Setup) -> tuple[nn.Module, dict[str, Any]]:
+    """The model, not sharded yet, and the arguments with which it is to be."""
+    model = setup.build()
+    for name, param in model.named_parameters():
+        param.requires_grad_(not name.startswith(setup.freeze or "nothing"))
+    replicate = {"replicate_params": [model.get_parameter(name) for name in setup.replicate]} if setup.replicate else {}
+    return model, setup.options | replicate
+
+
+def step(model: nn.Module, micro_batches: int) -> None:
+    """Forward and backward of every micro-batch."""
+    loss = _tokens if hasattr(model, "embedding") else _floats
+    for left in reversed(range(micro_batches)):
+        with model.accumulate(last=left == 0):  # type: ignore[operator]
+            loss(model).backward()
+
+
+def measured(model: nn.Module, mesh: DeviceMesh, micro_batches: int) -> Sent:
+    """What the third step sends: by then the order of units is known."""
+    for _ in range(2):
+        step(model, micro_batches)
+        model.zero_grad()
+    with CollectiveCounter() as counter:
+        step(model, micro_batches)
+    axes = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
+    found: Sent = {}
+    for call in counter.calls:
+        key = KINDS.get(call.kind, "all-reduce"), axes.get(call.group, "part")
+        calls, transfers, sent = found.get(key, (0, 0, 0))
+        found[key] = calls + 1, transfers + call.transfers, sent + round(call.wire_bytes)
+    return found
+
+
+def planned(plan: Plan) -> Sent:
+    """What the plan says."""
+    return {(one.kind, one.axis): (one.calls, one.transfers, round(one.sent)) for one in plan.collectives}
+
+
+def check(setup: Setup, mesh: DeviceMesh) -> None:
+    """Plans before and after sharding are alike, and are what happens."""
+    sizes = tuple(mesh.shape)
+    model, options = build(setup)
+    told: dict[str, Any] = {"tokens_per_rank": 4, "micro_batches": setup.micro_batches}
+    before = hsdp.plan(model, mesh=mesh, units=setup.units, **told, **options)
+    hsdp.shard_units(model, setup.units, mesh=mesh, **options)
+    after = hsdp.plan(model, **told)
+    assert before == after
+    backend = before.assumptions.backend
+    sent = measured(model, mesh, setup.micro_batches)
+    assert planned(after) == sent, f"on {sizes}, {backend}"
+    by_unit = sum(one.sent for unit in after.by_unit for one in unit)
+    assert by_unit == pytest.approx(sum(nbytes for *_, nbytes in sent.values()), abs=len(sent))
+    held = {id(unit): sum(group.shard.nbytes for group in unit.dtype_groups) for unit in model._units()}  # type: ignore[operator]
+    assert sum(unit.total("shard_bytes") for unit in after.units) == sum(held.values())
+
+
+# One shard rank has no parts: there the plan refuses them, as `fully_shard` does.
+CASES = [(s, name) for s in ((8,), (2, 4), (8, 1), (1, 8)) for name in SETUPS if s[-1] > 1 or name != "kept in parts"]
+
+
+@pytest.mark.parametrize(("shape", "name"), CASES, ids=lambda part: part if isinstance(part, str) else mesh_id(part))
+def test_collectives_are_as_planned(shape: tuple[int, ...], name: str) -> None:
+    with fake_world(8) as env:
+        check(SETUPS[name], env.mesh(shape))
+
+
+def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
+    """Several setups, on every rank."""
+    for name in names:
+        check(SETUPS[name], env.mesh(shape))
+
+
+ON_GLOO = ("transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets")
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_collectives_are_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_on_gloo, shape, ON_GLOO)

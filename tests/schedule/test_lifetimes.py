@@ -1,0 +1,160 @@
+"""More than one model at a time, and what stays alive: gradients are plain autograd's, nothing outlives its owner."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import weakref
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from tests.support.graphs import Chain, Net, floats, step, tokens
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_grads, check_rest, shard
+
+
+def _distill(env: RankEnv) -> None:
+    plain = Net().double(), Net().double()
+    models = [shard(copy.deepcopy(one), env.mesh(2)) for one in plain]
+
+    def run(student: nn.Module, teacher: nn.Module, rank: int) -> None:
+        batch = tokens(rank)
+        out = student(batch)
+        with torch.no_grad():
+            target = teacher(batch)
+        (out - target).square().sum().backward()
+
+    for _ in range(2):
+        check_grads(models[0], plain[0], lambda m, r: run(m, models[1] if m is models[0] else plain[1], r), env.rank, 2)
+    assert all(param.grad is None for param in models[1].parameters())
+    for model in models:
+        check_rest(model)
+
+
+def test_teacher_and_student(pool2: Pool) -> None:
+    pool2.run(_distill)
+
+
+def _adversaries(env: RankEnv) -> None:
+    plain = Chain().double(), Chain().double()
+    ours = [shard(copy.deepcopy(one), env.mesh(2)) for one in plain]
+
+    def run(first: nn.Module, second: nn.Module, rank: int) -> None:
+        x = floats(rank)
+        made = first(x)
+        second(made.detach()).square().sum().backward()  # the critic's turn
+        second(made).sum().backward()  # the generator's: through the critic
+
+    for _ in range(2):
+        for at in (0, 1):  # gradients of the generator, then of the critic
+            for model in (*plain, *ours):
+                model.zero_grad()
+            check_grads(
+                ours[at],
+                plain[at],
+                lambda m, r: run(*(ours if m is ours[at] else plain), r),
+                env.rank,
+                2,
+            )
+
+
+def test_adversaries_whose_graphs_go_through_each_other(pool2: Pool) -> None:
+    pool2.run(_adversaries)
+
+
+def _forward_inside_backward(env: RankEnv) -> None:
+    plain = Net().double(), Chain().double()
+    ours = [shard(copy.deepcopy(one), env.mesh(2)) for one in plain]
+
+    def run(outer: nn.Module, inner: nn.Module, rank: int) -> None:
+        def train_inner(grad: Tensor) -> None:
+            with torch.enable_grad():
+                inner(floats(rank)).sum().backward()
+
+        blocks: Any = outer.blocks
+        handle = blocks[1].register_forward_hook(lambda module, args, out: out.register_hook(train_inner) and None)
+        step(outer, rank)
+        handle.remove()
+
+    for _ in range(2):
+        for at in (0, 1):
+            for model in (*plain, *ours):
+                model.zero_grad()
+            check_grads(
+                ours[at],
+                plain[at],
+                lambda m, r: run(*(ours if m is ours[at] else plain), r),
+                env.rank,
+                2,
+            )
+
+
+def test_a_model_trains_inside_the_backward_of_another(pool2: Pool) -> None:
+    pool2.run(_forward_inside_backward)
+
+
+def _delete(env: RankEnv) -> None:
+    model = shard(Net().double(), env.mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    for k in range(2):
+        step(model, env.rank, k)
+        optimizer.step()
+        optimizer.zero_grad()
+    local = model.head.weight.to_local()
+    watched = [weakref.ref(model), *(weakref.ref(unit) for unit in model._units())]
+    del local, optimizer
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        alive = [ref() for ref in watched if ref() is not None]
+    finally:
+        gc.enable()
+    assert not alive, f"still alive without a collection: {alive}"
+
+
+def test_deleting_a_model_frees_it_at_once(pool2: Pool) -> None:
+    pool2.run(_delete)
+
+
+def _zero_grad_frees(env: RankEnv) -> None:
+    model = shard(Net().double(), env.mesh(2))
+    for _ in range(2):
+        step(model, env.rank)
+        kept = [weakref.ref(p.grad._local_tensor.untyped_storage()) for p in model.parameters()]
+        model.zero_grad()
+        assert not [ref for ref in kept if ref() is not None], "gradients outlive zero_grad"
+
+
+def test_zero_grad_frees_the_gradients(pool2: Pool) -> None:
+    pool2.run(_zero_grad_frees)
+
+
+def _train_in_backward(env: RankEnv) -> None:
+    plain = Net().double()
+    model = shard(copy.deepcopy(plain), env.mesh(2))
+    stepped: list[str] = []
+    for name, param in model.named_parameters():
+
+        def update(p: Tensor, name: str = name) -> None:
+            stepped.append(name)
+            assert p.grad is not None
+            with torch.no_grad():
+                p.add_(p.grad, alpha=-0.1)
+            p.grad = None
+
+        param.register_post_accumulate_grad_hook(update)
+    step(model, env.rank)
+    assert sorted(stepped) == sorted(name for name, _ in model.named_parameters())
+    for rank in range(env.world_size):
+        step(plain, rank)
+    for ours, theirs in zip(model.parameters(), plain.parameters(), strict=True):
+        assert theirs.grad is not None
+        expected = theirs.detach() - 0.1 * theirs.grad / env.world_size
+        torch.testing.assert_close(ours.full_tensor(), expected, rtol=1e-11, atol=1e-11)
+
+
+def test_an_optimizer_in_the_parameters_hooks(pool2: Pool) -> None:
+    pool2.run(_train_in_backward)

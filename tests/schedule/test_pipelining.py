@@ -1,0 +1,120 @@
+"""hsdp stages in `torch.distributed.pipelining`: two stages or four, each sharded over two ranks, equal to one device."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining.schedules import (
+    Schedule1F1B,
+    ScheduleGPipe,
+    ScheduleInterleaved1F1B,
+)
+
+import hsdp
+from tests.support.deep import collectives, of_kind
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import check_rest, check_sharded
+from tests.support.twin import assert_same, full_grads, full_params
+
+DIM, LAYERS, MICRO_BATCHES, ROWS, STEPS = 6, 8, 4, 8, 3
+
+
+class Stage(nn.Module):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(layers)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = torch.tanh(layer(x))
+        return x
+
+
+def _loss(out: Tensor, target: Tensor) -> Tensor:
+    return (out - target).square().mean()
+
+
+def _batch(step: int, dp_rank: int) -> tuple[Tensor, Tensor]:
+    generator = torch.Generator().manual_seed(100 * step + dp_rank)
+    x, y = torch.randn(2, ROWS, DIM, generator=generator, dtype=torch.float64)
+    return x, y
+
+
+def _stages(count: int) -> list[Stage]:
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(3)
+        layers = [nn.Linear(DIM, DIM).double() for _ in range(LAYERS)]
+    per_stage = LAYERS // count
+    return [Stage(layers[i * per_stage : (i + 1) * per_stage]) for i in range(count)]
+
+
+def _expected(count: int) -> list[tuple[Any, Any]]:
+    """Parameters and last gradients of each stage, trained on one device with the mean over both data-parallel ranks."""
+    stages = _stages(count)
+    model = nn.Sequential(*stages)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        for dp_rank in range(2):
+            x, y = _batch(step, dp_rank)
+            (_loss(model(x), y) / 2).backward()
+        optimizer.step()
+    return [(full_params(stage), full_grads(stage)) for stage in stages]
+
+
+def _train(env: RankEnv, schedule_class: Any, keep: bool) -> None:
+    mesh = env.mesh((2, 2), ("pp", "dp"))
+    pp_rank, dp_rank = mesh.get_coordinate()  # type: ignore[misc]
+    per_rank = 2 if schedule_class is ScheduleInterleaved1F1B else 1
+    count = 2 * per_rank
+    mine = list(range(pp_rank, count, 2))
+    stages = {index: copy.deepcopy(stage) for index, stage in enumerate(_stages(count)) if index in mine}
+    for stage in stages.values():
+        for module in (*stage.layers, stage):
+            hsdp.fully_shard(module, mesh=mesh["dp"], reshard_after_forward=False if keep else None)
+    group = mesh["pp"].get_group()
+    pipe = [PipelineStage(stage, index, count, torch.device("cpu"), group=group) for index, stage in stages.items()]
+    schedule = schedule_class(pipe if per_rank > 1 else pipe[0], MICRO_BATCHES, loss_fn=_loss)
+    params = [param for stage in stages.values() for param in stage.parameters()]
+    optimizer = torch.optim.SGD(params, lr=0.3, momentum=0.9)
+    for step in range(STEPS):
+        x, y = _batch(step, dp_rank)
+        optimizer.zero_grad()
+        args = (x,) if pp_rank == 0 else ()
+        target = {"target": y} if count - 1 in mine else {}
+        with collectives() as log:
+            schedule.step(*args, **target)
+        if step and keep and per_rank > 1:
+            layers = LAYERS // 2
+            assert len(of_kind(log, "all_gather")) == layers, "gathered once for all micro-batches"
+        if step:
+            assert len(of_kind(log, "reduce_scatter")) == LAYERS // 2, "reduced once for all micro-batches"
+        optimizer.step()
+    expected = _expected(count)
+    for index, stage in stages.items():
+        assert_same(dict(full_params(stage)), expected[index][0])
+        assert_same(full_grads(stage), expected[index][1])
+        check_sharded(stage)
+        check_rest(stage)
+
+
+@pytest.mark.parametrize("keep", [True, False], ids=["kept after forward", "freed"])
+@pytest.mark.parametrize("schedule", [ScheduleGPipe, Schedule1F1B, ScheduleInterleaved1F1B])
+def test_training_equals_the_twin(pool4: Pool, schedule: Any, keep: bool) -> None:
+    pool4.run(_train, schedule, keep)
+
+
+def test_schedules_that_split_the_backward_are_refused() -> None:
+    # They make gradients of inputs first, and look for those of weights by way of `parameters()` later.
+    with fake_world(2):
+        stage: Any = hsdp.fully_shard(_stages(2)[0])
+        x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
+        torch.autograd.grad(stage(x).sum(), x)
+        with pytest.raises(hsdp.StateError, match=r"FSDPStage: no gradient of this stage .*ScheduleInterleaved1F1B"):
+            fsdp.fully_shard.state(stage)._root_post_backward_final_callback()

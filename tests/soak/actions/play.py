@@ -1,0 +1,376 @@
+"""Plays programs of user actions on both sides and judges them: equal, a named error that is owed, or a failure.
+
+Each action is done on the sharded side first, then on the twin. If both raise the same, or the sharded side refuses the
+action by name where `EXCUSES` allow it, the twin forgets the action: a failed action must leave nothing. Gradients and
+parameters are compared whenever nothing is pending and gradients are about to be used, and at the end.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import traceback
+import zlib
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hsdp import HSDPModule
+from tests.soak.actions.excuses import excuse_for
+from tests.soak.actions.fsdp2 import FSDP2
+from tests.soak.actions.models import Planned
+from tests.soak.actions.programs import Action, Program
+from tests.soak.actions.sides import Sharded, Side, Twin, Values, sides_of
+from tests.support.rig import RankEnv
+
+TOLERANCE = 1e-10
+_OF_AUTOGRAD = "in-?place operation|this checkpoint\\(\\) is not necessary|does not require grad"
+
+
+@dataclass
+class Verdict:
+    """What came of a program on this rank.
+
+    Attributes:
+        named: errors that were owed, by type and action.
+        planned: how many actions raised on both sides.
+        failure: a class of failures ("" if it went well), with `told` about it.
+    """
+
+    named: Counter[str] = field(default_factory=Counter)
+    planned: int = 0
+    failure: str = ""
+    told: str = ""
+
+
+class Failed(Exception):  # noqa: N818  (what the rig shows is this name)
+    """A program failed; the message is JSON: its place among those of the job, the class of failure, what was told."""
+
+
+class _Wrong(Exception):  # noqa: N818
+    def __init__(self, failure: str, told: str) -> None:
+        super().__init__(failure)
+        self.failure, self.told = failure, told
+
+
+def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
+    """On a worker: plays programs, and stops at the first that fails, as ranks may be out of step behind it.
+
+    Raises:
+        Failed: one failed.
+    """
+    verdicts = []
+    for index, program in enumerate(programs):
+        verdict = play(env, program, system)
+        if verdict.failure:
+            done = [[dict(one.named), one.planned] for one in verdicts]
+            raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
+        verdicts.append(verdict)
+    return verdicts
+
+
+def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
+    """Plays one program on this rank."""
+    verdict = Verdict()
+    try:
+        sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
+        _Play(env, program, sharded, twin, verdict).all()
+    except _Wrong as wrong:
+        verdict.failure, verdict.told = wrong.failure, wrong.told
+    except Exception as error:
+        verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
+    return verdict
+
+
+class _Play:
+    def __init__(self, env: RankEnv, program: Program, sharded: Sharded, twin: Twin, verdict: Verdict) -> None:
+        self.env, self.program, self.sharded, self.twin, self.verdict = env, program, sharded, twin, verdict
+        self.zeroed = False  # a zero gradient and none are the same from now on
+        self.synced = True
+        self.runs_on = False  # reductions may run on behind a backward: their sums are not in `.grad` yet
+        self.facts: dict[int, set[str]] = {}  # by slot, what has happened since its forward, and in it
+        self.uneven_slots: set[int] = set()
+        self.always: set[str] = {"max_norm"} if program.max_norm else set()
+        self.late = ""  # a difference of values, told at the next comparison, where all ranks meet
+        self.doing = "the beginning"
+
+    def all(self) -> None:
+        for at, action in enumerate(self.program.actions):
+            self.doing = f"action {at} {action}"
+            if not self.applies(action):
+                continue
+            if action[0] in ("step", "clip", "raw step", "hook", "unhook") and not self.sharded.pending():
+                self.compare()
+            self.one(at, action)
+        self.doing = "the end"
+        if self.sharded.lost():
+            for side in (self.sharded, self.twin):
+                side.zero(-1, "none")
+        for what in ("gradient_sync", "all_reduce", "last_backward"):
+            self.sharded.set(-1, what, True)
+        self.sharded.flush(-1)
+        self.compare()
+        self.compare_replicas()
+
+    def applies(self, action: Action) -> bool:
+        """Whether an action can be judged where it stands."""
+        kind, pending = action[0], self.sharded.pending() or self.runs_on
+        if kind in ("hook", "unhook"):
+            return not pending  # it would see sums of backwards before it, which the twin's hooks saw already
+        if kind == "scale":
+            return not pending  # what is visible is scaled, and sums are not
+        if kind == "noise":
+            return not pending and not self.zeroed  # zeros may stand where no rank used a parameter
+        if kind == "set" and action[1] in ("gradient_sync", "all_reduce"):
+            self.synced = action[2]
+        if kind == "set" and action[1] == "last_backward":
+            self.runs_on = self.runs_on or not action[2]
+        if kind == "backward" and "penalty" in action[2] and action[2].get("hook", ("",))[0] == "step":
+            return False  # autograd hands on the penalty's gradient first: the optimizer steps before the units' backward
+        if kind == "backward" and "hook" in action[2]:
+            # Hooks on sharded parameters run when gradients are complete, the twin's in each backward.
+            return self.synced and not pending and action[2].get("context", "") in ("", "last")
+        if kind == "penalty":
+            return any(p.requires_grad for p in self.twin.params.values())
+        return True
+
+    # -- one action ----------------------------------------------------------------------------------------------
+
+    def one(self, at: int, action: Action) -> None:
+        facts, kind = self.note(action), action[0]
+        uneven = self.uneven(action)
+        if uneven:
+            theirs, twins_error = self.twins(at, action)
+            if twins_error is not None:  # neither side does it: what an action that fails does is tried with even losses
+                self.twin.forget()
+                self.drop(action)
+                return
+        ours, error = _attempt(self.sharded, at, action)
+        if error is not None and kind in ("step", "raw step", "clip"):
+            self.refused(action, error, facts, None)
+            return
+        if not uneven:
+            theirs, twins_error = self.twins(at, action)
+        if error is None and twins_error is None:
+            self.same_values(ours, theirs)
+            if kind == "zero" and "pending" in facts:
+                self.twin.show_zeros(self.sharded)
+            return
+        self.twin.forget()
+        self.drop(action)
+        for side in (self.sharded, self.twin):
+            if kind == "penalty" or (
+                kind == "backward" and ("penalty" in action[-1] or action[-1].get("hook", ("",))[0] == "step")
+            ):
+                side.zero(at, "none")  # nobody takes back what autograd gave to sharded parameters, or a hook's optimizer
+        if kind == "backward" and action[-1].get("hook", ("",))[0] == "step":
+            self.twin.adopt(self.sharded)
+        if error is None:
+            told = f"{type(twins_error).__name__}: {twins_error}"
+            if excuse_for("silent", told, action[0], facts) is None:
+                raise _Wrong("silent where the twin raises", f"{self.doing}\n{told}")
+            for side in (self.sharded, self.twin):
+                side.zero(at, "none")
+            return
+        self.refused(action, error, facts, twins_error)
+
+    def drop(self, action: Action) -> None:
+        """Forgets the losses of an action that failed."""
+        for side in (self.sharded, self.twin):
+            for slot in self.slots_of(action):
+                side.slots.pop(slot, None)
+
+    def uneven(self, action: Action) -> bool:
+        """Whether ranks' losses use different units in an action: an exception would find them at different points."""
+        if action[0] == "forward":
+            heads = action[2].get("heads", ("both",))
+            self.uneven_slots.discard(action[1])
+            self.uneven_slots |= {action[1]} if len({*heads}) > 1 else set()
+        return not self.uneven_slots.isdisjoint(self.slots_of(action))
+
+    def twins(self, at: int, action: Action) -> tuple[Values, Exception | None]:
+        self.twin.remember()
+        return _attempt(self.twin, at, action)
+
+    def refused(self, action: Action, error: Exception, facts: set[str], twins: Exception | None) -> None:
+        """Judges an error of the sharded side."""
+        same = twins is not None and type(error) is type(twins) and str(error)[:50] == str(twins)[:50]
+        # The engine decides which of two errors comes first.
+        if same or (twins is not None and (isinstance(error, Planned) or re.search(_OF_AUTOGRAD, str(error)))):
+            self.verdict.planned += 1
+            if wrote := facts & {"max_norm", "copy_ renorm", "data renorm"}:
+                self.repair()
+                self.always |= wrote  # the next gather tells of it
+            return
+        told = f"{type(error).__name__}: {error}"
+        if self.sharded.ends_with_errors:
+            raise _Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
+        named = isinstance(error, self.sharded.errors)
+        if "wrote to parameter" in told:
+            self.repair()
+        if (named and twins is not None) or excuse_for(type(error).__name__, told, action[0], facts) is not None:
+            self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
+            return
+        stack = "".join(traceback.format_exception(error))[-1800:]
+        twin_told = f"; the twin: {type(twins).__name__}: {twins}" if twins is not None else ""
+        if isinstance(error, Planned) and twins is None:
+            raise _Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
+        what = f"named, not owed: {type(error).__name__}" if named else f"unnamed {type(error).__name__}"
+        raise _Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
+
+    def repair(self) -> None:
+        """Puts back what a forward wrote: with one shard rank, its unsharded parameters are the shards."""
+        if self.program.shape[-1] > 1:
+            return
+        with torch.no_grad():
+            for name, param in self.sharded.params.items():
+                param.copy_(self.sharded.like(self.twin.params[name], param))
+        for facts in self.facts.values():
+            facts.add("write")
+
+    def slots_of(self, action: Action) -> tuple[int, ...]:
+        if action[0] in ("forward", "grad"):
+            return (action[1],)
+        return tuple(action[1]) if action[0] == "backward" else ()
+
+    def note(self, action: Action) -> set[str]:
+        """Writes down that the action happens; returns what excuses may look at."""
+        kind = action[0]
+        mine = {kind, *self.always}
+        if self.sharded.pending():
+            mine.add("pending")
+        if self.sharded.lost():
+            mine.add("lost")
+        if kind == "zero" and "none" not in action[1]:
+            self.zeroed = True
+        told = {"full write": "write", "raw step": "step"}.get(kind, kind)
+        if kind == "backward" and "hook" in action[2]:
+            told = action[2]["hook"][0] + " in backward"
+        if kind == "toggle" or kind == "unshard":
+            self.always.add(kind + "d" * (kind[-1] == "e") + "ed" * (kind[-1] != "e"))
+        for slot, facts in self.facts.items():
+            if slot not in self.slots_of(action):
+                facts.add(told)
+                facts |= _facts_of(action[2]) & {"copy_ renorm", "data renorm"} if kind == "forward" else set()
+        if kind in ("forward", "eval"):
+            how = action[2] if kind == "forward" else action[1]
+            mine |= _facts_of(how) | ({f"call {action[3]}"} if kind == "forward" else set())
+        if kind == "forward":
+            self.facts[action[1]] = set(mine - {"forward"})
+            return mine
+        if kind == "backward":
+            mine |= {key for key in action[2] if key != "context"} | {told, action[2].get("context", "")} - {""}
+        for slot in self.slots_of(action):
+            mine |= self.facts.get(slot, set())
+            if kind == "backward":
+                self.facts.setdefault(slot, set()).update(("backward", told))
+        return mine
+
+    # -- comparisons ---------------------------------------------------------------------------------------------
+
+    def same_values(self, ours: Values, theirs: Values) -> None:
+        """Values of one action; told late, as other ranks may have no difference."""
+        for (name, mine), (_, other) in zip(ours, theirs, strict=True):
+            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            if not self.late and not _close(mine, other):
+                self.late = f"{name} differs by {_off(mine, other)} in {self.doing}"
+
+    def compare(self) -> None:
+        """This rank's shards of parameters and gradients; all ranks learn whether all are right."""
+        wrong = [f"the {self.late}"] if self.late else []
+        if isinstance(self.sharded.model, HSDPModule):
+            for runtime in self.sharded.model._runtimes():
+                runtime.settle()  # joins reductions that run on behind a backward
+        for name, param in self.sharded.params.items():
+            other = self.twin.params[name]
+            if not isinstance(param, DTensor):
+                wrong.append(f"{name} is a {type(param).__name__}")
+                continue
+            shard = self.sharded.shard_of(other.detach(), param)
+            if not _close(param._local_tensor, shard):  # type: ignore[attr-defined]
+                wrong.append(f"value of {name} differs by {_off(param._local_tensor, shard)}")  # type: ignore[attr-defined]
+            wrong += self._grad_differs(name, param, other)
+        alive = torch.tensor([bool(wrong)], dtype=torch.int64)
+        dist.all_reduce(alive)
+        if alive.item():
+            told = "\n".join(wrong) or "(on other ranks)"
+            failure = "wrong values" if not wrong else _class_of(wrong[0])
+            raise _Wrong(failure, f"before {self.doing}\n{told}")
+
+    def _grad_differs(self, name: str, param: Any, other: Tensor) -> list[str]:
+        grad = other.grad
+        if param.grad is None and grad is None:
+            return []
+        if param.grad is None or grad is None:
+            if not self.zeroed:
+                return [f"gradient of {name} is {'None' if param.grad is None else 'a tensor'}, and should not be"]
+            zeros = torch.zeros_like(other) if grad is None else grad
+            mine = 0.0 if param.grad is None else param.grad._local_tensor.abs().sum().item()
+            off = max(mine, zeros.abs().max().item() if param.grad is None and zeros.numel() else 0.0)
+            return [f"gradient of {name} differs from none by {off}"] if not off <= TOLERANCE else []
+        if not isinstance(param.grad, DTensor):
+            return [f"gradient of {name} is a {type(param.grad).__name__}"]
+        # DTensor does not shard what a penalty gives to a parameter with fewer rows than ranks.
+        outside = param.grad.placements != param.placements
+        shard = grad if outside else self.sharded.shard_of(grad, param)
+        if _close(param.grad._local_tensor, shard):
+            return []
+        return [f"gradient of {name} differs by {_off(param.grad._local_tensor, shard)}"]
+
+    def compare_replicas(self) -> None:
+        """Ranks that hold the same shards hold the same bits of them, and of their gradients."""
+        mesh = self.sharded.mesh
+        if mesh.ndim == 1:
+            return
+        grads = [p.grad for p in self.sharded.params.values()]
+        sums = [_bits(list(self.sharded.params.values())), _bits(grads)]
+        mine = torch.tensor(sums, dtype=torch.int64)
+        found = [torch.empty_like(mine) for _ in range(mesh.size(0))]
+        dist.all_gather(found, mine, group=mesh.get_group(0))
+        unequal = torch.tensor([any(not torch.equal(mine, one) for one in found)], dtype=torch.int64)
+        dist.all_reduce(unequal)
+        if unequal.item():
+            raise _Wrong("replicas differ", f"bits {[one.tolist() for one in found]}")
+
+
+def _attempt(side: Side, at: int, action: Action) -> tuple[Values, Exception | None]:
+    method = getattr(side, action[0].replace(" ", "_"))
+    try:
+        return method(at, *action[1:]), None
+    except Exception as error:
+        return [], error
+
+
+def _facts_of(how: dict[str, Any]) -> set[str]:
+    found = {*how.get("tweaks", {}).values(), *(f"{edit} behind" for edit in how.get("edits", {}).values())}
+    return found | {str(how[key]) for key in ("end", "output", "loss") if key in how} | set(how)
+
+
+def _class_of(wrong: str) -> str:
+    words = wrong.split()
+    for told in ("gradient of", "value of", "the loss", "the gradient of the input", "the norm"):
+        if wrong.startswith(told):
+            kind = "is None" if "is None" in wrong else "is not None" if "a tensor, and" in wrong else "differs"
+            return f"{told} {kind}" + (" (NaN)" if words[-1] == "nan" or " nan " in wrong else "")
+    return "wrong values"
+
+
+def _close(mine: Tensor, other: Tensor) -> bool:
+    return mine.shape == other.shape and torch.allclose(mine, other, rtol=TOLERANCE, atol=TOLERANCE)
+
+
+def _off(mine: Tensor, other: Tensor) -> str:
+    return f"{(mine - other).abs().max().item():.3g}" if mine.shape == other.shape else f"{mine.shape}, {other.shape}"
+
+
+def _bits(tensors: list[Any]) -> int:
+    found = 0
+    for tensor in tensors:
+        data = b"none" if tensor is None else tensor._local_tensor.detach().contiguous().numpy().tobytes()
+        found = zlib.crc32(data, found)
+    return found

@@ -1,0 +1,288 @@
+"""Programs of what users do in a training script, drawn at random from a seed: plain data, printable and shrinkable.
+
+A `Program` is a model, how it is sharded, and a list of actions; each action is a tuple of its name and its arguments:
+
+    ("forward", slot, how, call, context)    keeps the loss in a slot; `how`: see models.py
+    ("backward", slots, how)                 of the sum of the losses in some slots
+    ("grad", slot)                           autograd.grad of a loss with respect to the input
+    ("penalty", coefficient, kind)           L2 on model.parameters(), in a backward of its own
+    ("noise", kind) ("scale", factor)        edits of `.grad`
+    ("zero", kind)                           one of `ZEROS`
+    ("write", kind, which)                   to sharded parameters: one of `WRITES`
+    ("toggle", which, flag)                  requires_grad
+    ("hook", which) ("unhook",)              a gradient hook that halves
+    ("step",) ("raw step",) ("clip",) ("flush",) ("eval", how) ("peek",) ("load",) ("full write",)
+    ("set", what, flag)                      one of `SETTINGS`
+    ("unshard", who, asynchronous) ("reshard", who)
+
+What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+from tests.soak.actions.models import BEFORE, BEHIND, EDITS, ENDS, KINDS, UNITS, How, Part
+
+Action = tuple[Any, ...]
+
+ZEROS = ("module none", "module zero", "optimizer none", "optimizer zero", "none", "zero_", "data", "detach", "mul_")
+WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
+SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
+CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
+CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
+OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
+"""Mostly the cheapest: DTensors propagate the shardings of each list of parameters anew."""
+SHAPES: dict[str, dict[int, tuple[int, ...]]] = {"1d": {2: (2,), 4: (4,)}, "2d": {2: (2, 1), 4: (2, 2)}}
+"""Meshes by their kind and the number of ranks."""
+
+FEATURES = {
+    "edits": "in-place edits of units' outputs by the root, and exceptions between units",
+    "tweaks": "what a part does inside its forward",
+    "ends": "what the root does at the end of its forward, and what users do to its output",
+    "calls": "other ways to call the root",
+    "heads": "ranks use different heads",
+    "skips": "forwards that leave parts out",
+    "toggles": "requires_grad",
+    "writes": "writes to sharded parameters",
+    "outside": "penalties, noise and edits of gradients",
+    "hooks": "hooks on sharded parameters",
+    "fails": "exceptions",
+    "levels": "no_sync, accumulate and the setters of the same",
+    "unshards": "unshard and reshard by hand",
+    "zeros": "other ways of zeroing than zero_grad",
+    "graphs": "retain_graph, autograd.grad, create_graph, several slots",
+    "policies": "other policies than the default ones",
+    "chains": "linear layers, units of their own, with ReLU(inplace=True) between them",
+    "scalars": "a parameter without dims",
+    "max_norm": "an embedding with max_norm",
+}
+"""What can be left out of programs."""
+
+
+@dataclass(frozen=True)
+class Program:
+    """A model, its sharding, and what is done with it."""
+
+    seed: str
+    shape: tuple[int, ...]
+    parts: tuple[Part, ...]
+    actions: tuple[Action, ...]
+    heads_are_units: bool = False
+    embedding_is_unit: bool = False
+    max_norm: float | None = None
+    reshard: bool | None = None
+    policy: dict[str, Any] = field(default_factory=dict)
+    optimizer: str = "sgd"
+
+    def __str__(self) -> str:
+        lines = [f"seed {self.seed}, mesh {self.shape}, {self.optimizer}, reshard {self.reshard}, policy {self.policy}"]
+        units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
+        lines.append(f"  own units: {units}, max_norm {self.max_norm}")
+        lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
+        return "\n".join([*lines, *(f"    {action}" for action in self.actions)])
+
+
+def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset()) -> Program:
+    """The program of a seed, on a mesh; `without`: features that it must not use."""
+    return _Draw(random.Random(seed), without).program(seed, shape)
+
+
+class _Draw:
+    def __init__(self, rng: random.Random, without: frozenset[str]) -> None:
+        self.rng, self.without = rng, without
+        self.slots: list[int] = []
+        self.num_parts = 0
+
+    def chance(self, probability: float, feature: str = "") -> bool:
+        drawn = self.rng.random() < probability  # always drawn: switches change as little as they can
+        return drawn and feature not in self.without
+
+    def program(self, seed: str, shape: tuple[int, ...]) -> Program:
+        rng = self.rng
+        self.num_parts = rng.choice([1, 2, 2, 3])
+        left_out = {"chain": "chains", "scaled": "scalars"}
+        kinds = [kind for kind in KINDS if left_out.get(kind) not in self.without]
+        parts = tuple(
+            Part(rng.choice(kinds), rng.choice(UNITS), rng.choice([None, None, None, None, None, None, False, True]))
+            for _ in range(self.num_parts)
+        )
+        policy: dict[str, Any] = {}
+        if self.chance(0.4, "policies"):
+            choices = {
+                "fusion": ["packed", "direct"],
+                "prefetch": [0, 1, 2],
+                "max_inflight_reduce_scatters": [1, 2],
+                "max_inflight_all_reduces": [1, 2],
+                "reduce_scatter_bucket_bytes": [1 << 20],
+                "all_reduce_bucket_bytes": [1 << 20],
+                "accumulate": ["local"],
+            }
+            for name in rng.sample(sorted(choices), rng.choice([1, 1, 2, 3])):
+                policy[name] = rng.choice(choices[name])
+        reshard = rng.choice([None, None, True, False])
+        return Program(
+            seed=seed,
+            shape=shape,
+            parts=parts,
+            actions=tuple(self.actions()),
+            heads_are_units=self.chance(0.4),
+            embedding_is_unit=self.chance(0.3),
+            max_norm=1.0 if self.chance(0.06, "max_norm") else None,
+            reshard=reshard if "policies" not in self.without else None,
+            policy=policy,
+            optimizer=rng.choice(OPTIMIZERS),
+        )
+
+    def actions(self) -> Iterator[Action]:
+        """Mostly iterations, with other actions strewn in everywhere; at the end what is open is run backward."""
+        for _ in range(self.rng.choice([1, 1, 2, 2, 3])):
+            for _ in range(self.rng.choice([1, 1, 1, 2]) if "graphs" not in self.without else 1):
+                yield from self.others(0.25)
+                yield self.forward()
+            yield from self.others(0.35)
+            while self.slots:
+                yield self.backward()
+                yield from self.others(0.25)
+            if self.chance(0.5):
+                yield ("step",)
+            if self.chance(0.4):
+                yield ("zero", self.rng.choice(ZEROS if "zeros" not in self.without else ZEROS[:4]))
+
+    def others(self, probability: float) -> Iterator[Action]:
+        while self.rng.random() < probability:
+            feature, make = self.rng.choice(_OTHERS)
+            if feature not in self.without:
+                yield make(self)
+
+    def forward(self) -> Action:
+        slot = self.rng.randrange(4)
+        if slot not in self.slots:
+            self.slots.append(slot)
+        call = self.rng.choice(CALLS) if self.chance(0.4, "calls") else "call"
+        return ("forward", slot, self.how(), call, self.context())
+
+    def context(self) -> str:
+        drawn = self.rng.choice(CONTEXTS)
+        return drawn if "levels" not in self.without else ""
+
+    def how(self) -> How:
+        """What a forward does: little of everything, so that what it meets tells itself apart."""
+        rng, found = self.rng, {}
+        calm = frozenset({"raise", "raise in backward"}) if "fails" in self.without else frozenset[str]()
+        if self.chance(0.5, "tweaks"):
+            chosen = [t for t in (rng.choice(BEHIND) if rng.random() < 0.75 else rng.choice(BEFORE),) if t not in calm]
+            found["tweaks"] = {rng.randrange(self.num_parts): tweak for tweak in chosen}
+        if self.chance(0.35, "edits"):
+            chosen = [e for e in (rng.choice(EDITS[:-1]) if rng.random() < 0.9 else "raise",) if e not in calm]
+            found["edits"] = {rng.randrange(self.num_parts): edit for edit in chosen}
+        if self.chance(0.15, "ends"):
+            end = rng.choice(ENDS)
+            found["end"] = "" if end in calm else end
+        if self.chance(0.15, "ends"):
+            found["output"] = rng.choice(["/=", "+= view"])
+        if self.chance(0.2, "heads"):
+            found["heads"] = rng.choice([("first", "second"), ("first",), ("both", "second")])
+        if self.num_parts > 1 and self.chance(0.15, "skips"):
+            found["skip"] = (rng.randrange(self.num_parts),)
+        if self.chance(0.1, "graphs"):
+            found["loss"] = "gradient penalty"
+        if self.chance(0.15, "graphs"):
+            found["leaf"] = True
+        return {key: value for key, value in found.items() if value}
+
+    def backward(self) -> Action:
+        rng = self.rng
+        count = len(self.slots) if rng.random() < 0.4 else 1
+        chosen = tuple(rng.sample(self.slots, count))
+        how: How = {"context": self.context()}
+        if self.chance(0.12, "graphs"):
+            how["retain"] = True
+        else:
+            self.slots = [slot for slot in self.slots if slot not in chosen]
+        if self.chance(0.1, "outside"):
+            how["penalty"] = 0.1
+        if self.chance(0.12, "hooks"):
+            how["hook"] = (rng.choice(["step", "raise", "post raise"]), rng.randrange(20))
+            if how["hook"][0] != "step" and "fails" in self.without:
+                del how["hook"]
+        return ("backward", chosen, {key: value for key, value in how.items() if value})
+
+
+def _which(draw: _Draw) -> int | str | None:
+    """All parameters, those of a part, or one."""
+    drawn = draw.rng.random()
+    return None if drawn < 0.25 else f"parts.{draw.rng.randrange(3)}." if drawn < 0.5 else draw.rng.randrange(20)
+
+
+_OTHERS: list[tuple[str, Callable[[_Draw], Action]]] = [
+    ("graphs", lambda draw: ("grad", draw.rng.randrange(4))),
+    ("outside", lambda draw: ("penalty", 0.1, draw.rng.choice(["full", "local"]))),
+    ("outside", lambda draw: ("noise", draw.rng.choice(["add_", "data", "assign"]))),
+    ("outside", lambda draw: ("scale", 0.5)),
+    ("zeros", lambda draw: ("zero", draw.rng.choice(ZEROS))),
+    ("", lambda draw: ("zero", draw.rng.choice(ZEROS[:4]))),
+    ("writes", lambda draw: ("write", draw.rng.choice(WRITES), _which(draw))),
+    ("writes", lambda draw: ("write", draw.rng.choice(WRITES), _which(draw))),
+    ("toggles", lambda draw: ("toggle", _which(draw), draw.rng.random() < 0.5)),
+    ("toggles", lambda draw: ("toggle", _which(draw), draw.rng.random() < 0.5)),
+    ("toggles", lambda draw: ("toggle", None, draw.rng.random() < 0.8)),
+    ("hooks", lambda draw: ("hook", draw.rng.randrange(20))),
+    ("hooks", lambda draw: ("unhook",)),
+    ("", lambda draw: ("step",)),
+    ("levels", lambda draw: ("raw step",)),
+    ("", lambda draw: ("clip",)),
+    ("", lambda draw: ("flush",)),
+    ("", lambda draw: ("eval", draw.how())),
+    ("", lambda draw: ("peek",)),
+    ("writes", lambda draw: ("load",)),
+    ("writes", lambda draw: ("full write",)),
+    ("levels", lambda draw: ("set", draw.rng.choice(SETTINGS), draw.rng.random() < 0.5)),
+    ("levels", lambda draw: ("set", draw.rng.choice(SETTINGS[:3]), True)),
+    ("unshards", lambda draw: ("unshard", draw.rng.randrange(-1, 3), draw.rng.random() < 0.4)),
+    ("unshards", lambda draw: ("reshard", draw.rng.randrange(-1, 3))),
+]
+"""Actions between forwards and backwards, with the feature that each belongs to."""
+
+
+def smaller(program: Program) -> Iterator[Program]:
+    """Programs with a little less in them, the boldest first: what a shrinker tries."""
+    actions = program.actions
+    for size in (len(actions) // 2, len(actions) // 4, 2, 1):
+        for start in range(0, len(actions) if size else 0, max(size, 1)):
+            yield replace(program, actions=actions[:start] + actions[start + size :])
+    if len(program.parts) > 1:
+        yield replace(program, parts=program.parts[:-1])
+        yield replace(program, parts=program.parts[1:])
+    for name, plain in (
+        ("policy", {}),
+        ("max_norm", None),
+        ("reshard", None),
+        ("heads_are_units", False),
+        ("embedding_is_unit", False),
+        ("optimizer", "sgd"),
+    ):
+        if getattr(program, name) != plain:
+            yield replace(program, **{name: plain})
+    for index, part in enumerate(program.parts):
+        for simple in (replace(part, recompute=None), replace(part, kind="linear"), replace(part, unit="whole")):
+            if simple != part:
+                yield replace(program, parts=(*program.parts[:index], simple, *program.parts[index + 1 :]))
+    for index, action in enumerate(actions):
+        for simpler in _simpler(action):
+            yield replace(program, actions=(*actions[:index], simpler, *actions[index + 1 :]))
+
+
+def _simpler(action: Action) -> Iterator[Action]:
+    for at, value in enumerate(action):
+        if isinstance(value, dict):
+            for key in value:
+                yield (*action[:at], {k: v for k, v in value.items() if k != key}, *action[at + 1 :])
+        elif action[0] == "forward" and at in (3, 4) and value not in ("call", ""):
+            yield (*action[:at], "call" if at == 3 else "", *action[at + 1 :])
+        elif action[0] == "backward" and at == 1 and len(value) > 1:
+            for slot in value:
+                yield (action[0], (slot,), *action[2:])

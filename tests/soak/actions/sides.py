@@ -1,0 +1,474 @@
+"""The two sides that a program of `tests.soak.actions.programs` is played on: a sharded model, or its twin.
+
+Side     a model with its optimizer and the losses that wait for their backward; one method per action
+Twin     the plain model, fed with the batches of all ranks, one after the other; gradients are averaged
+Sharded  the model under hsdp, fed with this rank's batches
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+
+import hsdp
+from hsdp.torch_private import set_versions
+from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
+from tests.soak.actions.programs import Program
+from tests.support.rig import RankEnv
+
+Values = list[tuple[str, Tensor]]
+"""What an action tells, with names: on both sides the same, or something is wrong."""
+
+
+class Side:
+    """A model and what a program does to it.
+
+    Attributes:
+        ranks: those whose batches it is fed with.
+        share: what a loss is multiplied with, so that gradients become the mean over all ranks.
+        slots: by slot and rank, the loss that waits for its backward and the floats that it came from.
+    """
+
+    ranks: range
+    share: float
+
+    def __init__(self, program: Program, model: Any, env: RankEnv) -> None:
+        self.program, self.model, self.env = program, model, env
+        self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
+        name, _, mode = program.optimizer.partition(" ")
+        if name == "sgd":
+            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
+        else:
+            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **{mode: True} if mode else {})
+        self.slots: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
+        self.hooks: list[Any] = []
+
+    # -- where the sides differ ------------------------------------------------------------------------------------
+
+    def like(self, whole: Tensor, param: Tensor) -> Tensor:
+        """A whole tensor in the form that parameters have on this side."""
+        return whole
+
+    def context(self, name: str) -> AbstractContextManager[Any]:
+        """What a micro-batch is wrapped in: "no_sync", accumulate's "first" or "last", or ""."""
+        return nullcontext()
+
+    def squares(self, kind: str) -> Tensor:
+        """The sum of the squares of all trained parameters."""
+        return sum((p.pow(2).sum() for p in self.params.values() if p.requires_grad), torch.zeros((), dtype=torch.float64))
+
+    # -- forward and backward --------------------------------------------------------------------------------------
+
+    def forward(self, at: int, slot: int, how: How, call: str, context: str) -> Values:
+        self.slots.pop(slot, None)
+        made = {}
+        for rank in self.ranks:
+            with self.context(context):
+                made[rank] = self._loss(at, rank, how, call)
+        self.slots[slot] = made
+        return [("loss", made[self.env.rank][0].detach().clone())]
+
+    def _loss(self, at: int, rank: int, how: How, call: str) -> tuple[Tensor, Tensor]:
+        seeded = torch.Generator().manual_seed(1000 * at + rank)
+        tokens = torch.randint(VOCAB, (2, LENGTH), generator=seeded)
+        floats = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=seeded)
+        penalised = how.get("loss") == "gradient penalty"
+        floats.requires_grad_(bool(how.get("leaf")) or penalised)
+        self.model.take_aux()
+        for part in self.model.parts:
+            part.first_rank = rank == self.ranks[0]
+        box: list[Tensor] = []
+        out = self.call(call)(tokens, floats, how, rank, box)
+        if how.get("output") == "/=":
+            out /= 2.0
+        elif how.get("output") == "+= view":
+            first = out[0]
+            first += 1.0
+        loss = out.pow(2).mean()
+        for aux in (*box, *self.model.take_aux()):
+            loss = loss + aux
+        if penalised:
+            (grad,) = torch.autograd.grad(loss, floats, create_graph=True)
+            loss = loss + grad.pow(2).sum()
+        return loss, floats
+
+    def call(self, call: str) -> Any:
+        """The root's way to be called."""
+        return {"forward": self.model.forward, "infer": self.model.infer}.get(call.split()[-1], self.model)
+
+    def backward(self, at: int, slots: tuple[int, ...], how: How) -> Values:
+        slots = tuple(slot for slot in slots if slot in self.slots)
+        kept = [self.slots[slot] if how.get("retain") else self.slots.pop(slot) for slot in slots]
+        if not kept:
+            return []
+        kind, which = how.get("hook", ("", 0))
+        with self._hooked(kind, which), self.context(how.get("context", "")):
+            for rank in self.ranks:
+                total = torch.stack([losses[rank][0] for losses in kept]).sum() * self.share
+                if "penalty" in how and rank == self.ranks[-1]:
+                    total = total + how["penalty"] * self.squares("local")
+                total.backward(retain_graph=bool(how.get("retain")))  # type: ignore[no-untyped-call]
+        return []
+
+    @contextmanager
+    def _hooked(self, kind: str, which: int) -> Iterator[None]:
+        """A hook on a parameter that raises, or an optimizer in backward, for one backward."""
+
+        def fail(*_: Any) -> None:
+            raise Planned(f"in a hook ({kind})")
+
+        handles: list[Any] = []
+        if kind == "step":
+            trained = [p for p in self.params.values() if p.requires_grad]
+            handles = [p.register_post_accumulate_grad_hook(self.step_one) for p in trained]
+        elif kind:
+            param = self.chosen(which)[0][1]
+            if param.requires_grad:
+                register = param.register_hook if kind == "raise" else param.register_post_accumulate_grad_hook
+                handles = [register(fail)]
+        try:
+            yield
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def step_one(self, param: Tensor) -> None:
+        """An optimizer in backward."""
+        assert param.grad is not None
+        with torch.no_grad():
+            param.add_(param.grad, alpha=-0.05)
+        param.grad = None
+
+    def grad(self, at: int, slot: int) -> Values:
+        if slot not in self.slots:
+            return []
+        told = []
+        for rank in self.ranks:
+            loss, floats = self.slots[slot][rank]
+            if floats.requires_grad:
+                told = [*torch.autograd.grad(loss, floats, retain_graph=True)] if rank == self.env.rank else told
+        return [("gradient of the input", value) for value in told]
+
+    def eval(self, at: int, how: How) -> Values:
+        plain = {key: value for key, value in how.items() if key not in ("loss", "leaf", "end")}
+        with torch.no_grad():
+            return [("loss in eval", [self._loss(at, rank, plain, "call")[0] for rank in self.ranks][self.place])]
+
+    @property
+    def place(self) -> int:
+        """Where this process's rank is among those that the side is fed with."""
+        return self.ranks.index(self.env.rank)
+
+    def penalty(self, at: int, coefficient: float, kind: str) -> Values:
+        (coefficient * self.squares(kind)).backward()  # type: ignore[no-untyped-call]
+        return []
+
+    # -- gradients -------------------------------------------------------------------------------------------------
+
+    def noise(self, at: int, kind: str) -> Values:
+        for index, param in enumerate(self.params.values()):
+            if param.grad is None:
+                continue
+            seeded = torch.Generator().manual_seed(1000 * at + index)
+            noise = self.like(torch.randn(param.shape, dtype=param.dtype, generator=seeded), param)
+            if kind == "assign":
+                param.grad = param.grad + noise
+            else:
+                (param.grad.data if kind == "data" else param.grad).add_(noise)
+        return []
+
+    def scale(self, at: int, factor: float) -> Values:
+        for param in self.params.values():
+            if param.grad is not None:
+                param.grad.mul_(factor)
+        return []
+
+    def zero(self, at: int, kind: str) -> Values:
+        who, _, how = kind.partition(" ")
+        if how:
+            (self.model if who == "module" else self.optimizer).zero_grad(set_to_none=how == "none")
+            return []
+        for param in self.params.values():
+            grad = param.grad
+            if kind == "none":
+                param.grad = None
+            elif grad is not None and kind == "zero_":
+                grad.zero_()
+            elif grad is not None and kind == "data":
+                grad.data.zero_()
+            elif grad is not None and kind == "detach":
+                grad.detach().zero_()
+            elif grad is not None:
+                grad.mul_(0)
+        return []
+
+    def clip(self, at: int) -> Values:
+        return [("norm", torch.nn.utils.clip_grad_norm_(self.params.values(), 0.5).clone())]
+
+    def hook(self, at: int, which: int) -> Values:
+        param = self.chosen(which)[0][1]
+        if param.requires_grad:
+            self.hooks.append(param.register_hook(lambda grad: grad * 0.5))
+        return []
+
+    def unhook(self, at: int) -> Values:
+        for handle in self.hooks:
+            handle.remove()
+        self.hooks.clear()
+        return []
+
+    # -- parameters ------------------------------------------------------------------------------------------------
+
+    def chosen(self, which: int | str | None) -> list[tuple[str, Any]]:
+        """All parameters, one of them, or those whose name begins so."""
+        params = list(self.params.items())
+        if isinstance(which, str):
+            return [(name, param) for name, param in params if name.startswith(which)]
+        return params if which is None else [params[which % len(params)]]
+
+    def all_hold(self, param: Tensor) -> bool:
+        """Whether every rank holds a part of a parameter."""
+        shards, rows = self.program.shape[-1], param.shape[0] if param.ndim else 1
+        return -(-rows // shards) * (shards - 1) < rows
+
+    def written(self, kind: str, which: int | str | None) -> list[Any]:
+        """The parameters that a write goes to.
+
+        A rank that holds none of a parameter cannot see that its `.data` was written to, and goes on where others are told.
+        """
+        return [param for _, param in self.chosen(which) if kind == "no_grad mul_" or self.all_hold(param)]
+
+    def write(self, at: int, kind: str, which: int | str | None) -> Values:
+        for param in self.written(kind, which):
+            if kind == "data mul_":
+                param.data.mul_(0.9)
+            elif kind == "local mul_":
+                (param.to_local() if isinstance(param, DTensor) else param).data.mul_(0.9)
+            elif kind == "data set":
+                param.data = param.data * 0.9
+            else:
+                with torch.no_grad():
+                    param.mul_(0.9) if kind == "no_grad mul_" else param.copy_(param * 0.9)
+        return []
+
+    def toggle(self, at: int, which: int | str | None, flag: bool) -> Values:
+        for name, param in self.chosen(which):
+            if ".base." not in name:
+                param.requires_grad_(flag)
+        return []
+
+    def load(self, at: int) -> Values:
+        self.model.load_state_dict({name: value * 0.95 for name, value in self.model.state_dict().items()})
+        return []
+
+    def peek(self, at: int) -> Values:
+        return [(name, param.detach().clone()) for name, param in self.params.items()]
+
+    def full_write(self, at: int) -> Values:
+        with torch.no_grad():
+            for param in self.params.values():
+                param.data.mul_(0.95)
+        return []
+
+    def step(self, at: int) -> Values:
+        self.optimizer.step()
+        return []
+
+    raw_step = step
+
+    def flush(self, at: int) -> Values:
+        return []
+
+    def set(self, at: int, what: str, flag: bool) -> Values:
+        return []
+
+    def unshard(self, at: int, who: int, asynchronous: bool) -> Values:
+        return []
+
+    def reshard(self, at: int, who: int) -> Values:
+        return []
+
+
+class Twin(Side):
+    """The oracle. Before each action it can be told to remember itself, and to forget what the action did."""
+
+    def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
+        super().__init__(program, model, env)
+        self.ranks, self.share = range(env.world_size), 1.0 / env.world_size
+
+    def remember(self) -> None:
+        """Keeps parameters and gradients."""
+        self._kept = [
+            (p.detach().clone(), p._version, None if p.grad is None else p.grad.clone(), p.requires_grad)
+            for p in self.params.values()
+        ]
+
+    def forget(self) -> None:
+        """Takes back what has happened since; graphs of earlier forwards must not see it."""
+        for param, (value, version, grad, flag) in zip(self.params.values(), self._kept, strict=True):
+            if not torch.equal(param.data, value):
+                param.data.copy_(value)
+                set_versions((param,), (version,))
+            param.grad = grad
+            param.requires_grad_(flag)
+
+    def adopt(self, sharded: Side) -> None:
+        """Takes over the parameters of the other side: what an optimizer stepped inside of a failed backward is stepped."""
+        for name, param in sharded.params.items():
+            assert isinstance(param, DTensor)
+            self.params[name].data.copy_(param.detach().full_tensor())
+
+    def show_zeros(self, sharded: Side) -> None:
+        """Zeroed sums leave zeros, of parameters that no rank used too: nobody knows that before sums are reduced."""
+        for name, param in self.params.items():
+            if param.grad is None and sharded.params[name].grad is not None:
+                param.grad = torch.zeros_like(param)
+
+    def step_one(self, param: Tensor) -> None:
+        self._reached[id(param)] = param
+
+    def backward(self, at: int, slots: tuple[int, ...], how: How) -> Values:
+        """Optimizers in backward run once, when the gradients of all ranks are there."""
+        self._reached: dict[int, Tensor] = {}
+        told = super().backward(at, slots, how)
+        for param in self._reached.values():
+            super().step_one(param)
+        return told
+
+
+class Sharded(Side):
+    """The model under hsdp.
+
+    Attributes:
+        errors: those that may be owed, as they are named.
+        mesh: where it is sharded.
+    """
+
+    errors: tuple[type[BaseException], ...] = (hsdp.errors.HSDPError,)
+    ends_with_errors = False
+    """Whether a program ends with the first error that the twin does not have."""
+
+    def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
+        self.mesh = env.mesh(program.shape)
+        self._shard(program, model)
+        super().__init__(program, model, env)
+        self.ranks, self.share = range(env.rank, env.rank + 1), 1.0
+
+    def _shard(self, program: Program, model: Net) -> None:
+        options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
+        options["comm_policy"] = hsdp.CommPolicy(**program.policy)
+        for module in units_of(program, model):
+            hsdp.fully_shard(module, **options)
+        hsdp.fully_shard(model, **options)
+        hsdp.register_forward_method(model, "infer")
+
+    def pending(self) -> bool:
+        """Whether gradient sums wait to be communicated."""
+        return bool(self.model.pending_gradients())
+
+    def lost(self) -> bool:
+        """Whether sums went with a backward that failed: whoever would take gradients for complete is refused."""
+        return any(how.startswith("lost") for how in self.model.pending_gradients().values())
+
+    def like(self, whole: Tensor, param: Tensor) -> Tensor:
+        assert isinstance(param, DTensor)
+        return distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)
+
+    def shard_of(self, whole: Tensor, param: Any) -> Tensor:
+        """This rank's part of a whole tensor; what `like` holds, and quicker."""
+        for axis, placement in enumerate(param.placements):
+            if isinstance(placement, Shard):
+                parts = whole.chunk(self.mesh.size(axis), placement.dim)
+                at = self.mesh.get_local_rank(axis)
+                whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)
+        return whole
+
+    def context(self, name: str) -> AbstractContextManager[Any]:
+        if name == "no_sync":
+            return self.model.no_sync()  # type: ignore[no-any-return]
+        return self.model.accumulate(last=name == "last") if name else nullcontext()
+
+    def squares(self, kind: str) -> Tensor:
+        params: Any = [p for p in self.params.values() if p.requires_grad]
+        nothing = torch.zeros((), dtype=torch.float64)
+        if kind == "full":
+            return sum((p.pow(2).sum().full_tensor() for p in params), nothing)
+        return sum((p.to_local().pow(2).sum() for p in params), nothing)
+
+    def call(self, call: str) -> Any:
+        if call.startswith("unshard"):
+            self.model.unshard()
+        return super().call(call)
+
+    def clip(self, at: int) -> Values:
+        return [("norm", hsdp.clip_grad_norm_(self.model, 0.5).clone())]
+
+    def peek(self, at: int) -> Values:
+        with hsdp.full_params(self.model):
+            return [(name, param.detach().clone()) for name, param in self.model.named_parameters()]
+
+    def full_write(self, at: int) -> Values:
+        with hsdp.full_params(self.model, writeback="rank0"), torch.no_grad():
+            for param in self.model.parameters():
+                param.mul_(0.95)
+        return []
+
+    def write(self, at: int, kind: str, which: int | str | None) -> Values:
+        """torch loses what is assigned to the `.data` of a DTensor: the next forward is refused."""
+        super().write(at, kind, which)
+        return self.eval(at, {}) if kind == "data set" and self.written(kind, which) else []
+
+    def step(self, at: int) -> Values:
+        self.model.flush()
+        return super().step(at)
+
+    def raw_step(self, at: int) -> Values:
+        return super().step(at)
+
+    def flush(self, at: int) -> Values:
+        self.model.flush()
+        return []
+
+    def set(self, at: int, what: str, flag: bool) -> Values:
+        if what == "last_backward":
+            self.model.set_is_last_backward(flag)
+        else:
+            name = f"set_{'requires_' if what in ('gradient_sync', 'all_reduce') else ''}{what}"
+            getattr(self.model, name)(flag)
+        return []
+
+    def unshard(self, at: int, who: int, asynchronous: bool) -> Values:
+        self._unit(who).unshard(async_op=asynchronous)
+        return []
+
+    def reshard(self, at: int, who: int) -> Values:
+        self._unit(who).reshard()
+        return []
+
+    def _unit(self, who: int) -> Any:
+        parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
+        return self.model if who < 0 or not parts else parts[who % len(parts)]
+
+
+def units_of(program: Program, model: Net) -> list[nn.Module]:
+    """The modules that are units beside the root, children first."""
+    found: list[nn.Module] = []
+    for part, body in zip(program.parts, model.parts, strict=True):
+        assert isinstance(body, Body)
+        found += [body] if part.unit == "whole" else body.linears() if part.unit == "parts" else []
+    if program.heads_are_units:
+        found += model.heads
+    return [*found, model.embedding] if program.embedding_is_unit else found
+
+
+def sides_of(program: Program, env: RankEnv, sharded: type[Sharded] = Sharded) -> tuple[Sharded, Twin]:
+    """Both sides, with equal weights."""
+    torch.manual_seed(7)
+    plain = Net(program.parts, program.max_norm).double()
+    return sharded(program, copy.deepcopy(plain), env), Twin(program, plain, env)

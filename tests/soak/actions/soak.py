@@ -1,0 +1,161 @@
+"""A soak over random programs of user actions, on a sharded model and on its twin, with a table of what came of them.
+
+    python -m tests.soak.actions --programs 20000 --ranks 2 --mesh 1d --seed 0 --log actions.log
+    python -m tests.soak.actions --programs 500 --ranks 4 --mesh 2x2 --seed 0 --without max_norm toggles
+    python -m tests.soak.actions --programs 500 --ranks 2 --system fsdp2        PyTorch's own, for information
+    python -m tests.soak.actions --show 0:17                                    prints a program
+
+Each class of failures is told with its count, its seeds, and a program of it that was shrunk. See `programs.py`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections import Counter, defaultdict
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from tests.soak.actions.fsdp2 import LEFT_OUT
+from tests.soak.actions.play import run_programs
+from tests.soak.actions.programs import FEATURES, SHAPES, Program, draw, smaller
+from tests.support.facts import header
+from tests.support.rig import Pool, RemoteError
+
+BATCH = 40
+GROUP_TIMEOUT = 20.0
+
+
+@dataclass
+class Tally:
+    """What came of programs.
+
+    Attributes:
+        equal: programs that ended equal, with or without errors that were owed.
+        named: such errors, by type and action; `planned`: exceptions that both sides raised.
+        failed: by class, the failed programs with what was told.
+    """
+
+    equal: int = 0
+    planned: int = 0
+    named: Counter[str] = field(default_factory=Counter)
+    failed: dict[str, list[tuple[Program, str]]] = field(default_factory=lambda: defaultdict(list))
+
+    @property
+    def failures(self) -> int:
+        return sum(map(len, self.failed.values()))
+
+
+def run_all(pool: Pool, programs: Sequence[Program], system: str = "hsdp", stop_at: int = 0, runner: Any = None) -> Tally:
+    """Runs programs on the pool's ranks, a batch per call; goes on behind failures, up to `stop_at` of them if given."""
+    tally, at = Tally(), 0
+    call = (run_programs,) if runner is None else runner
+    while at < len(programs):
+        batch = list(programs[at : at + BATCH])
+        try:
+            verdicts = pool.run(*call, batch, system, timeout=60.0 + 3.0 * len(batch), group_timeout=GROUP_TIMEOUT)
+        except RemoteError as error:
+            place, failure, told, done = _first_failure(pool, batch, system, error, call)
+            tally.failed[failure].append((batch[place], told))
+            tally.equal += place
+            for named, planned in done:
+                tally.named.update(named)
+                tally.planned += planned
+            at += place + 1
+            if stop_at and tally.failures >= stop_at:
+                break
+            continue
+        tally.equal += len(batch)
+        at += len(batch)
+        for verdict in verdicts[0]:
+            tally.named.update(verdict.named)
+            tally.planned += verdict.planned
+    return tally
+
+
+def _first_failure(
+    pool: Pool, batch: list[Program], system: str, error: RemoteError, call: Any
+) -> tuple[int, str, str, list[Any]]:
+    """The place of the first failed program of a job, its class, what was told, and what came of those before it."""
+    told = [json.loads(one.message) for one in error.outcomes if one.error == "Failed"]
+    if told:
+        # The first program, and of its failures the one that is the cause of the others: no time-out, with a text.
+        told.sort(key=lambda one: (one["at"], "Collective" in one["failure"] + one["told"], "other ranks" in one["told"]))
+        hung = [f"rank {one.rank} {one.error}" for one in error.outcomes if one.error != "Failed"]
+        first = told[0]
+        return first["at"], first["failure"], "\n".join([first["told"], *hung]), first["done"]
+    if len(batch) > 1:  # nobody could tell: one by one
+        for place, program in enumerate(batch):
+            try:
+                pool.run(*call, [program], system, timeout=60.0, group_timeout=GROUP_TIMEOUT)
+            except RemoteError as alone:
+                return place, *_first_failure(pool, [program], system, alone, call)[1:3], []
+        return len(batch) - 1, "only in company", str(error)[:3000], []
+    return 0, "/".join(sorted({str(one.error) for one in error.outcomes if not one.ok})), str(error)[:3000], []
+
+
+def shrink(pool: Pool, program: Program, failure: str, system: str = "hsdp", tries: int = 150) -> tuple[Program, str]:
+    """A smaller program that fails in the same class, and what it tells."""
+    told, again = "", True
+    while again and tries > 0:
+        again = False
+        for other in smaller(program):
+            tries -= 1
+            if tries <= 0:
+                break
+            failed = run_all(pool, [other], system).failed
+            if failure in failed:
+                program, told, again = other, failed[failure][0][1], True
+                break
+    return program, told
+
+
+def table(tally: Tally, programs: int) -> str:
+    """What came of the programs, for people."""
+    lines = [f"{programs} programs: {tally.equal} equal, {tally.failures} failed; {tally.planned} planned exceptions"]
+    lines += [f"  {count:6} owed: {name}" for name, count in tally.named.most_common()]
+    for name, found in sorted(tally.failed.items(), key=lambda item: -len(item[1])):
+        lines.append(f"  {len(found):6} FAILED: {name} (seeds {', '.join(p.seed for p, _ in found[:6])})")
+    return "\n".join(lines)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soaks; returns how many programs failed."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--programs", type=int, default=1000)
+    parser.add_argument("--first", type=int, default=0, help="number of the first program")
+    parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
+    parser.add_argument("--mesh", choices=["1d", "2d", "2x2"], default="1d")
+    parser.add_argument("--seed", default="0")
+    parser.add_argument("--system", choices=["hsdp", "fsdp2"], default="hsdp")
+    parser.add_argument("--without", nargs="*", choices=sorted(FEATURES), default=[])
+    parser.add_argument("--only", nargs="*", choices=sorted(FEATURES), help="leave out all other features")
+    parser.add_argument("--show", help="print the program of this seed and number, as 0:17, and end")
+    parser.add_argument("--shrink", type=int, default=150, help="tries to shrink one program of each class of failures")
+    parser.add_argument("--stop-at", type=int, default=0, help="end with this many failures")
+    parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
+    args = parser.parse_args(argv)
+    shape = SHAPES["1d" if args.mesh == "1d" else "2d"][args.ranks]
+    without = frozenset(args.without) | (frozenset() if args.only is None else frozenset(FEATURES) - set(args.only))
+    without |= LEFT_OUT if args.system == "fsdp2" else frozenset()
+    if args.show:
+        print(draw(args.show, shape, without))
+        return 0
+    told = {"command": " ".join(sys.argv[1:]), **header()}
+    print(json.dumps(told), file=args.log, flush=True)
+    start = time.monotonic()
+    programs = [draw(f"{args.seed}:{n}", shape, without) for n in range(args.first, args.first + args.programs)]
+    with Pool(args.ranks) as pool:
+        tally = run_all(pool, programs, args.system, args.stop_at)
+        print(table(tally, len(programs)), file=args.log, flush=True)
+        print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)
+        for failure, found in tally.failed.items():
+            small, why = min(found, key=lambda one: len(one[0].actions))
+            if args.shrink:
+                shrunk, told_now = shrink(pool, small, failure, args.system, args.shrink)
+                small, why = shrunk, told_now or why
+            print(f"\n=== {failure}\n{small}\n{why}", file=args.log, flush=True)
+    return tally.failures

@@ -1,0 +1,711 @@
+"""Training programs for a device: what `test_device.py` runs a share of, and `device.py` all, in every delay mode.
+
+A case is a function of a rank. Those made by `trains` compare with the plain twin; those made by `program` return tensors,
+which must be what the same program returns on a CPU mesh of the same ranks.
+"""
+
+from __future__ import annotations
+
+import functools
+import tempfile
+from collections.abc import Callable
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import parallelize_module
+from torch.utils.checkpoint import checkpoint
+
+import hsdp
+import hsdp.checkpoint
+import hsdp.optim
+from hsdp.examples.int8_gather import quantise
+from hsdp.params.dtensors import as_dtensor
+from tests.params import test_tensor_parallel as tp
+from tests.support import device as emulator
+from tests.support.fragile import Fragile, fail
+from tests.support.graphs import tokens
+from tests.support.models import MLP, Batch, Case, PartlyUsed, make_case, regression
+from tests.support.rig import RankEnv
+from tests.support.sharded import check_rest, shard
+from tests.support.twin import (
+    MakeOptimizer,
+    Twin,
+    adamw,
+    assert_close_to_twin,
+    assert_same,
+    full_grads,
+    full_params,
+    sgd,
+    train,
+    twin_of,
+)
+
+Shape = tuple[int, ...]
+Found = dict[str, Tensor | None]
+Run = Callable[[RankEnv, Shape], None]
+Program = Callable[[RankEnv, Shape], Found]
+
+ONE_AXIS, TWO_AXES = (2,), (2, 2)
+STEPS = 3
+
+
+@dataclass(frozen=True)
+class DeviceCase:
+    """A named program, with the meshes it runs on."""
+
+    name: str
+    run: Run
+    shapes: tuple[Shape, ...]
+
+
+CASES: dict[str, DeviceCase] = {}
+
+
+def _register(name: str, run: Run, shapes: tuple[Shape, ...]) -> None:
+    assert name not in CASES, f"two cases are called {name!r}"
+    CASES[name] = DeviceCase(name, run, shapes)
+
+
+def run_case(env: RankEnv, name: str, shape: Shape, mode: str = "none", seed: int = 0, strict: bool = False) -> None:
+    """Runs a case on this rank and looks for races. `strict`: memory is poisoned as soon as it is freed.
+
+    CUDA's streams have no delay modes; in mode "sanitizer" torch's own detector of races watches them.
+    """
+    if env.device != emulator.NAME:
+        with _sanitizer() if mode == "sanitizer" else nullcontext():
+            CASES[name].run(env, shape)
+        return
+    with emulator.watched(mode, seed, poison_free=strict):
+        CASES[name].run(env, shape)
+
+
+@functools.cache
+def _sanitizer() -> Any:
+    from torch.cuda._sanitizer import CUDASanitizerDispatchMode
+
+    return CUDASanitizerDispatchMode()
+
+
+def check_sanitizer(env: RankEnv) -> None:
+    """The detector of races finds one that was planted."""
+    from torch.cuda._sanitizer import CUDASanitizerErrors
+
+    module = torch.get_device_module(env.device)
+    with _sanitizer():
+        x = torch.zeros(1000, device=env.device)
+        with module.stream(module.Stream()), pytest.raises(CUDASanitizerErrors):
+            x.add_(1.0)
+
+
+# -- against the twin -------------------------------------------------------------------------------------------------
+
+
+@functools.lru_cache(maxsize=64)
+def _twin(name: str, dtype: torch.dtype, world: int, make_optimizer: MakeOptimizer, accumulate: int) -> Twin:
+    return twin_of(make_case(name, dtype), world, STEPS, make_optimizer, accumulate)
+
+
+def trains(
+    name: str,
+    *shapes: Shape,
+    model: str = "mlp",
+    optimizer: MakeOptimizer = adamw,
+    accumulate: int = 1,
+    before_micro: Callable[[Any, bool], Any] | None = None,
+    prepare: Callable[[RankEnv, Any, str], Any] | None = None,
+    make: Callable[[RankEnv, Case, Shape, dict[str, Any]], nn.Module] | None = None,
+    tolerance: float = 1e-10,
+    **options: Any,
+) -> None:
+    """Registers a case that trains `model` for three steps. `options` are those of `fully_shard`."""
+
+    def run(env: RankEnv, shape: Shape) -> None:
+        case = make_case(model)
+        twin = _twin(model, torch.float64, env.world_size, optimizer, accumulate)
+        with tempfile.TemporaryDirectory() as folder:
+            told = {key: value(folder) if callable(value) else value for key, value in options.items()}
+            built = make(env, case, shape, told) if make else shard(case.model(), env.mesh(shape), **told)
+            if prepare is not None:
+                prepare(env, built, folder)
+            stepper = optimizer(built.parameters())
+            losses = train(built, case, env.rank, STEPS, stepper, accumulate, before_micro=before_micro, device=env.device)
+        torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=tolerance, atol=tolerance)
+        assert_close_to_twin(built, twin, tolerance, tolerance, grads=True)
+        check_rest(built)
+
+    _register(name, run, shapes or (ONE_AXIS, TWO_AXES))
+
+
+def _policy(**settings: Any) -> dict[str, Any]:
+    return {"comm_policy": hsdp.CommPolicy(**settings)}
+
+
+for _model in ("mlp", "odd", "tied", "frozen", "tiny", "partly_used", "called_twice"):
+    trains(f"trains {_model}", model=_model)
+trains("trains mixed", model="mixed", tolerance=1e-6)
+trains("transformer", model="transformer")
+trains("replicas only", (2, 1), (4, 1))
+for _fusion in ("packed", "direct"):
+    trains(f"fusion {_fusion}", **_policy(fusion=_fusion))
+for _ahead in (0, 2, 3, 4):
+    trains(f"prefetch {_ahead}", model="transformer", **_policy(prefetch=_ahead))
+trains("wide bounds", **_policy(max_inflight_reduce_scatters=3, max_inflight_all_reduces=1))
+trains("narrow bounds", **_policy(max_inflight_reduce_scatters=1, max_inflight_all_reduces=1))
+trains("scatter buckets", **_policy(reduce_scatter_bucket_bytes=3000))
+trains("all-reduce buckets", TWO_AXES, **_policy(all_reduce_bucket_bytes=2000))
+trains("both buckets", TWO_AXES, **_policy(reduce_scatter_bucket_bytes=3000, all_reduce_bucket_bytes=2000))
+for _reshard in (True, False, 2):
+    trains(f"reshard after forward {_reshard}", ONE_AXIS, (4,), reshard_after_forward=_reshard)
+trains("replicated parameters", make=lambda env, case, shape, told: _with_replicated(env, case, shape))
+trains("offloaded", offload_policy=hsdp.CPUOffloadPolicy())
+trains("offloaded, not pinned", offload_policy=hsdp.CPUOffloadPolicy(pin_memory=False))
+trains("offloaded to disk", offload_policy=hsdp.DiskOffloadPolicy)
+trains("offloaded, accumulating", accumulate=3, offload_policy=hsdp.CPUOffloadPolicy())
+trains("every micro-batch reduces", accumulate=3)
+trains("accumulating, deferred", accumulate=3, before_micro=lambda model, last: model.set_requires_all_reduce(last))
+trains(
+    "accumulating, deferred and offloaded",
+    TWO_AXES,
+    accumulate=3,
+    before_micro=lambda model, last: model.set_requires_all_reduce(last),
+    offload_policy=hsdp.CPUOffloadPolicy(),
+)
+trains(
+    "accumulating, deferred and bucketed",
+    TWO_AXES,
+    accumulate=3,
+    before_micro=lambda model, last: model.set_requires_all_reduce(last),
+    **_policy(all_reduce_bucket_bytes=2000, reduce_scatter_bucket_bytes=3000),
+)
+trains("accumulating without sync", accumulate=3, before_micro=lambda model, last: model.set_requires_grad_sync(last))
+trains("reductions run on", accumulate=3, before_micro=lambda model, last: model.set_is_last_backward(last))
+trains("foreach", optimizer=functools.partial(torch.optim.AdamW, lr=0.01, foreach=True))
+trains("fused", optimizer=functools.partial(torch.optim.AdamW, lr=0.01, fused=True))
+
+
+def _optimizes(flat: bool) -> MakeOptimizer:
+    return lambda params: hsdp.optim.local(torch.optim.AdamW(params, lr=0.01, weight_decay=0.1), flat=flat)
+
+
+for _flat in (False, True):
+    _name = f"local optimizer{', flat' * _flat}"
+
+    def _run_local(env: RankEnv, shape: Shape, flat: bool = _flat) -> None:
+        case, twin = make_case("mlp"), _twin("mlp", torch.float64, env.world_size, adamw, 1)
+        model = shard(case.model(), env.mesh(shape))
+        train(model, case, env.rank, STEPS, _optimizes(flat)(model.parameters()), device=env.device)
+        assert_close_to_twin(model, twin, 1e-10, 1e-10)
+
+    _register(_name, _run_local, (ONE_AXIS, TWO_AXES))
+
+
+def _with_replicated(env: RankEnv, case: Case, shape: Shape) -> nn.Module:
+    model = case.model()
+    biases = [param for name, param in model.named_parameters() if name.endswith("bias")]
+    return shard(model, env.mesh(shape), replicate_params=biases)
+
+
+def _own_groups(env: RankEnv, model: Any, folder: str) -> None:
+    model.set_separate_reduce_scatter_group()
+
+
+trains("separate reduce-scatter group", model="transformer", prepare=_own_groups)
+
+
+def _hooked(env: RankEnv, model: Any, folder: str) -> None:
+    for unit in (*model.blocks, model):
+        unit.set_all_reduce_hook(lambda tensor: tensor.mul_(2.0).mul_(0.5))
+
+
+trains("all-reduce hooks", prepare=_hooked)
+
+
+def _hooked_elsewhere(env: RankEnv, model: Any, folder: str) -> None:
+    if env.device == "cpu":
+        return
+    stream = torch.get_device_module(env.device).Stream()
+    for unit in (*model.blocks, model):
+        unit.set_all_reduce_hook(lambda tensor: tensor.mul_(2.0).mul_(0.5), stream=stream)
+
+
+trains("all-reduce hooks on a stream of their own", ONE_AXIS, prepare=_hooked_elsewhere)
+
+
+class _Gather:
+    """A user's all-gather in memory of its own."""
+
+    def allocate(self, size: Any, *, dtype: torch.dtype, device: torch.device) -> Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+        return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+class _Scatter(_Gather):
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:  # type: ignore[override]
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group=group, async_op=async_op)
+
+
+def _customised(env: RankEnv, model: Any, folder: str) -> None:
+    for unit in (*model.blocks, model):
+        unit.set_custom_all_gather(_Gather())
+        unit.set_custom_reduce_scatter(_Scatter())
+
+
+trains("custom collectives", prepare=_customised)
+
+# -- against the same program on the CPU ------------------------------------------------------------------------------
+
+
+def _cpu(env: RankEnv) -> RankEnv:
+    """The same ranks with meshes on the CPU."""
+    if not hasattr(env, "on_cpu"):
+        env.on_cpu = RankEnv(env.rank, env.world_size)  # type: ignore[attr-defined]
+    found: RankEnv = env.on_cpu  # type: ignore[attr-defined]
+    return found
+
+
+_expected: dict[tuple[str, Shape], Found] = {}
+
+
+def program(*shapes: Shape, tolerance: float = 1e-10) -> Callable[[Program], Program]:
+    """Registers a function that does something on a mesh and returns what it came to, under its own name."""
+
+    def register(body: Program) -> Program:
+        name = body.__name__.strip("_").replace("_", " ")
+
+        def run(env: RankEnv, shape: Shape) -> None:
+            found = body(env, shape)
+            if (name, shape) not in _expected:
+                _expected[name, shape] = body(_cpu(env), shape)
+            assert_same(found, _expected[name, shape], tolerance, tolerance)
+
+        _register(name, run, shapes or (ONE_AXIS, TWO_AXES))
+        return body
+
+    return register
+
+
+def _built(env: RankEnv, shape: Shape, name: str = "mlp", dtype: Any = torch.float64, **options: Any) -> tuple[Any, Case]:
+    case = make_case(name, dtype)
+    return shard(case.model(), env.mesh(shape), **options), case
+
+
+def _loss(env: RankEnv, model: nn.Module, case: Case, step: int, micro: int = 0) -> Tensor:
+    batch: Batch = tuple(x.to(env.device) for x in case.batch(step, env.rank, micro))
+    return case.loss(model, batch)
+
+
+def _state(model: Any) -> Found:
+    grads = {f"gradient of {name}": grad for name, grad in full_grads(model).items()}
+    return {**full_params(model), **grads}
+
+
+def _trained(env: RankEnv, model: Any, case: Case, steps: int = STEPS, make: MakeOptimizer = adamw) -> Found:
+    train(model, case, env.rank, steps, make(model.parameters()), device=env.device)
+    return _state(model)
+
+
+@program(tolerance=2e-2)
+def _bf16(env: RankEnv, shape: Shape) -> Found:
+    policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    model, case = _built(env, shape, "transformer", torch.float32, mp_policy=policy)
+    return _trained(env, model, case, make=sgd)
+
+
+@program(tolerance=2e-2)
+def _bf16_throughout(env: RankEnv, shape: Shape) -> Found:
+    policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, output_dtype=torch.float32)
+    model, case = _built(env, shape, "mlp", torch.float32, mp_policy=policy)
+    return _trained(env, model, case, make=sgd)
+
+
+@program(tolerance=2e-2)
+def _bf16_accumulating_and_offloaded(env: RankEnv, shape: Shape) -> Found:
+    policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    options = {"mp_policy": policy, "offload_policy": hsdp.CPUOffloadPolicy()}
+    model, case = _built(env, shape, "mlp", torch.float32, **options)
+    return _accumulate(env, model, case)
+
+
+def _accumulate(env: RankEnv, model: Any, case: Case, steps: int = STEPS, micros: int = 3) -> Found:
+    optimizer = sgd(model.parameters())
+    for step in range(steps):
+        optimizer.zero_grad()
+        for micro in range(micros):
+            with model.accumulate(last=micro == micros - 1):
+                _loss(env, model, case, step, micro).backward()
+        optimizer.step()
+    return _state(model)
+
+
+@program()
+def _the_recommended_loop(env: RankEnv, shape: Shape) -> Found:
+    return _accumulate(env, *_built(env, shape))
+
+
+@program()
+def _the_recommended_loop_in_fp32(env: RankEnv, shape: Shape) -> Found:
+    return {
+        k: None if v is None else v.round(decimals=4)
+        for k, v in _accumulate(env, *_built(env, shape, dtype=torch.float32)).items()
+    }
+
+
+@program()
+def _accumulating_on_each_rank(env: RankEnv, shape: Shape) -> Found:
+    return _accumulate(env, *_built(env, shape, comm_policy=hsdp.CommPolicy(accumulate="local")))
+
+
+@program()
+def _mixed_accumulation(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer = sgd(model.parameters())
+    for step in range(2):
+        optimizer.zero_grad()
+        for micro, (sync, all_reduce) in enumerate([(True, False), (False, True), (True, True), (True, False)]):
+            model.set_requires_grad_sync(sync)
+            model.set_requires_all_reduce(all_reduce)
+            _loss(env, model, case, step, micro).backward()
+        model.flush()
+        optimizer.step()
+    return _state(model)
+
+
+@program()
+def _gradients_set_to_none_between_micro_batches(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    told = 0
+    for step in range(2):
+        model.zero_grad()
+        for micro in range(4):
+            with model.accumulate(last=micro == 3):
+                _loss(env, model, case, step, micro).backward()
+            if micro == 1:
+                for at, param in enumerate(model.parameters()):
+                    if at % 2:
+                        param.grad = None
+                told += len(model.pending_gradients())
+    return {**_state(model), "pending": torch.tensor(float(told))}
+
+
+@program()
+def _gradients_zeroed_between_micro_batches(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    for micro in range(4):
+        with model.accumulate(last=micro == 3):
+            _loss(env, model, case, 0, micro).backward()
+        if micro == 1:
+            model.zero_grad(set_to_none=False)
+    return _state(model)
+
+
+@program()
+def _clipping(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer, norms = sgd(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(env, model, case, step).backward()
+        norms.append(hsdp.clip_grad_norm_(model, 0.05))
+        optimizer.step()
+    return {**_state(model), "norms": torch.stack(norms).cpu()}
+
+
+@program()
+def _clipping_what_runs_on(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    model.set_is_last_backward(False)
+    _loss(env, model, case, 0).backward()
+    norm = hsdp.clip_grad_norm_(model, 0.05)
+    return {**_state(model), "norm": norm.cpu()}
+
+
+def _checkpointed(reentrant: bool) -> Any:
+    def forward(self: MLP, x: Tensor) -> Tensor:
+        for block in self.blocks[:-1]:
+            x = torch.tanh(checkpoint(block, x, use_reentrant=reentrant))  # type: ignore[arg-type]
+        last: Tensor = self.blocks[-1](x)
+        return last
+
+    return mock.patch.object(MLP, "forward", forward)
+
+
+@program()
+def _checkpointing(env: RankEnv, shape: Shape) -> Found:
+    with _checkpointed(False):
+        return _trained(env, *_built(env, shape))
+
+
+@program()
+def _checkpointing_reentrant(env: RankEnv, shape: Shape) -> Found:
+    with _checkpointed(True):
+        return _trained(env, *_built(env, shape))
+
+
+@program()
+def _initialised_from_meta(env: RankEnv, shape: Shape) -> Found:
+    case = make_case("transformer")
+    with torch.device("meta"):
+        blank = case.build().double()
+    values = case.model().state_dict()
+    model = shard(blank, env.mesh(shape))
+
+    def fill(module: nn.Module) -> None:
+        for name, param in module.named_parameters(recurse=False):
+            nn.init.constant_(param, 0.01 * len(name))
+
+    hsdp.init_sharded(model, fill)
+    with hsdp.full_params(model):
+        for name, param in model.named_parameters():
+            param.data.copy_(values[name])
+    return _trained(env, model, case)
+
+
+@program()
+def _whole_parameters_between_steps(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer, found = sgd(model.parameters()), {}
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        _loss(env, model, case, step).backward()
+        optimizer.step()
+        with hsdp.full_params(model), torch.no_grad():
+            found[f"sum {step}"] = torch.stack([p.sum() for p in model.parameters()]).cpu()
+            for param in model.parameters():
+                param.mul_(0.9)
+    return {**_state(model), **found}
+
+
+@program()
+def _evaluation_between_steps(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer, told = sgd(model.parameters()), []
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        with torch.no_grad():
+            told.append(_loss(env, model, case, step + 7))
+        _loss(env, model, case, step).backward()
+        optimizer.step()
+        with torch.inference_mode():
+            told.append(_loss(env, model, case, step + 8).clone())
+    return {**_state(model), "told": torch.stack([t.clone() for t in told]).cpu()}
+
+
+@program()
+def _written_after_an_evaluation(env: RankEnv, shape: Shape) -> Found:
+    """Host memory is written while the gathers that read it may not have run yet."""
+    found: Found = {}
+    for name, pins in (("pinned", True), ("not pinned", False)):
+        model, case = _built(env, shape, offload_policy=hsdp.CPUOffloadPolicy(pin_memory=pins))
+        with torch.no_grad():
+            for step in range(2):
+                found[f"{name} {step}"] = _loss(env, model, case, step)
+                for param in model.parameters():
+                    param.data.mul_(1.5)
+    return {name: value.cpu() for name, value in found.items() if value is not None}
+
+
+@program()
+def _written_after_a_forward_without_a_backward(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape, offload_policy=hsdp.CPUOffloadPolicy())
+    value = _loss(env, model, case, 0).detach()
+    with torch.no_grad():
+        for param in model.parameters():
+            param.data.mul_(1.5)
+    return {"value": value.cpu(), **_trained(env, model, case)}
+
+
+@program()
+def _unsharded_by_hand(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer = sgd(model.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        handles = [unit.unshard(async_op=True) for unit in model.blocks]
+        for handle in reversed(handles):
+            handle.wait()
+        _loss(env, model, case, step).backward()
+        for unit in model.blocks:
+            unit.reshard()
+        optimizer.step()
+    return _state(model)
+
+
+@program()
+def _unused_on_one_rank(env: RankEnv, shape: Shape) -> Found:
+    case = regression("sometimes", functools.partial(_Sometimes, env.rank))
+    model = shard(case.model(), env.mesh(shape))
+    return _trained(env, model, case)
+
+
+class _Sometimes(PartlyUsed):
+    """Uses its last block on rank 0 only."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+        self.extra = nn.ParameterList(nn.Parameter(torch.full((8,), 1.0 + i)) for i in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = super().forward(x * self.extra[0])
+        return x * self.extra[1] if self.rank == 0 else x
+
+
+@program()
+def _two_models(env: RankEnv, shape: Shape) -> Found:
+    student, case = _built(env, shape)
+    teacher, _ = _built(env, shape)
+    critic, _ = _built(env, shape, "odd")
+    del critic
+    optimizer = sgd(student.parameters())
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        x = case.batch(step, env.rank)[0].to(env.device)
+        out = student(x)
+        with torch.no_grad():
+            target = teacher(x * 2)
+        (out - target).square().mean().backward()
+        optimizer.step()
+        _loss(env, teacher, case, step).backward()
+    return {**_state(student), **{f"teacher {k}": v for k, v in _state(teacher).items()}}
+
+
+@program()
+def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer = sgd(model.parameters())
+    on_device = env.device != "cpu"
+    module = torch.get_device_module(env.device) if on_device else None
+    streams = [module.Stream() for _ in range(2)] if module else [None, None]
+    for step in range(4):
+        stream = streams[step % 2]
+        if module:
+            stream.wait_stream(module.current_stream())
+        with module.stream(stream) if module else nullcontext():
+            optimizer.zero_grad()
+            _loss(env, model, case, step).backward()
+            optimizer.step()
+        if module:
+            module.current_stream().wait_stream(stream)
+    return _state(model)
+
+
+@program()
+def _after_an_exception(env: RankEnv, shape: Shape) -> Found:
+    torch.manual_seed(3)
+    model: Any = shard(Fragile().double(), env.mesh(shape))
+    found: Found = {}
+    for at, where in enumerate(("forward of 1", "backward of 1", "backward of 0")):
+        batch = tokens(env.rank, at).to(env.device)
+        fail(where, ValueError, lambda batch=batch: model(batch).square().sum().backward())
+        model(batch).square().sum().backward()
+        found.update({f"{where} {name}": grad for name, grad in full_grads(model).items()})
+        model.zero_grad()
+    return found
+
+
+@program()
+def _saved_in_the_background_and_resumed(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    optimizer = adamw(model.parameters())
+    folders = [tempfile.mkdtemp() if env.rank == 0 else None]
+    dist.broadcast_object_list(folders, device=torch.device("cpu"))
+    train(model, case, env.rank, 2, optimizer, device=env.device)
+    handle = hsdp.checkpoint.save(folders[0], model, optimizer, step=2, async_=True)
+    train(model, case, env.rank, 2, optimizer, first_step=2, device=env.device)
+    handle.wait()
+    again, _ = _built(env, shape)
+    resumed = adamw(again.parameters())
+    hsdp.checkpoint.load(folders[0], again, resumed)
+    train(again, case, env.rank, 2, resumed, first_step=2, device=env.device)
+    assert_same(full_params(again), dict(full_params(model)), 1e-12, 1e-12)
+    return _state(again)
+
+
+@program(tolerance=1e-4)
+def _gathered_in_8_bits(env: RankEnv, shape: Shape) -> Found:
+    case = make_case("mlp", torch.float32)
+    model = case.model().to(env.device)
+    quantise(model)
+    return _trained(env, shard(model, env.mesh(shape)), case)
+
+
+@program(tolerance=2e-2)
+def _compressed(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape, dtype=torch.float32)
+    for unit in (*model.blocks, model):
+        unit.set_custom_reduce_scatter(hsdp.CompressedReduceScatter())
+    if len(shape) == 2:
+        model.set_replica_reduce(hsdp.CompressedAllReduce())
+    return _trained(env, model, case)
+
+
+@program((1, 2, 2), (2, 1, 2))
+def _tensor_parallel(env: RankEnv, shape: Shape) -> Found:
+    mesh = env.mesh(shape, tp.NAMES)
+    model = tp.CASE.model().to(env.device)
+    local = functools.partial(parallelize_module, src_data_rank=None)  # all ranks have the same values
+    with mock.patch.object(tp, "parallelize_module", local):
+        tp.parallelize(model, mesh["tp"], "tensor")
+    data = mesh["shard"] if shape[0] == 1 else mesh["replicate", "shard"]
+    replicas = RankEnv(env.rank // shape[2], env.world_size, env.device)  # both ranks of a pair have the same batches
+    return _trained(replicas, shard(model, data), tp.CASE)
+
+
+@program()
+def _several_forwards_one_backward(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    (_loss(env, model, case, 0) + _loss(env, model, case, 1)).backward()
+    return _state(model)
+
+
+@program()
+def _gradients_penalised(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape)
+    x, y = (t.to(env.device) for t in case.batch(0, env.rank))
+    x.requires_grad_()
+    out = model(x)
+    (grad,) = torch.autograd.grad((out - y).square().mean(), x, create_graph=True)
+    (out.sum() + grad.square().sum()).backward()
+    return _state(model)
+
+
+@program()
+def _moved_and_offloaded(env: RankEnv, shape: Shape) -> Found:
+    """Parameters reach an offloading model from the device, in each of the ways there are."""
+    found: Found = {}
+    policy = hsdp.CPUOffloadPolicy()
+    model, case = _built(env, shape, offload_policy=policy)
+    values = {name: param.detach().clone() for name, param in model.state_dict().items()}
+    found.update(_trained(env, model.to(env.device), case))
+
+    moved = {name: _on(param, env.device) for name, param in values.items()}
+    model.load_state_dict(moved, assign=True)
+    found.update({f"assigned {name}": value for name, value in _trained(env, model, case).items()})
+
+    with torch.device("meta"):
+        blank = case.build().double()
+    model = shard(blank, env.mesh(shape), offload_policy=policy)
+    hsdp.init_sharded(model, lambda module: [nn.init.constant_(p, 0.02) for p in module.parameters(recurse=False)])
+    found.update({f"initialised {name}": value for name, value in _trained(env, model, case).items()})
+
+    with torch.device("meta"):
+        blank = case.build().double()
+    model = shard(blank, env.mesh(shape), offload_policy=policy)
+    model.to_empty(device=env.device)
+    model.load_state_dict(values)
+    found.update({f"emptied {name}": value for name, value in _trained(env, model, case).items()})
+    assert all(param.to_local().device.type == "cpu" for param in model.parameters())
+    return found
+
+
+def _on(param: Any, device: str) -> Any:
+    """The DTensor with its local tensor on `device`."""
+    return as_dtensor(param.to_local().to(device), param._spec)

@@ -1,0 +1,48 @@
+"""A share of 840 random programs of user actions against the twin, in float64; `tests.soak.actions` runs more."""
+
+from __future__ import annotations
+
+import pytest
+
+from tests.soak.actions.programs import FEATURES, SHAPES, Action, draw, smaller
+from tests.soak.actions.soak import run_all, table
+from tests.support.rig import Pool
+from tests.support.share import share
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 600), (2, "2d", 120), (4, "2d", 120)])
+def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
+    pool: Pool = request.getfixturevalue(f"pool{ranks}")
+    count = share(count)
+    programs = [draw(f"ci:{number}", SHAPES[mesh][ranks]) for number in range(count)]
+    tally = run_all(pool, programs, stop_at=4)
+    assert not tally.failures, f"{table(tally, count)}\n" + "\n".join(
+        f"{program}\n{told}" for found in tally.failed.values() for program, told in found
+    )
+
+
+def test_a_seed_tells_its_program() -> None:
+    assert draw("0:1", (2,)) == draw("0:1", (2,))
+    assert draw("0:1", (2,)) != draw("0:2", (2,))
+
+
+def test_programs_have_all_actions() -> None:
+    drawn: list[Action] = [action for number in range(2000) for action in draw(f"all:{number}", (2,)).actions]
+    kinds = {action[0] for action in drawn}
+    assert len(kinds) == 22, sorted(kinds)
+
+
+def test_switches_leave_features_out() -> None:
+    plain = [draw(f"plain:{number}", (2,), frozenset(FEATURES)) for number in range(300)]
+    kinds = {action[0] for program in plain for action in program.actions}
+    assert kinds <= {"forward", "backward", "zero", "step", "clip", "flush", "eval", "peek"}
+    hows = [action[2] for program in plain for action in program.actions if action[0] in ("forward", "backward")]
+    assert not any(hows)
+
+
+def test_shrinking_ends() -> None:
+    program = draw("0:3", (2,))
+    for _ in range(1000):
+        program = next(smaller(program), program)
+    assert program.actions == ()
+    assert not list(smaller(program))

@@ -1,0 +1,27 @@
+"""Every feature with a device side, on the emulated device: numbers as on one device, and no races.
+
+`python -m tests.soak.device` runs all cases in all delay modes and with many seeds.
+"""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+
+from tests.soak.device_cases import CASES, Shape, run_case
+from tests.support.device import MODES
+from tests.support.rig import Pool
+from tests.support.sharded import mesh_id
+from tests.support.share import FULL
+
+RUNS = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
+SHARE = RUNS if FULL else RUNS[::5]
+"""What runs here: each case has several meshes, and the soak runs all of them."""
+
+
+@pytest.mark.parametrize(("name", "shape"), SHARE, ids=lambda value: value if isinstance(value, str) else mesh_id(value))
+def test_numbers_are_right_and_nothing_races(request: pytest.FixtureRequest, name: str, shape: Shape) -> None:
+    at = RUNS.index((name, shape))
+    pool: Pool = request.getfixturevalue(f"device{math.prod(shape)}")
+    pool.run(run_case, name, shape, list(MODES)[at % len(MODES)], at)

@@ -1,0 +1,190 @@
+"""Mixed precision: equal to the same casts done by hand, and float32 and bfloat16 within stated bounds of float64."""
+
+from __future__ import annotations
+
+import copy
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+import hsdp
+from hsdp import MixedPrecisionPolicy
+from tests.support.models import Batch, Case, make_case
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, check_sharded, shard
+from tests.support.twin import Twin, adamw, assert_same, full_grads, full_params, sgd, train, twin_of
+
+BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
+
+
+def _by_hand(plain: nn.Module, case: Case, batch: Batch) -> Tensor:
+    """The loss with bfloat16 copies of the weights; autograd casts their gradients back."""
+    weights = {name: param.to(BF16) for name, param in plain.named_parameters()}
+    inputs = tuple(x.to(BF16) if x.is_floating_point() else x for x in batch)
+
+    def model(x: Tensor) -> Tensor:
+        return functional_call(plain, weights, (x,))
+
+    return case.loss(model, inputs)
+
+
+def _equals_casts_by_hand(env: RankEnv, name: str, shape: tuple[int, ...], how: str, fusion: Any) -> None:
+    case = make_case(name, F32)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32)
+    comm = hsdp.CommPolicy(fusion=fusion)
+    model, plain = shard(case.model(), env.mesh(shape), mp_policy=policy, comm_policy=comm), case.model()
+    optimizers = [sgd(model.parameters()), sgd(plain.parameters())]
+    for step in range(3):
+        for micro in range(2):
+            model.set_requires_grad_sync(how != "no-sync" or micro == 1)
+            x, y = case.batch(step, env.rank, micro)
+            y = y.to(BF16) if y.is_floating_point() else y
+            case.loss(model, (x, y)).backward()
+            for rank in range(env.world_size):
+                _by_hand(plain, case, case.batch(step, rank, micro)).backward()
+        for param in plain.parameters():
+            param.grad /= env.world_size
+        assert {param.grad.dtype for param in model.parameters()} == {F32}
+        assert_same(full_grads(model), full_grads(plain), 1e-5, 1e-6)  # sums in another order, in float32
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+    check_sharded(model)
+    check_rest(model)
+
+
+@pytest.mark.parametrize(("how", "fusion"), [("full", "packed"), ("full", "direct"), ("no-sync", "packed")])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
+@pytest.mark.parametrize("name", ["mlp", "transformer"])
+def test_bf16_compute_and_fp32_reduction_equal_casts_by_hand(
+    pool4: Pool, name: str, shape: tuple[int, ...], how: str, fusion: str
+) -> None:
+    pool4.run(_equals_casts_by_hand, name, shape, how, fusion)
+
+
+def _train_within(env: RankEnv, dtype: torch.dtype, policy: MixedPrecisionPolicy, twin: Twin, bound: float) -> float:
+    case = make_case("transformer", dtype)
+    model = shard(case.model(), env.mesh((2, 2)), mp_policy=policy)
+    losses = train(model, case, env.rank, 10, adamw(model.parameters()))
+    error = (losses - twin.losses[:, env.rank]).abs().max().item()
+    assert error <= bound, f"the losses are off by up to {error}"
+    return error
+
+
+@pytest.mark.parametrize(
+    ("policy", "bound"),
+    [(MixedPrecisionPolicy(), 1e-5), (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), 3e-2)],
+    ids=["fp32", "bf16-fp32"],
+)
+def test_ten_steps_stay_within_a_bound_of_float64(pool4: Pool, policy: MixedPrecisionPolicy, bound: float) -> None:
+    errors = pool4.run(_train_within, F32, policy, twin_of(make_case("transformer"), 4, 10, adamw), bound)
+    assert max(errors) > bound / 1000, "the bound is loose, or the run was not in this precision"
+
+
+class _Probe(nn.Linear):
+    """Tells what dtypes its forward saw."""
+
+    def forward(self, x: Tensor, *, mask: dict[str, Tensor] | None = None) -> Tensor:
+        self.seen = (x.dtype, self.weight.dtype, None if mask is None else tuple(m.dtype for m in mask.values()))
+        return nn.functional.linear(x.to(self.weight.dtype), self.weight, self.bias)
+
+
+def _dtypes(env: RankEnv, policy: MixedPrecisionPolicy) -> tuple[Any, ...]:
+    model = hsdp.fully_shard(_Probe(8, 8), mesh=env.mesh(2), mp_policy=policy)
+    mask = {"a": torch.ones(2), "b": torch.ones(2, dtype=torch.int64)}
+    out = model(torch.ones(2, 8), mask=mask)
+    out.float().sum().backward()
+    assert mask["a"].dtype == F32, "the caller's own dict was changed"
+    grad = model.weight.grad
+    assert grad is not None
+    rounded = torch.equal(grad.full_tensor(), grad.full_tensor().to(BF16).float())
+    return (*model.seen, out.dtype, model.weight.dtype, grad.dtype, rounded)
+
+
+@pytest.mark.parametrize(
+    ("policy", "expected"),
+    [
+        (MixedPrecisionPolicy(), (F32, F32, (F32, torch.int64), F32)),
+        (MixedPrecisionPolicy(param_dtype=BF16), (BF16, BF16, (BF16, torch.int64), BF16)),
+        (MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32), (BF16, BF16, (BF16, torch.int64), F32)),
+        (MixedPrecisionPolicy(param_dtype=BF16, cast_forward_inputs=False), (F32, BF16, (F32, torch.int64), BF16)),
+        (MixedPrecisionPolicy(output_dtype=F64), (F32, F32, (F32, torch.int64), F64)),
+    ],
+    ids=["none", "param", "param-output", "no-input-cast", "output"],
+)
+def test_each_setting_casts_what_it_says(pool2: Pool, policy: MixedPrecisionPolicy, expected: tuple[Any, ...]) -> None:
+    for seen in pool2.run(_dtypes, policy):
+        assert seen[:4] == expected
+        assert seen[4:6] == (F32, F32), "master weights and gradients keep their dtype"
+
+
+def _reduce_in(env: RankEnv, reduce_dtype: torch.dtype | None) -> Tensor:
+    policy = MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=reduce_dtype)
+    model = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2, 2)), mp_policy=policy)
+    model(torch.randn(3, 64, generator=torch.Generator().manual_seed(env.rank))).float().sum().backward()
+    return full_grads(model)["weight"]
+
+
+def test_the_sum_is_in_the_reduce_dtype(pool4: Pool) -> None:
+    half, single = pool4.run(_reduce_in, None)[0], pool4.run(_reduce_in, F32)[0]
+    assert torch.equal(half, half.to(BF16).float()), "reduce_dtype=None reduces in the parameters' dtype"
+    assert not torch.equal(single, single.to(BF16).float())
+    torch.testing.assert_close(half, single, rtol=2**-6, atol=2**-6)
+
+
+def _units_of_several_policies(env: RankEnv) -> tuple[torch.dtype, ...]:
+    model = make_case("mlp", F32).model()
+    blocks: Any = model.blocks
+    hsdp.fully_shard(blocks[0], mesh=env.mesh(2), mp_policy=MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F64))
+    hsdp.fully_shard(blocks[1], mesh=env.mesh(2), mp_policy=MixedPrecisionPolicy(param_dtype=F64))
+    seen: list[torch.dtype] = []
+    for block in blocks:
+        block.register_forward_hook(lambda module, args, out: seen.append(module.weight.dtype))
+    hsdp.fully_shard(model, mesh=env.mesh(2), mp_policy=MixedPrecisionPolicy(output_dtype=F32))
+    blocks[2].double()  # moved after sharding: its unit is made anew
+    out = model(torch.ones(2, 8))
+    out.sum().backward()
+    assert full_params(model).keys() == full_grads(model).keys()
+    return (*seen, out.dtype, *(p.grad.dtype for p in model.parameters()))
+
+
+def test_units_of_one_model_may_have_their_own_policies(pool2: Pool) -> None:
+    expected = (BF16, F64, F64, F32, F32, F32, F32, F32, F64, F64)
+    assert pool2.run(_units_of_several_policies) == [expected] * 2
+
+
+class _Cached(nn.Linear):
+    """Writes to the caches that it is handed: of what it saw, a dict in a dataclass and a list."""
+
+    def forward(self, x: Tensor, cache: _Cache) -> Tensor:
+        y = super().forward(x)
+        cache.seen["x"] = torch.cat([cache.seen["x"], y]) if "x" in cache.seen else y
+        cache.log.append(y)
+        return torch.tanh(cache.seen["x"].sum(0, keepdim=True))
+
+
+@dataclass
+class _Cache:
+    seen: dict[str, Tensor]
+    log: list[Tensor]
+
+
+def _generate_with_a_cache(env: RankEnv) -> None:
+    plain = _Cached(8, 8).to(BF16)
+    model = hsdp.fully_shard(copy.deepcopy(plain).float(), mesh=env.mesh(2), mp_policy=MixedPrecisionPolicy(BF16))
+    outs = []
+    for module in (model, plain):
+        x, cache = torch.ones(1, 8, dtype=BF16), _Cache({}, [])
+        with torch.inference_mode():
+            for _ in range(3):
+                x = module(x, cache)
+        outs.append([x, cache.seen["x"], *cache.log])
+    torch.testing.assert_close(outs[0], outs[1], rtol=0, atol=0)
+
+
+def test_caches_that_a_forward_writes_to_are_the_caller_s_own(pool2: Pool) -> None:
+    pool2.run(_generate_with_a_cache)

@@ -11,7 +11,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 
-import hsdp.optim
+import hsdp.optim.elementwise
 import hsdp.tracing.replay
 import hsdp.tracing.summary
 from hsdp.planning.layouts import GroupPlan
@@ -99,7 +99,7 @@ LOADED = Check(loads_optimizers)
 
 @mutant(FLAT, kill="AssertionError")
 def lets_parameters_that_parted_count_their_steps_together() -> Any:
-    return mock.patch.object(hsdp.optim, "_numbers", return_value=())
+    return mock.patch.object(hsdp.optim.elementwise, "_numbers", return_value=())
 
 
 @mutant(FLAT, kill="AssertionError|KeyError|StateError")
@@ -107,7 +107,7 @@ def steps_parameters_that_have_no_gradient() -> Any:
     def change(fits: Callable[..., bool]) -> Callable[..., bool]:
         return lambda stepper, optimizer, used: fits(stepper, optimizer, stepper._used or used)
 
-    return replaced(hsdp.optim._Stepper, "_fits", change)
+    return replaced(hsdp.optim.elementwise._Stepper, "_fits", change)
 
 
 @mutant(FLAT, kill="AssertionError")
@@ -119,12 +119,12 @@ def starts_with_new_state_when_it_plans_anew() -> Any:
 
         return zeros
 
-    return replaced(hsdp.optim, "_gathered_state", change)
+    return replaced(hsdp.optim.elementwise, "_gathered_state", change)
 
 
 @mutant(LOADED, kill="AssertionError: (own|torch|hsdp)")
 def does_not_see_that_state_was_loaded() -> Any:
-    return mock.patch.object(hsdp.optim, "_identity", return_value=("the same",))
+    return mock.patch.object(hsdp.optim.elementwise, "_identity", return_value=("the same",))
 
 
 @mutant(FLAT, kill="AssertionError")
@@ -136,7 +136,7 @@ def takes_gradients_from_where_they_do_not_lie() -> Any:
 
         return shifted
 
-    return replaced(hsdp.optim, "_flat_grad", change)
+    return replaced(hsdp.optim.elementwise, "_flat_grad", change)
 
 
 # -- plans ----------------------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ The training loop stays as it was. What else there is, by purpose:
     meshes, placements       DataParallelMeshDims, least_padding
     sharded modules          HSDPModule: accumulation, reduction and gathering; register_forward_method
     whole parameters         full_params, gathered_apply, init_sharded, sync_module_states
-    optimizers               clip_grad_norm_, optim.local
+    optimizers               clip_grad_norm_, optim.local, optim.Muon, optim.whole_matrix
     saving and loading       checkpoint
     before and after a step  plan, trace
     errors                   HSDPError and its subclasses

@@ -23,8 +23,11 @@ from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.tensor_parallel import block_of
 
-_NOT_TRAINING = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
-"""Entries of an optimizer's groups that say how it computes here, not what: the loading optimizer keeps its own."""
+_NOT_TRAINING = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "algorithm", "matrices", "split_sizes"}
+)
+"""Entries of an optimizer's groups that say how it computes here, not what, or how hsdp.optim.Muon reads parameters: the
+loading optimizer keeps its own."""
 
 _BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
 """Entries that learning rate schedulers add to groups."""

@@ -139,6 +139,25 @@ class Comm:
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs))
 
+    def exchange_parts(
+        self, owner: Named, op: int, output: Tensor, received: list[int], sent: Tensor, sizes: list[int]
+    ) -> CommWork:
+        """Each rank r gets `sizes[r]` elements of `sent`, and what came from rank r is `received[r]` elements of `output`.
+
+        The parts lie in rank order, one behind the other, in 1-D tensors of one dtype.
+        """
+        group = self._ready(op, "all-to-all", owner)
+        # As bytes, because not every backend knows every dtype.
+        scale = sent.element_size()
+        counts = [n * scale for n in received], [n * scale for n in sizes]
+        works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
+        return CommWork(self, "all-to-all", owner, works, (output, sent))
+
+    def agree(self, owner: Named, op: int) -> None:
+        """Tells the ranks' divergence guard that this rank starts nothing where the others might."""
+        if self.divergence_guard is not None:
+            self.divergence_guard.before_collective(op, "step without an exchange", owner.name)
+
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
         assert self.group is not None, f"{kind} without a process group"
         if self.divergence_guard is not None:
@@ -272,6 +291,21 @@ def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], o
         return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
     size = group.size()
     return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
+
+
+def _start_exchange(
+    group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
+) -> list[Any]:
+    if single := _names_of(group)["all_to_all"]:
+        return [getattr(group, single)(output, sent, received, sizes, options)]
+    return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
+
+
+def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
+    """A `Comm` over these global ranks, which all call it, with a process group of their own, made once for all who ask."""
+    streams = Streams(device)
+    group = _shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
+    return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, streams)
 
 
 def direct_bytes(backend: str) -> tuple[int, int]:

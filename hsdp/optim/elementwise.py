@@ -102,9 +102,7 @@ def _local_class(cls: type[torch.optim.Optimizer]) -> Any:
     """`Local<Class>`: as `cls`, but that `step` runs on local tensors, between the hooks that PyTorch runs around it."""
     if cls not in _classes:
         # PyTorch puts hooks around each class's `step`. Ours is wrapped so; inside it the bare one is called.
-        bare: Callable[..., Any] = cls.step
-        if getattr(bare, "hooked", False):
-            bare = inspect.unwrap(bare, stop=lambda f: not getattr(f, "hooked", False))
+        bare = bare_step(cls)
 
         def step(self: Any, closure: Callable[[], Any] | None = None) -> Any:
             loss = None
@@ -123,6 +121,12 @@ def _local_class(cls: type[torch.optim.Optimizer]) -> Any:
         members = {"step": step, "__reduce_ex__": refuse, "__doc__": cls.__doc__}
         _classes[cls] = type(f"Local{cls.__name__}", (cls,), members)
     return _classes[cls]
+
+
+def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
+    """A class's `step` without the hooks that PyTorch puts around it."""
+    bare: Callable[..., Any] = cls.step
+    return inspect.unwrap(bare, stop=lambda f: not getattr(f, "hooked", False)) if getattr(bare, "hooked", False) else bare
 
 
 @dataclass

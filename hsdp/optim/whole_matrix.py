@@ -1,0 +1,340 @@
+"""Optimizers that look at matrices as a whole, with parameters sharded and replicated: each matrix is updated once.
+
+    momentum               elementwise, on each rank's shards
+    update of a matrix     on its one owner among all ranks, replicas included (matrices.py, exchange.py)
+    learning rate, decay   elementwise, on each rank's shards
+
+While an owner computes on one bucket of parameters, the next one is on its way to the owners and the last one on its way
+back. `whole_matrix` makes an optimizer of a function from matrices to updates; `hsdp.optim.Muon` is one of them.
+"""
+
+from __future__ import annotations
+
+import inspect
+import zlib
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hsdp.comm.collectives import Comm, comm_among
+from hsdp.errors import StateError
+from hsdp.optim.beside import AdamWGroups
+from hsdp.optim.exchange import Exchange, Label
+from hsdp.optim.matrices import Bucket, Held, Target, cut, deal
+from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.lookup import unit_of
+
+BUCKET_BYTES = 32 * 1024 * 1024
+
+OPTIONAL = ("algorithm", "matrices", "split_sizes")
+"""Settings of groups that only those have to whom users gave them: the others look as those of torch's optimizer do."""
+
+
+class WholeMatrix(torch.optim.Optimizer):
+    """Base of optimizers that update matrices as a whole; see `whole_matrix`.
+
+    A subclass says what a matrix's update is (`transform`), and if it wants how the learning rate depends on its shape
+    (`scale`), what its work is (`cost`) and in which dtype matrices travel and are computed with (`wire_dtype`).
+    """
+
+    _bucket_bytes = BUCKET_BYTES
+    _plans: dict[tuple[object, ...], list[_Plan]]
+    _comms: dict[tuple[int, ...], Comm]
+    _adamw: AdamWGroups | None
+
+    def transform(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
+        """Updates of whole matrices `[k, rows, cols]` of one group, of the same shape. May overwrite `matrices`."""
+        raise NotImplementedError(f"{type(self).__name__} does not say how it updates a matrix: define transform()")
+
+    def scale(self, rows: int, cols: int, group: Mapping[str, Any]) -> float:
+        """By what the learning rate is multiplied for matrices of this shape."""
+        return 1.0
+
+    def cost(self, rows: int, cols: int, group: Mapping[str, Any]) -> float:
+        """The work of a matrix of this shape, in any unit."""
+        return float(min(rows, cols) ** 2 * max(rows, cols))
+
+    def wire_dtype(self, param: Tensor) -> torch.dtype:
+        """In which dtype the matrices of `param` travel and are computed with."""
+        return param.dtype
+
+    # -- groups and state ------------------------------------------------------------------------------------------------
+
+    def add_param_group(self, param_group: dict[str, Any]) -> None:
+        """As torch's. Groups with `algorithm="adamw"` are stepped by AdamW, and have its settings and defaults.
+
+        Args:
+            param_group: its `params`, and settings that differ from the optimizer's.
+
+        Raises:
+            ValueError: a parameter cannot be read as matrices by the group's settings.
+        """
+        algorithm = param_group.get("algorithm")
+        if algorithm not in (None, "adamw"):
+            raise ValueError(f"{type(self).__name__}: a group has algorithm={algorithm!r}; give 'adamw', or leave it out")
+        own, taken = self.defaults, algorithm == "adamw"
+        try:
+            self.defaults = AdamWGroups.defaults() if taken else own
+            super().add_param_group(param_group)
+        finally:
+            self.defaults = own
+        group = self.param_groups[-1]
+        for param in () if taken else group["params"]:
+            try:
+                if param.is_complex():
+                    raise ValueError("it is complex, and its matrices should be real")
+                cut(param.shape, group.get("matrices", "one"), group.get("split_sizes"))
+            except ValueError as error:
+                self.param_groups.pop()
+                raise ValueError(f"{type(self).__name__} cannot step {name_of(param)}: {error}") from None
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """Takes over what was loaded; groups keep the settings that say how this optimizer reads parameters."""
+        groups = self.__dict__.get("param_groups", [])
+        for own, group in zip(groups, state.get("param_groups", ()), strict=False):
+            group.update({key: own[key] for key in OPTIONAL if key in own and key not in group})
+        super().__setstate__(state)
+        self._forget()
+
+    def __getstate__(self) -> dict[str, Any]:
+        """What a copy is made of: as torch's, and this object's own settings, without plans and process groups."""
+        own = {key: value for key, value in self.__dict__.items() if key in ("_bucket_bytes", "_ns_dtype")}
+        return {**super().__getstate__(), **own}
+
+    def _forget(self) -> None:
+        self._plans, self._comms, self._adamw = {}, {}, None
+
+    # -- a step ----------------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """One step. Every rank of the parameters' meshes calls it, with gradients for the same parameters.
+
+        Args:
+            closure: evaluates the model again and returns the loss.
+
+        Returns:
+            The loss, if there is a closure.
+
+        Raises:
+            StateError: a gradient is not sharded as its parameter is.
+            DivergenceError: ranks have gradients for different parameters.
+        """
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        if "_plans" not in self.__dict__:
+            self._forget()
+        plans = self._planned()
+        for target in [target for plan in plans for bucket in plan.buckets for target in bucket.targets]:
+            self._grad(target)  # refuses before anything is changed
+        for plan in plans:
+            self._run(plan)
+        if any(group.get("algorithm") == "adamw" for group in self.param_groups):
+            self._adamw = self._adamw or AdamWGroups()
+            self._adamw.step(self)
+        return loss
+
+    def _planned(self) -> list[_Plan]:
+        """The plans for the parameters that have gradients, looked up as long as these are the same."""
+        pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
+        key = tuple((id(p), id(block_of(p)), id(group), p.grad is not None) for p, group in pairs)
+        found: list[_Plan] | None = self._plans.get(key)
+        if found is None:
+            if len(self._plans) >= 16:  # who steps other parameters each time would collect plans
+                self._plans.clear()
+            found = self._plans[key] = self._plan(pairs)
+        return found
+
+    def _plan(self, pairs: list[tuple[Tensor, dict[str, Any]]]) -> list[_Plan]:
+        known: dict[Any, Held] = {}
+        by_ranks: dict[tuple[int, ...], list[Target]] = {}
+        for param, group in pairs:
+            target = Target(param, group, known)
+            by_ranks.setdefault(target.ranks, []).append(target)
+        return [self._plan_among(ranks, targets) for ranks, targets in by_ranks.items()]
+
+    def _plan_among(self, ranks: tuple[int, ...], targets: list[Target]) -> _Plan:
+        """The plan for the parameters that these ranks hold together; without ranks, for plain tensors."""
+        if ranks not in self._comms:
+            device = targets[0].block.device
+            if ranks:
+                device = _device_of(targets[0].param)
+            self._comms[ranks] = comm_among(ranks or (0,), device)
+        comm = self._comms[ranks]
+        ranks = ranks or (0,)
+        me = ranks[comm.rank]
+        stepped = [target for target in targets if target.param.grad is not None]
+        for target in stepped:
+            target.check(me)
+        buckets = deal(stepped, ranks, self.cost, lambda target: self.wire_dtype(target.param), self._bucket_bytes)
+        for bucket in buckets:
+            bucket.route(me)
+        matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
+        told = repr((matrices, [target.param.grad is not None for target in targets]))
+        label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters")
+        return _Plan(comm, ranks, buckets, label, zlib.crc32(told.encode()) << 16)
+
+    def _run(self, plan: _Plan) -> None:
+        """Steps the buckets of a plan, each a stage behind the next."""
+        if not plan.buckets:
+            plan.comm.agree(plan.label, plan.op)
+        under_way: list[Exchange] = []
+        for at in range(len(plan.buckets) + 2):
+            if at < len(plan.buckets):
+                under_way.append(Exchange(plan.buckets[at], plan.comm, plan.ranks, plan.label, plan.op + 4 * at))
+                under_way[at].start(self._prepared(plan.buckets[at]))
+            if 0 < at <= len(plan.buckets):
+                under_way[at - 1].compute(self.transform)
+            if at > 1:
+                self._apply(under_way[at - 2])
+
+    def _prepared(self, bucket: Bucket) -> dict[int, Tensor]:
+        """What is to become an update, by target: the gradients with momentum."""
+        found: dict[int, Tensor] = {}
+        for group, targets in _by_group(bucket.targets):
+            grads = [self._grad(target) for target in targets]
+            buffers = [self._buffer(target) for target in targets]
+            torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            values = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
+            found.update((id(target), value) for target, value in zip(targets, values, strict=True))
+        return found
+
+    def _grad(self, target: Target) -> Tensor:
+        grad: Any = target.param.grad
+        if grad.layout != torch.strided:
+            raise RuntimeError(
+                f"{type(self).__name__} does not support sparse gradients, as {name_of(target.param)} has one"
+            )
+        spec = target.spec
+        if spec is None:
+            return grad  # type: ignore[no-any-return]
+        if isinstance(grad, DTensor) and (grad._spec.placements, grad._spec.mesh) == (spec.placements, spec.mesh):
+            return block_of(grad)
+        raise StateError(
+            f"{type(self).__name__}: the gradient of {name_of(target.param)} is not sharded as the parameter is; set it to "
+            f"None, or to a DTensor with placements {spec.placements}"
+        )
+
+    def _buffer(self, target: Target) -> Tensor:
+        state = self.state[target.param]
+        if "momentum_buffer" not in state:
+            value = torch.zeros_like(self._grad(target))
+            spec = target.spec
+            state["momentum_buffer"] = value if spec is None else as_dtensor(value, with_dtype(spec, value.dtype))
+        return block_of(state["momentum_buffer"])
+
+    def _apply(self, exchange: Exchange) -> None:
+        """Decay and the scaled updates, where their pieces belong."""
+        kinds: dict[tuple[int, float], tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+        for one in exchange.finish():
+            group = one.matrix.target.group
+            factor = self.scale(one.matrix.rows, one.matrix.cols, group)
+            _, parts, values = kinds.setdefault((id(group), factor), (group, [], []))
+            parts.append(one.matrix.target.local[one.piece.place.slices])
+            values.append(one.value.to(parts[-1].device))
+        for (_, factor), (group, parts, values) in kinds.items():
+            lr = float(group["lr"])
+            torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
+            torch._foreach_add_(parts, values, alpha=-lr * factor)
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """How the parameters of one set of ranks are stepped.
+
+    Attributes:
+        comm: among `ranks`, the global ranks in order.
+        buckets: in the order in which they are stepped.
+        label: what it is called where ranks disagree.
+        op: stands for what ranks must do alike: the same on those that step the same matrices.
+    """
+
+    comm: Comm
+    ranks: tuple[int, ...]
+    buckets: list[Bucket]
+    label: Label
+    op: int
+
+
+def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any) -> Any:
+    """Makes an optimizer class of a function from whole matrices to their updates.
+
+        @hsdp.optim.whole_matrix
+        def Polar(matrices, *, rank_eps=1e-6):
+            u, s, vh = torch.linalg.svd(matrices, full_matrices=False)
+            return (u * (s > rank_eps).unsqueeze(-2)) @ vh
+
+        optimizer = Polar(model.blocks.parameters(), lr=0.02, momentum=0.9)
+
+    The function is called on one rank for each matrix, whatever the mesh, with a stack of matrices of equal shape
+    `[k, rows, cols]` that hold the momentum (with Nesterov's look ahead), in the parameters' dtype. It returns what is
+    multiplied by the learning rate and subtracted, of the same shape; weight decay is decoupled. Its keyword arguments with
+    defaults are settings of the optimizer, which groups may have values of their own for. The class takes `params`, `lr`
+    (1e-3), `weight_decay` (0), `momentum` (0.95), `nesterov` (True) and these settings; parameters' groups take `matrices`,
+    `split_sizes` and `algorithm` as those of `hsdp.optim.Muon` do.
+
+    Args:
+        update_fn: the function. It must compute the same whoever calls it, and remember nothing: owners may change.
+        settings: other defaults.
+
+    Returns:
+        A subclass of `WholeMatrix` with the function's name; without `update_fn`, a decorator.
+    """
+    if update_fn is None:
+        return lambda function: whole_matrix(function, **settings)
+    function = update_fn
+    own = {
+        name: parameter.default
+        for name, parameter in inspect.signature(function).parameters.items()
+        if parameter.kind is parameter.KEYWORD_ONLY
+    }
+    if missing := [name for name, default in own.items() if default is inspect.Parameter.empty]:
+        raise TypeError(f"whole_matrix({function.__name__}): give the setting {missing[0]!r} a default")
+    common = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True}
+    defaults = {**common, **own, **settings}
+
+    def construct(self: Any, params: Iterable[Any], **given: Any) -> None:
+        if unknown := sorted(given.keys() - defaults.keys()):
+            raise TypeError(f"{function.__name__}() has no setting {unknown[0]!r}; its settings are {', '.join(defaults)}")
+        WholeMatrix.__init__(self, params, {**defaults, **given})
+
+    def transform(self: Any, matrices: Tensor, group: dict[str, Any]) -> Tensor:
+        return function(matrices, **{name: group[name] for name in own})
+
+    members = {
+        "__init__": construct,
+        "transform": transform,
+        "__doc__": function.__doc__,
+        "__module__": function.__module__,
+    }
+    return type(function.__name__, (WholeMatrix,), members)
+
+
+def name_of(param: Any) -> str:
+    """A parameter for people: its qualified name if it is in a unit, else its shape."""
+    unit = unit_of(param)
+    names = [managed.fqn for managed in unit.params if managed.sharded is param] if unit is not None else []
+    return (
+        f"parameter {names[0]!r} of unit {unit.name!r}" if unit and names else f"a parameter of shape {tuple(param.shape)}"
+    )
+
+
+def _by_group(targets: list[Target]) -> list[tuple[dict[str, Any], list[Target]]]:
+    """Targets of one group and dtype each: foreach kernels want them alike."""
+    found: dict[tuple[int, torch.dtype], list[Target]] = {}
+    for target in targets:
+        found.setdefault((id(target.group), target.local.dtype), []).append(target)
+    return [(alike[0].group, alike) for alike in found.values()]
+
+
+def _device_of(param: Any) -> torch.device:
+    """Where a DTensor's matrices are computed: on its mesh's device, though its shards may be offloaded."""
+    kind = param.device_mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

@@ -1,6 +1,7 @@
 """Optimizers of sharded parameters, where the work of a step is done once.
 
 elementwise.py    `local`: PyTorch's elementwise optimizers step plain local tensors
+replicas.py       the same shared out among replicas
 whole_matrix.py   `whole_matrix`: optimizers that look at matrices as a whole; start reading here
 muon.py           `Muon`, one of them
 matrices.py       which matrices there are, who owns each, in which buckets they travel

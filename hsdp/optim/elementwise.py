@@ -27,6 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.flat_buffer import with_own_storage
 from hsdp.errors import StateError
+from hsdp.optim.replicas import Exchange, Share, share_of
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
@@ -53,7 +54,7 @@ _NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 """Entries of their state that are numbers: of a scalar parameter they have the parameter's shape, and are no DTensors."""
 
 
-def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
+def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elementwise: bool = False) -> O:
     """Makes an optimizer of DTensors step plain local tensors.
 
     Call it right after the optimizer was made, before a learning rate scheduler is. The update is the same to the last bit
@@ -64,6 +65,10 @@ def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
         flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
             takes the memory of the gradients once more while it steps.
+        over_replicas: share the step out among replicas. Each of R replicas has 1/R of the states and steps 1/R of each
+            shard; the stepped parts are then all-gathered over the replicate axis, (R-1)/R of the shards' bytes. What is
+            computed is the same to the last bit. Parameters with too few or too uneven rows are stepped on all replicas.
+            Every rank of a replicate group must step the same parameters. Not together with `flat`.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:
@@ -71,7 +76,7 @@ def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
 
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
-        ValueError: something replaced its `step` already (a scheduler does).
+        ValueError: something replaced its `step` already (a scheduler does), or `flat` and `over_replicas` are both on.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.local takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -89,7 +94,12 @@ def local(optimizer: O, *, flat: bool = False, elementwise: bool = False) -> O:
             f"optim.local({cls.__name__}): something replaced its step, a learning rate scheduler perhaps; call "
             "optim.local first, and make the scheduler afterwards"
         )
-    optimizer._hsdp_stepper = _Stepper(flat)  # type: ignore[attr-defined]
+    if flat and over_replicas:
+        raise ValueError(
+            "optim.local(flat=True, over_replicas=True): a flat tensor's share of a replica would have no place in a "
+            "checkpoint; turn one of them off"
+        )
+    optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
     rewrap_step(optimizer)
     return optimizer
@@ -137,6 +147,7 @@ class _Member:
     shape: torch.Size
     start: int
     count: int
+    share: Share | None = None
     accepted: object = None
     """The spec of the last gradient that was sharded as the parameter is: it is the same object step after step."""
 
@@ -173,8 +184,10 @@ class _Stepper:
     it, or `param_groups`, was replaced: `load_state_dict` does that. Entries that are assigned one by one are not noticed.
     """
 
-    def __init__(self, flat: bool) -> None:
+    def __init__(self, flat: bool, over_replicas: bool) -> None:
         self._flat = flat
+        self._over_replicas = over_replicas
+        self._exchange: Exchange | None = None
         self._groups: list[list[_Target]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: tuple[object, ...] = ()
@@ -214,6 +227,8 @@ class _Stepper:
                         target.tensor.grad = None  # or the gradients would live until the next step
         if len(self._state) != known:
             self._show(optimizer)
+        if self._exchange is not None:
+            self._exchange.run()
 
     def _listed(self, optimizer: Any) -> list[Any]:
         """The parameters of all groups, looked up again only where a list changed."""
@@ -229,7 +244,7 @@ class _Stepper:
         return (
             self._seen == _identity(optimizer)
             and len(params) == len(self._params)
-            and (not self._flat or used == self._used)
+            and (not (self._flat or self._over_replicas) or used == self._used)
             and all(
                 one is other and (param_local is one or one._local_tensor is param_local)
                 for one, other, param_local in zip(params, self._params, self._locals, strict=True)
@@ -247,8 +262,14 @@ class _Stepper:
         self._groups = []
         for group in optimizer.param_groups:
             params = group["params"]
-            targets = _flat_targets(params, is_used, optimizer.state) if self._flat else [_single(p) for p in params]
+            if self._flat:
+                targets = _flat_targets(params, is_used, optimizer.state)
+            else:
+                targets = [_single(param, share_of(param) if self._over_replicas else None) for param in params]
             self._groups.append(targets)
+        shared = [t.members[0] for targets in self._groups for t in targets if t.members[0].share is not None]
+        stepped = [member for member in shared if is_used[id(member.param)]]
+        self._exchange = Exchange([(m.param, m.share) for m in stepped if m.share is not None]) if shared else None
         self._state = defaultdict(dict)
         for targets in self._groups:
             for target in targets:
@@ -276,11 +297,12 @@ def _identity(optimizer: Any) -> tuple[object, ...]:
     return (id(optimizer.state), len(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
 
 
-def _single(param: Any) -> _Target:
+def _single(param: Any, share: Share | None = None) -> _Target:
     if not isinstance(param, DTensor):
         return _Target(param, [_Member(param, param.shape, 0, param.numel())], [])
     plain = block_of(param).detach()
-    return _Target(plain, [_Member(param, plain.shape, 0, plain.numel())], [])
+    plain = plain if share is None else share.of(plain)
+    return _Target(plain, [_Member(param, plain.shape, 0, plain.numel(), share)], [])
 
 
 class _Place(NamedTuple):
@@ -349,7 +371,7 @@ def _local_grad(member: _Member, grad: Any) -> Tensor:
         if spec is not member.accepted and (spec.placements, spec.mesh) == (param.placements, param.device_mesh):
             member.accepted = spec
         if spec is member.accepted:
-            return grad._local_tensor
+            return grad._local_tensor if member.share is None else member.share.of(grad._local_tensor)
     raise StateError(
         f"optim.local: a gradient of a parameter of shape {tuple(param.shape)} is not sharded as the parameter is; set it "
         f"to None, or to a DTensor with placements {param.placements}"
@@ -392,7 +414,7 @@ def _wrapped(member: _Member, value: Tensor) -> Tensor:
     param = member.param
     if not isinstance(param, DTensor):
         return value
-    return as_dtensor(value, with_dtype(param._spec, value.dtype))
+    return as_dtensor(value, with_dtype(param._spec if member.share is None else member.share.spec, value.dtype))
 
 
 def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
@@ -403,18 +425,22 @@ def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
             # Members of a run show one count of steps: each needs its own when they part.
             held[name] = value.clone() if isinstance(value, Tensor) else value
         elif target.alone:
-            held[name] = _local_state(target.members[0].param, name, value)
+            held[name] = _local_state(target.members[0], name, value)
         else:
             held[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
             for member in target.members:
                 part = held[name][member.start : member.start + member.count].view(member.shape)
-                part.copy_(_local_state(member.param, name, state[member.param][name]))
+                part.copy_(_local_state(member, name, state[member.param][name]))
     return held
 
 
-def _local_state(param: Any, name: str, value: Any) -> Tensor:
-    if isinstance(value, DTensor) and (value.placements, value.device_mesh) == (param.placements, param.device_mesh):
-        return value._local_tensor
+def _local_state(member: _Member, name: str, value: Any) -> Tensor:
+    param, share = member.param, member.share
+    if isinstance(value, DTensor) and value.device_mesh == param.device_mesh:
+        if share is not None and value.placements == share.spec.placements:
+            return value._local_tensor
+        if value.placements == param.placements:  # as it was loaded, perhaps from a run that did not share it out
+            return value._local_tensor if share is None else share.of(value._local_tensor).clone()
     raise StateError(
         f"optim.local: entry {name!r} of the state of a parameter of shape {tuple(param.shape)} is not sharded as the "
         f"parameter is ({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}"

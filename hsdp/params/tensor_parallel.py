@@ -112,6 +112,32 @@ class Inner:
             )
 
 
+def over_replicas(spec: DTensorSpec, axis: int) -> DTensorSpec | None:
+    """The spec of a tensor like one of hsdp's sharded parameters, of which replicas hold parts, too.
+
+    Each rank's rows (dim 0 of what it holds) are cut once more, by torch.chunk's rule.
+
+    Args:
+        spec: the parameter's.
+        axis: the mesh axis that replicates it.
+
+    Returns:
+        The spec; None if placements cannot tell who holds what then.
+    """
+    mesh, shape = spec.mesh, spec.shape
+    cuts = [at for at, p in enumerate(spec.placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == 0]
+    if not shape or not isinstance(spec.placements[axis], Replicate) or len(cuts) > 1:
+        return None
+    placement: Placement = Shard(0)
+    if cuts:
+        sizes = [mesh.size(at) for at in cuts]
+        if not isinstance(spec.placements[cuts[0]], Shard) or not placements_tell(shape[0], sizes, mesh.size(axis)):
+            return None
+        placement = _StridedShard(0, split_factor=math.prod(sizes))
+    placements = (*spec.placements[:axis], placement, *spec.placements[axis + 1 :])
+    return DTensorSpec(mesh, placements, tensor_meta=spec.tensor_meta)
+
+
 def placements_tell(rows: int, inner: Sequence[int], shards: int) -> bool:
     """Whether DTensor reads off `(_StridedShard, Shard)` what each rank holds: its rows' number and offset.
 

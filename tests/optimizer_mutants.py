@@ -1,0 +1,74 @@
+"""Bugs planted in optimizers that share their work out: of whole matrices, and over replicas."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from typing import Any
+from unittest import mock
+
+import hsdp.optim.matrices
+from hsdp.optim.matrices import Bucket
+from hsdp.optim.replicas import Exchange, Share
+from tests import test_muon as muon
+from tests import test_optim_replicas as replicas
+from tests.planting import Check, mutant, replaced
+from tests.rig import RankEnv
+
+
+def trains(env: RankEnv, shape: tuple[int, ...]) -> None:
+    muon._trains(env, shape, muon.expected(env.world_size), {})
+
+
+REPLICAS = Check(trains, ((2, 1),))
+SHARDS = Check(trains, ((2,),))
+SHARED = Check(replicas._equals_repeated, ((2, 1),))
+
+
+@mutant(REPLICAS, kill="differs between replicas")
+def brings_updates_to_the_owner_s_replica_alone() -> Any:
+    def change(route: Callable[..., None]) -> Callable[..., None]:
+        def near(bucket: Bucket, rank: int) -> None:
+            route(bucket, rank)
+            for name in ("returns", "gets"):
+                pieces = getattr(bucket, name)
+                near = [p for p in pieces if bucket.matrices[p.matrix].target.shares_copy(p.peer, rank)]
+                setattr(bucket, name, near)
+
+        return near
+
+    return replaced(Bucket, "route", change)
+
+
+@mutant(SHARDS, kill="fused.weight")
+def reads_a_fused_projection_as_one_matrix() -> Any:
+    def change(cut: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda shape, kind, split_sizes: cut(shape, kind, None)
+
+    return replaced(hsdp.optim.matrices, "cut", change)
+
+
+@mutant(SHARDS, kill="AssertionError")
+def puts_pieces_where_they_do_not_belong() -> Any:
+    def change(pieces: Callable[..., Any]) -> Callable[..., Any]:
+        def turned(number: int, matrix: Any, held: Any) -> Sequence[Any]:
+            found = pieces(number, matrix, held)
+            # On the way there alone: an iteration does to turned rows what it does to the others.
+            if isinstance(held, list) and len(found) == 2 and found[0].part.sizes == found[1].part.sizes:
+                a, b = found
+                return [dataclasses.replace(a, part=b.part), dataclasses.replace(b, part=a.part)]
+            return found  # type: ignore[no-any-return]
+
+        return turned
+
+    return replaced(hsdp.optim.matrices, "_pieces", change)
+
+
+@mutant(SHARED, kill="differs")
+def keeps_what_it_stepped_to_itself() -> Any:
+    return mock.patch.object(Exchange, "run", return_value=None)
+
+
+@mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")
+def steps_the_first_rows_on_every_replica() -> Any:
+    return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))

@@ -1,0 +1,132 @@
+"""`hsdp.optim.local(over_replicas=True)`: bit for bit the step of each replica by itself, with 1/R of its states."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.tensor import DTensor
+
+import hsdp
+from hsdp.comm.collectives import Comm
+from hsdp.optim import local
+from tests.rig import Pool, RankEnv, fake_world
+from tests.sharded import check_sharded, mesh_id, pool_for, shard
+from tests.test_optim import CASE, KINDS, _groups
+from tests.twin import full_params
+
+
+def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+    for micro in range(2):
+        with model.accumulate(last=micro == 1):
+            CASE.loss(model, CASE.batch(step, env.rank, micro)).backward()
+    if step == 1:  # parameters without a gradient are not stepped
+        for param in list(model.parameters())[::3]:
+            param.grad = None
+    hsdp.clip_grad_norm_(model, 0.5)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+def _equals_repeated(env: RankEnv, shape: tuple[int, ...]) -> None:
+    for name, make in KINDS.items():
+        models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+        repeated = local(make(_groups(models[0])))
+        shared = local(make(_groups(models[1])), over_replicas=True)
+        for step in range(3):
+            _step(env, models[0], repeated, step)
+            _step(env, models[1], shared, step)
+            for (label, mine), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+                assert torch.equal(mine.to_local(), theirs.to_local()), f"{name}, step {step}: {label} differs"
+        check_sharded(models[1])
+        a, b = shared.state_dict()["state"], repeated.state_dict()["state"]
+        assert a.keys() == b.keys()
+        for number, entries in b.items():
+            for entry, value in entries.items():
+                mine = a[number][entry]
+                assert type(mine) is type(value)
+                full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (mine, value)]
+                assert torch.equal(*full), f"{name}: {entry} of parameter {number}"
+
+
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
+def test_equals_the_repeated_step_bit_for_bit(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(_equals_repeated, shape)
+
+
+def _counts(env: RankEnv) -> None:
+    model = hsdp.fully_shard(nn.Sequential(nn.Linear(64, 48), nn.Linear(48, 64, bias=False)), mesh=env.mesh((2, 2)))
+    optimizer: Any = local(torch.optim.AdamW(model.parameters()), over_replicas=True)
+    gathered: list[int] = []
+    gather = Comm.all_gather
+
+    def watched(comm: Comm, owner: Any, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Any) -> Any:
+        gathered.append(sum(x.nbytes for x in inputs))
+        return gather(comm, owner, op, outputs, inputs, finish)
+
+    model(torch.ones(2, 64)).sum().backward()
+    with mock.patch.object(Comm, "all_gather", watched):
+        optimizer.step()
+    shards = sum(p.to_local().nbytes for p in model.parameters())
+    assert gathered == [shards // 2], "each rank sends what it stepped to the other replica, once"
+    moments = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, DTensor)]
+    held = sum(value.to_local().untyped_storage().nbytes() for value in moments)
+    assert abs(held / (2 * shards) - 1 / 2) <= 0.02, "a rank holds half of the states of its shards"
+
+
+def test_states_and_bytes_are_one_replica_s_part(pool4: Pool) -> None:
+    pool4.run(_counts)
+
+
+def _round_trips(env: RankEnv, folder: str) -> None:
+    def fresh(shape: tuple[int, ...], over_replicas: bool) -> tuple[Any, torch.optim.Optimizer]:
+        model = shard(CASE.model(), env.mesh(shape))
+        return model, local(torch.optim.AdamW(_groups(model), lr=0.01), over_replicas=over_replicas)
+
+    model, optimizer = fresh((2, 2), True)
+    _step(env, model, optimizer, 0)
+    own = copy.deepcopy(optimizer.state_dict())
+    theirs = copy.deepcopy(get_optimizer_state_dict(model, optimizer))
+    hsdp.checkpoint.save(folder, model, optimizer, step=1)
+    weights = {name: param.detach().clone() for name, param in model.named_parameters()}
+    _step(env, model, optimizer, 2)
+    expected = full_params(model)
+    for how, shape, over in (
+        ("own", (2, 2), True),
+        ("torch", (2, 2), True),
+        ("hsdp", (2, 2), True),
+        ("hsdp", (4, 1), True),
+        ("hsdp", (1, 4), True),
+        ("hsdp", (2, 2), False),
+    ):
+        other, loaded = fresh(shape, over)
+        if how == "hsdp":
+            hsdp.checkpoint.load(Path(folder, "step-000001"), other, loaded)
+        else:
+            if how == "own":
+                loaded.load_state_dict(copy.deepcopy(own))
+            else:
+                set_optimizer_state_dict(other, loaded, copy.deepcopy(theirs))
+            with torch.no_grad():
+                for name, param in other.named_parameters():
+                    param.copy_(weights[name])
+        _step(env, other, loaded, 2)
+        for name, value in full_params(other).items():
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-14, msg=f"{how} onto {shape}: {name}")
+
+
+def test_checkpoints_go_onto_any_mesh(pool4: Pool, tmp_path: Path) -> None:
+    pool4.run(_round_trips, str(tmp_path))
+
+
+def test_flat_tensors_are_not_shared_out() -> None:
+    with fake_world(4) as env:
+        model = shard(CASE.model(), env.mesh((2, 2)))
+        with pytest.raises(ValueError, match="turn one of them off"):
+            local(torch.optim.SGD(model.parameters(), lr=0.1), flat=True, over_replicas=True)

@@ -64,12 +64,19 @@ def _does_not_fit(plan: PlanData) -> str:
     assert memory is not None, "without a limit everything fits"
     term, largest = max(plan.memory.peak.items(), key=lambda item: item[1])
     other = max((one for one in _others(plan) if one.fits), key=lambda one: one.tokens_per_second, default=None)
+    shares = plan.replicas > 1 and not plan.assumptions.over_replicas and plan.sharing().fits
     if other is not None:
         advice = f"use {other.replicas} x {other.shards} ({bytes_of(other.memory.total)})"
     elif term == "activations":
         advice = "recompute activations, or lower the tokens per rank"
     else:
         advice = "use more ranks, smaller units or smaller dtypes: no mesh of this many ranks is enough"
+    if shares:
+        sharing = (
+            "share the optimizer's states out among replicas with hsdp.optim.local(..., over_replicas=True) "
+            f"({bytes_of(plan.sharing().memory.total)})"
+        )
+        advice = f"{advice}, or {sharing}" if other is not None else sharing
     return (
         f"it does not fit: the peak is {bytes_of(plan.memory.total)} of {bytes_of(memory)}, of which "
         f"{bytes_of(largest)} are {term}; {advice}."

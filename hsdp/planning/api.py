@@ -39,6 +39,7 @@ def plan(
     replicate_params: Iterable[nn.Parameter] | None = None,
     micro_batches: int = 1,
     optimizer_states: int = 2,
+    over_replicas: bool = False,
     activations: int = 0,
     link: Link | None = None,
     flops: float = 400e12,
@@ -64,7 +65,7 @@ def plan(
         mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
             replicate_params: as for `fully_shard`. For a sharded model the first four replace its own. The time
             that offloaded shards take on their way to the device is not modelled.
-        micro_batches, optimizer_states, activations, link, flops, memory, recompute: see `Assumptions`.
+        micro_batches, optimizer_states, over_replicas, activations, link, flops, memory, recompute: see `Assumptions`.
         backend: of the process groups. None: that of the mesh, or "nccl" for one that does not exist.
 
     Raises:
@@ -86,6 +87,7 @@ def plan(
         tokens_per_rank=tokens_per_rank,
         micro_batches=micro_batches,
         optimizer_states=optimizer_states,
+        over_replicas=over_replicas,
         activations=activations,
         link=link or Link(),
         flops=flops,

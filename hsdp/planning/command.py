@@ -46,6 +46,7 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         tokens_per_rank=args.tokens_per_rank,
         micro_batches=args.micro_batches,
         optimizer_states=args.optimizer_states,
+        over_replicas=args.over_replicas,
         activations=int(args.activations * 2**30),
         link=Link(
             args.fast * 1e9,
@@ -90,6 +91,7 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--recompute", action="store_true", help="activation checkpointing: backward runs forward again")
     step.add_argument("--activations", type=float, default=0.0, metavar="GIB", help="alive when a forward ends")
     step.add_argument("--optimizer-states", type=int, default=2, metavar="N", help="tensors per parameter")
+    step.add_argument("--over-replicas", action="store_true", help="replicas share the optimizer's step, and its states")
     policy = parser.add_argument_group("policy")
     policy.add_argument("--storage", choices=_DTYPES, default="fp32", help="dtype of the sharded parameters")
     policy.add_argument("--param", choices=_DTYPES, default="bf16", help="dtype of compute and all-gather")

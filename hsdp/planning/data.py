@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TypeVar
 
@@ -32,6 +32,7 @@ class Assumptions:
         micro_batches: forwards and backwards per step, each within `accumulate(last=...)`.
         optimizer_states: tensors of optimizer state per parameter, in its dtype (AdamW: 2). Its own temporaries are not
             counted: a fused optimizer has none.
+        over_replicas: the optimizer's step is shared out among replicas (`hsdp.optim.local(over_replicas=True)`).
         activations: bytes that autograd holds when a forward ends.
         link: how ranks are connected.
         flops: per second and rank, as achieved; the default is 40 % of an H100's nominal 989e12 in bf16.
@@ -44,6 +45,7 @@ class Assumptions:
     tokens_per_rank: int
     micro_batches: int = 1
     optimizer_states: int = 2
+    over_replicas: bool = False
     activations: int = 0
     link: Link = field(default_factory=Link)
     flops: float = 400e12
@@ -113,6 +115,11 @@ class PlanData(ABC):
         """The same model on another mesh."""
         return self.of(self.name, [unit.facts for unit in self.units], replicas, shards, self.assumptions)
 
+    def sharing(self) -> PlanData:
+        """The same with the optimizer's step shared out among replicas."""
+        told = replace(self.assumptions, over_replicas=True)
+        return self.of(self.name, [unit.facts for unit in self.units], self.replicas, self.shards, told)
+
     def time_with(self, tokens_per_rank: int) -> TimePlan:
         """The time of a step with another number of tokens."""
         told = self.assumptions
@@ -133,14 +140,18 @@ class PlanData(ABC):
         units = tuple(plan_unit(one, replicas, shards, told.backend, told.streams) for one in facts)
         events = tuple(rehearse(units, told.micro_batches, told.streams))
         wires = Wires(replicas, shards, told.link, told.backend)
+        collectives = [one for event in events for one in wires.of(event, units)]
+        sharers = replicas if told.over_replicas else 1
+        if sharers > 1:
+            collectives += [one for unit in units for one in wires.stepped(unit)]
         return cls(
             name,
             replicas,
             shards,
             told,
             units,
-            add_up([one for event in events for one in wires.of(event, units)]),
-            replay(events, units, told.optimizer_states, told.activations, told.backend),
+            add_up(collectives),
+            replay(events, units, told.optimizer_states, told.activations, told.backend, sharers),
             clock(events, Predicted(units, wires, told.tokens_per_rank, told.flops, told.recompute), told.streams),
             events,
         )

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.schedule import Event, Verb
 
 TERMS = {
@@ -55,7 +55,12 @@ class MemoryPlan:
 
 
 def replay(
-    events: Sequence[Event], units: Sequence[UnitPlan], optimizer_states: int, activations: int, backend: str
+    events: Sequence[Event],
+    units: Sequence[UnitPlan],
+    optimizer_states: int,
+    activations: int,
+    backend: str,
+    sharers: int = 1,
 ) -> MemoryPlan:
     """The peak of a step.
 
@@ -65,13 +70,16 @@ def replay(
         optimizer_states: tensors of optimizer state per parameter, in its storage dtype.
         activations: bytes alive when a forward ends; units make and free them in proportion to their parameters.
         backend: "gloo" receives reduce-scatters beside their inputs.
+        sharers: how many replicas share the optimizer's state of a shard.
     """
     ledger = _Ledger(units, backend)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
     dtype_groups = [group for unit in units for group in unit.dtype_groups]
-    ledger.now["optimizer"] = optimizer_states * sum(group.local_bytes for group in dtype_groups if not group.offloaded)
+    ledger.now["optimizer"] = sum(
+        _state_bytes(group, optimizer_states, sharers) for group in dtype_groups if not group.offloaded
+    )
     away = [group for group in dtype_groups if group.offloaded]
-    host = sum(group.shard_bytes + optimizer_states * group.local_bytes + group.gradient_bytes for group in away)
+    host = sum(group.shard_bytes + _state_bytes(group, optimizer_states, sharers) + group.gradient_bytes for group in away)
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
     numel = sum(units[index].numel for index in holding) or 1
@@ -81,6 +89,10 @@ def replay(
         for index in event.units:
             ledger.play(event.verb, index)
     return MemoryPlan(ledger.peak, ledger.at, ledger.largest, host)
+
+
+def _state_bytes(group: GroupPlan, optimizer_states: int, sharers: int) -> int:
+    return optimizer_states * -(-group.local_bytes // sharers)
 
 
 class _Ledger:

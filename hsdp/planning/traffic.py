@@ -134,6 +134,11 @@ class Wires:
             return self._all_reduce("replicate", self.replicas, _operands(involved))
         return []
 
+    def stepped(self, unit: UnitPlan) -> list[Collective]:
+        """The collective that brings what each replica has stepped of a unit's shards to the others."""
+        parts = [-(-group.local_bytes // self.replicas) for group in unit.dtype_groups if group.local_bytes]
+        return self._gather("replicate", self.replicas, parts)
+
     def _gather(self, axis: str, size: int, inputs: list[int]) -> list[Collective]:
         calls = self._calls(inputs, GATHER_ALONE_BYTES)
         return self._collective("all-gather", axis, size, calls, len(inputs), sum(inputs) * (size - 1))

@@ -117,6 +117,19 @@ def test_what_does_not_fit_is_told() -> None:
     assert "no mesh of this many ranks" in _plan(1000, memory=1).bottleneck
 
 
+def test_the_optimizer_shared_out_among_replicas() -> None:
+    plan, shared = _plan(1000), _plan(1000, over_replicas=True)
+    replicas = plan.replicas
+    states, fewer = plan.memory.peak["optimizer"], shared.memory.peak["optimizer"]
+    assert replicas > 1 and states / replicas <= fewer <= states / replicas + 2 * replicas * len(plan.units)
+    extra = [one for one in shared.collectives if (one.kind, one.axis) == ("all-gather", "replicate")]
+    assert len(extra) == 1 and not [one for one in plan.collectives if one.axis == "replicate" and one.kind == "all-gather"]
+    # Each replica's part of the shards, which are half of the two states, goes to every other replica.
+    assert extra[0].sent == pytest.approx(fewer / 2 * (replicas - 1), rel=1e-3)
+    tight = _plan(1000, memory=plan.memory.total - 1)
+    assert shared.memory.total < plan.memory.total and "over_replicas=True" in tight.bottleneck
+
+
 def test_links_are_checked() -> None:
     with pytest.raises(ValueError, match=r"Link\(slow=0\).*bytes per second"):
         Link(slow=0)

@@ -27,6 +27,7 @@ class Options:
     batch: int
     accumulate: int
     seq_len: int
+    optimizer: str
     lr: float
     warmup: int
     weight_decay: float
@@ -161,6 +162,9 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--batch", type=_positive, default=32, help="sequences per step over all ranks")
     training.add_argument("--accumulate", type=_positive, default=1, help="micro-batches per step")
     training.add_argument("--seq-len", type=_positive, default=128, help="bytes per sequence")
+    training.add_argument(
+        "--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the blocks' matrices, AdamW for the rest"
+    )
     training.add_argument("--lr", type=_positive_float, default=5e-3, help="peak of the cosine schedule")
     training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
     training.add_argument("--weight-decay", type=_fraction, default=0.1)

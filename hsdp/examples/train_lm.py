@@ -23,7 +23,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard, trace
+from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard, optim, trace
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -106,7 +106,7 @@ def run(options: Options, device: torch.device, stop: StopSignal) -> int:
 
 
 def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
-    """The sharded model and its optimizer, which is PyTorch's own: parameters are DTensors."""
+    """The sharded model and its optimizer, which is PyTorch's own, or Muon: parameters are DTensors."""
     torch.manual_seed(options.seed)  # the same values on every rank and every mesh
     model = Llama(options.model).to(device)
     mesh = init_device_mesh(device.type, (options.replicate, options.shard), mesh_dim_names=("replicate", "shard"))
@@ -116,10 +116,22 @@ def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, mp_policy=precision)
     fully_shard(model, mesh=mesh, mp_policy=precision)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=options.lr, betas=(0.9, 0.95), weight_decay=options.weight_decay, fused=True
+    return model, _make_optimizer(options, model)
+
+
+def _make_optimizer(options: Options, model: Llama) -> Optimizer:
+    adamw = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay, "fused": True}
+    if options.optimizer == "adamw":
+        return torch.optim.AdamW(model.parameters(), **adamw)
+    matrices = [param for param in model.blocks.parameters() if param.ndim == 2]
+    among = set(matrices)
+    others = [param for param in model.parameters() if param not in among]
+    return optim.Muon(
+        [{"params": matrices}, {"params": others, "algorithm": "adamw", **adamw}],
+        lr=options.lr,
+        weight_decay=options.weight_decay,
+        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that one learning rate serves both
     )
-    return model, optimizer
 
 
 def train(job: Job, first_step: int, stop: StopSignal) -> int:

@@ -25,8 +25,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from benchmarks.harness import Spread, Step, positive, progress, publish
+from benchmarks import optimizer_ranks
+from benchmarks.harness import Plan, Spread, Step, positive, progress, publish
 from benchmarks.host import Meter, cpu_time, fake_meshes
+from tests.rig import fake_world
 
 CONTENDERS = ("plain", "local", "flat", "dtensor")
 KINDS: dict[str, dict[str, bool]] = {
@@ -126,7 +128,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--rounds", type=positive, default=9, help="turns (default %(default)s)")
     parser.add_argument("--steps", type=positive, default=5, help="steps a turn (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
+    parser.add_argument("--what", choices=("host", "ranks"), default="host", help="ranks: what optimizer_ranks.py says")
+    parser.add_argument("--mesh", nargs="+", choices=optimizer_ranks.MESHES, default=list(optimizer_ranks.MESHES))
+    parser.add_argument("--layers", type=positive, default=6, help="of the model that ranks step (default %(default)s)")
+    parser.add_argument("--dion", metavar="PATH", help="ranks: a copy of dion's repository, to compare with its Muon")
     args = parser.parse_args(argv)
+    if args.what == "ranks":
+        plan = Plan(args.rounds, args.steps, warmup=2)
+        size = optimizer_ranks.Size(args.dim, args.layers)
+        found, held = optimizer_ranks.run(args.mesh, size, plan, args.dion, fake_world)
+        measured = [{"mesh": mesh, **asdict(row)} for mesh, row in found]
+        publish("optimizer", optimizer_ranks.table(found, held), vars(args), args.json, rows=measured, bytes=held)
+        return
     rows = []
     with fake_meshes() as meshes:
         for kind in args.kind:

@@ -28,7 +28,7 @@ import hsdp
 from benchmarks import optimizer_ranks
 from benchmarks.harness import Plan, Spread, Step, positive, progress, publish
 from benchmarks.host import Meter, cpu_time, fake_meshes
-from tests.rig import fake_world
+from tests.support.rig import fake_world
 
 CONTENDERS = ("plain", "local", "flat", "dtensor")
 KINDS: dict[str, dict[str, bool]] = {

@@ -24,7 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
 from benchmarks.harness import Contender, Plan, Row, Step, compare, progress, shard
-from tests.models import Block
+from tests.support.models import Block
 
 MESHES = {"2x2": (2, 2), "1x4": (1, 4)}
 PAIRS = [

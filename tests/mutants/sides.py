@@ -19,8 +19,8 @@ from hsdp.planning.traffic import Wires
 from hsdp.tracing.events import WorkRecord
 from hsdp.tracing.recorder import Recorder
 from hsdp.tracing.replay import Op
-from tests import test_optim as optim
 from tests.mutants.planting import Check, mutant, replaced
+from tests.optim import test_local as optim
 from tests.planning import test_traffic as plans
 from tests.support.rig import RankEnv
 from tests.tracing import test_tracing as tracing

@@ -16,10 +16,10 @@ from torch.distributed.tensor import DTensor
 import hsdp
 from hsdp.comm.collectives import Comm
 from hsdp.optim import local
-from tests.rig import Pool, RankEnv, fake_world
-from tests.sharded import check_sharded, mesh_id, pool_for, shard
-from tests.test_optim import CASE, KINDS, _groups
-from tests.twin import full_params
+from tests.optim.test_local import CASE, KINDS, _groups
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import check_sharded, mesh_id, pool_for, shard
+from tests.support.twin import full_params
 
 
 def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:

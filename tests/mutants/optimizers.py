@@ -10,10 +10,10 @@ from unittest import mock
 import hsdp.optim.matrices
 from hsdp.optim.matrices import Bucket
 from hsdp.optim.replicas import Exchange, Share
-from tests import test_muon as muon
-from tests import test_optim_replicas as replicas
-from tests.planting import Check, mutant, replaced
-from tests.rig import RankEnv
+from tests.mutants.planting import Check, mutant, replaced
+from tests.optim import test_muon as muon
+from tests.optim import test_replicas as replicas
+from tests.support.rig import RankEnv
 
 
 def trains(env: RankEnv, shape: tuple[int, ...]) -> None:

@@ -24,13 +24,13 @@ from torch.distributed.tensor import DTensor
 import hsdp
 from hsdp.comm.collectives import Comm
 from hsdp.optim import Muon, whole_matrix
-from tests.models import Case, regression
-from tests.rig import Pool, RankEnv, fake_world
-from tests.sharded import check_sharded, mesh_id, pool_for
-from tests.test_tensor_parallel import CASE as TP_CASE
-from tests.test_tensor_parallel import NAMES as TP_NAMES
-from tests.test_tensor_parallel import parallelize
-from tests.twin import assert_same, full_params
+from tests.params.test_tensor_parallel import CASE as TP_CASE
+from tests.params.test_tensor_parallel import NAMES as TP_NAMES
+from tests.params.test_tensor_parallel import parallelize
+from tests.support.models import Case, regression
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import check_sharded, mesh_id, pool_for
+from tests.support.twin import assert_same, full_params
 
 SPLIT = (8, 8, 5)
 MUON = {"lr": 0.02, "weight_decay": 0.1, "momentum": 0.9}

@@ -15,7 +15,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 from hsdp.optim.matrices import Bucket, Target, cut, deal
 from hsdp.params.boxes import holdings
 from hsdp.params.dtensors import as_dtensor, spec_of
-from tests.rig import fake_world
+from tests.support.rig import fake_world
 
 WORLD = 8
 MESHES = [(8,), (1, 8), (2, 4), (4, 2), (8, 1), (2, 2, 2)]

@@ -17,6 +17,7 @@ from hsdp.api.module import HSDPModule, has_forward, sharded_class
 from hsdp.api.select import collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.offload import OffloadPolicy
+from hsdp.params.dtensors import replicates_implicitly
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.schedule.module_hooks import ModuleHooks, own_state
@@ -54,7 +55,7 @@ def fully_shard(
         module: the module, or a list of modules that form one unit together. Its class becomes `FSDP<Class>`, as
             FSDP2 names it: a subclass of both the original class and `HSDPModule`.
         mesh: 1-D `(shard,)`: parameters are sharded over all its ranks (FSDP). 2-D `(replicate, shard)`: sharded over
-            the second axis, replicated over the first (HSDP). None: 1-D over every rank of the default group.
+            the second axis, replicated over the first (HSDP), or as its axes' names say. None: 1-D over every rank.
         reshard_after_forward: free the unsharded parameters after forward and gather them again for backward. None: True,
             but False for the outermost unit and, once the order is known, for the last one, whose backward starts right
             away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
@@ -227,6 +228,26 @@ def _watch_loads(unit: Unit) -> None:
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
         holder.register_load_state_dict_post_hook(loaded)
+        holder.register_load_state_dict_pre_hook(_explain_whole_tensors)
+
+
+def _explain_whole_tensors(
+    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
+) -> None:
+    """Puts a sentence of ours before torch's, which speaks of mixed tensors and operators, where whole ones are loaded."""
+    messages: list[str] = rest[-1]
+    assigns = metadata.get("assign_to_params_buffers", False)  # refused when the module runs
+    if assigns or replicates_implicitly() or any("load_full_state_dict" in told for told in messages):
+        return
+    for name, param in module.named_parameters(recurse=False):
+        value = state.get(prefix + name)
+        if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
+            messages.insert(
+                0,
+                f"{prefix + name!r} is a whole tensor {tuple(value.shape)} in the state dict, but sharded in the "
+                "model; load whole tensors with hsdp.checkpoint.load_full_state_dict(model, state_dict), on all ranks",
+            )
+            return
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

@@ -161,13 +161,15 @@ class MeshAxes:
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshAxes:
     """Checks `mesh` and reads it as axes; `None` stands for one shard axis over every rank of the default group.
 
+    Axes go by their position, unless their names say the opposite: `("shard", "replicate")` is read by its names.
+
     Args:
         mesh: `(shard,)`, `(replicate, shard)`, or any mesh with `dims`.
         dims: which of its axes to use.
 
     Raises:
         ValueError: the mesh has more than two axes and `dims` is None, or its device type is not usable here, or it has no
-            axes of the names in `dims`.
+            axes of the names in `dims`, or the name of one axis contradicts its position and the other's does not tell.
         TypeError: it is not a DeviceMesh.
         RuntimeError: `mesh` is None and the default process group does not exist.
     """
@@ -201,9 +203,37 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             f"fully_shard(mesh=...): the mesh is for device type {mesh.device_type!r}, which this process does not have; "
             "make the mesh with init_device_mesh('cpu', ...) or run where the device is"
         )
+    dims = dims or _dims_by_names(mesh)
     if dims is not None:
         return _named_axes(mesh, dims)
     return MeshAxes(mesh, shard_axis=mesh.ndim - 1, replicate_axis=0 if mesh.ndim == 2 else None)
+
+
+def _role(name: str) -> str | None:
+    """What an axis of this name does, as far as the name tells: "shard", "replicate" or None."""
+    shards = "shard" in name or "fsdp" in name
+    replicates = "replica" in name or name == "ddp"
+    return None if shards == replicates else "shard" if shards else "replicate"
+
+
+def _dims_by_names(mesh: DeviceMesh) -> DataParallelMeshDims | None:
+    """The axes by their names, if these say the opposite of their positions; None if positions are right.
+
+    Raises:
+        ValueError: one name contradicts its position, and the other does not tell what its axis is for.
+    """
+    names = mesh.mesh_dim_names
+    if names is None:
+        return None
+    roles, positions = [_role(name) for name in names], ("replicate", "shard")[-len(names) :]
+    if not any(role not in (None, position) for role, position in zip(roles, positions, strict=True)):
+        return None
+    if roles == ["shard", "replicate"]:
+        return DataParallelMeshDims(shard=names[0], replicate=names[1])
+    raise ValueError(
+        f"fully_shard(mesh=...): its axes {names} would be taken as {positions}, which is not what they are called; say "
+        "what they are for with dp_mesh_dims=DataParallelMeshDims(shard=..., replicate=...), or name them in that order"
+    )
 
 
 def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:

@@ -41,3 +41,8 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     if meta.dtype == dtype:
         return spec
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
+
+
+def replicates_implicitly() -> bool:
+    """Whether plain tensors count as replicated DTensors now (`implicit_replication`): then they may be copied into one."""
+    return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))

@@ -9,6 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
+from torch.distributed.tensor.experimental import implicit_replication
 
 from hsdp import DivergenceError, StateError, fully_shard
 from tests.support.models import make_case
@@ -156,6 +157,23 @@ def _assign_plain_state(env: RankEnv) -> str:
 def test_assigning_a_plain_state_dict_is_refused_by_name(pool2: Pool) -> None:
     for text in pool2.run(_assign_plain_state):
         assert re.search(r"weight.*(sharded|DTensor)", text, re.DOTALL), text
+
+
+def _copy_plain_state(env: RankEnv) -> None:
+    model = shard(make_case("mlp").model(), env.mesh(2))
+    state = dict(full_params(model))
+    with pytest.raises(RuntimeError) as caught:
+        model.load_state_dict(state)
+    first = str(caught.value).splitlines()[1]
+    assert re.search(r"'[\w.]+' is a whole tensor .*load_full_state_dict\(model, state_dict\)", first), first
+    assert str(caught.value).count("load_full_state_dict") == 1, "once is enough"
+    model.load_state_dict(model.state_dict())
+    with implicit_replication():  # torch's own way to make it work
+        model.load_state_dict({key: torch.zeros_like(value) for key, value in state.items()})
+
+
+def test_loading_whole_tensors_says_how(pool2: Pool) -> None:
+    pool2.run(_copy_plain_state)
 
 
 # -- ranks that disagree --------------------------------------------------------------------------------------------

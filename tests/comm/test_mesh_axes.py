@@ -17,6 +17,12 @@ from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
 from tests.support.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
+from hsdp.comm.mesh import resolve_mesh
+from tests.models import make_case
+from tests.rig import Pool, RankEnv
+from tests.sharded import check_rest, shard
+from tests.test_tensor_parallel import CASE
+from tests.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
 
 Dims = hsdp.DataParallelMeshDims
 TorchsDims = getattr(fsdp, "DataParallelMeshDims", Dims)  # newer than torch 2.11
@@ -116,6 +122,28 @@ def check_errors(env: RankEnv) -> None:
     odd.weight = nn.Parameter(distribute_tensor(odd.weight.detach(), mesh, [Shard(0), Replicate()], src_data_rank=None))
     with pytest.raises(ValueError, match=r"'weight' is a DTensor .* hsdp shards it over \['dp'\]; it must be Replicate"):
         hsdp.fully_shard(odd, mesh=mesh, dp_mesh_dims=Dims(shard="dp"))
+
+
+def check_swapped(env: RankEnv, twin: Twin) -> None:
+    """Names in the other order than `(replicate, shard)`: shards go over the axis that is called so, its size tells."""
+    case = make_case("mlp")
+    for names in (("shard", "replicate"), ("dp_shard", "dp_replicate"), ("fsdp", "ddp")):
+        mesh = env.mesh((4, 1), names)
+        axes = resolve_mesh(mesh)
+        assert (axes.shard_size, axes.replicate_size) == (4, 1), names
+        model = shard(case.model(), mesh)
+        losses = train(model, case, env.rank, len(twin.losses), sgd(model.parameters()))
+        torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
+        assert_close_to_twin(model, twin, grads=True)
+    for shape, names in (((2, 2), ("shard", "dp")), ((2, 2), ("dp", "replicate")), ((4,), ("replicate",))):
+        with pytest.raises(ValueError, match=r"not what they are called.*dp_mesh_dims="):
+            hsdp.fully_shard(nn.Linear(2, 2), mesh=env.mesh(shape, names))
+    for names in (("replicate", "shard"), ("dp", "cp"), ("dp_replicate", "dp_shard_cp"), ("pod", "fsdp"), ("ddp", "dp")):
+        assert resolve_mesh(env.mesh((1, 4), names)).shard_size == 4, names
+
+
+def test_names_of_axes_are_believed_before_their_order(pool4: Pool) -> None:
+    pool4.run(check_swapped, twin_of(make_case("mlp"), 4, 2, sgd))
 
 
 def test_wrong_axes_are_refused(pool4: Pool) -> None:

@@ -35,6 +35,11 @@ def count_of(count: float) -> str:
     return f"{count:.0f}"
 
 
+def several(count: int, noun: str, plural: str = "s") -> str:
+    """A number of things: "1 unit", "1,024 units", "2 micro-batches" with "es" as its plural's ending."""
+    return f"{count:,} {noun}{plural if count != 1 else ''}"
+
+
 def dtype_of(dtype: torch.dtype) -> str:
     """As the field abbreviates it: "bf16"."""
     return _NAMES.get(dtype, str(dtype).removeprefix("torch."))

@@ -8,8 +8,9 @@
 
 from hsdp.planning.api import compare, plan
 from hsdp.planning.data import Assumptions
+from hsdp.planning.machines import MACHINES, Machine
 from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
 
-__all__ = ["PRESETS", "Assumptions", "Comparison", "Link", "Plan", "compare", "plan", "preset"]
+__all__ = ["MACHINES", "PRESETS", "Assumptions", "Comparison", "Link", "Machine", "Plan", "compare", "plan", "preset"]

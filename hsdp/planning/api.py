@@ -14,8 +14,10 @@ from hsdp.comm.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import class_name
 from hsdp.params.param import PlacementFn
+from hsdp.planning.activations import Recompute
 from hsdp.planning.data import Assumptions
 from hsdp.planning.facts import facts_of
+from hsdp.planning.machines import MACHINES, Machine, machine_of
 from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -40,11 +42,14 @@ def plan(
     micro_batches: int = 1,
     optimizer_states: int = 2,
     over_replicas: bool = False,
-    activations: int = 0,
+    activations: int | None = None,
+    seq_len: int | None = None,
+    machine: Machine | str | None = None,
     link: Link | None = None,
-    flops: float = 400e12,
+    flops: float | None = None,
+    bandwidth: float | None = None,
     memory: int | None = None,
-    recompute: bool = False,
+    recompute: Recompute = False,
     backend: str | None = None,
 ) -> Plan:
     """What each unit of a model holds and communicates, and what a step needs in memory and time.
@@ -52,8 +57,9 @@ def plan(
         print(hsdp.plan(model, mesh=(8, 64), tokens_per_rank=8192, memory=80 * 2**30))
 
     Bytes and numbers of collectives are exact: they come from the planner that `fully_shard` uses, and from the order in
-    which the library works. Memory is that of parameters, gradients and communication, to which `activations` is added.
-    Times are those of a roofline: see `Link` and `flops`. A steady step is planned, in which all parameters are used.
+    which the library works. Memory is that of parameters, gradients, communication and activations; what the allocator,
+    CUDA and NCCL take for themselves comes on top. Times are those of a roofline: see `Machine`, `Link` and `flops`. A
+    steady step is planned, in which all parameters are used. `print(plan)` says what was assumed.
 
     Args:
         model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.
@@ -65,8 +71,12 @@ def plan(
         mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
             replicate_params: as for `fully_shard`. For a sharded model the first four replace its own. The time
             that offloaded shards take on their way to the device is not modelled.
-        micro_batches, optimizer_states, over_replicas, activations, link, flops, memory, recompute: see `Assumptions`.
-        backend: of the process groups. None: that of the mesh, or "nccl" for one that does not exist.
+        micro_batches, optimizer_states, over_replicas, activations, seq_len, memory, recompute: see `Assumptions`.
+        machine: what ranks run on, a `Machine` or the name of one of `hsdp.planning.MACHINES`. None: "cpu" where the
+            backend is gloo, else "h100".
+        link, flops, bandwidth: see `Assumptions`; None: those of the machine.
+        backend: of the process groups. None: that of the mesh, or, for one that does not exist, "gloo" if the machine is
+            "cpu" and "nccl" if not.
 
     Raises:
         TypeError, ValueError: an argument makes no sense, or is refused by `fully_shard` or `shard_units`.
@@ -82,18 +92,23 @@ def plan(
         ignored_params=ignored_params,
         replicate_params=replicate_params,
     )
-    sizes = _read_mesh(model, mesh)
+    sizes = _read_mesh(model, mesh, backend or ("gloo" if machine in ("cpu", MACHINES["cpu"]) else "nccl"))
+    backend = backend or sizes.backend
+    rates = machine_of(machine or ("cpu" if backend == "gloo" else "h100"))
     told = Assumptions(
         tokens_per_rank=tokens_per_rank,
         micro_batches=micro_batches,
         optimizer_states=optimizer_states,
         over_replicas=over_replicas,
         activations=activations,
-        link=link or Link(),
-        flops=flops,
+        seq_len=seq_len,
+        machine=rates.title,
+        link=link or rates.link,
+        flops=rates.flops if flops is None else flops,
+        bandwidth=rates.bandwidth if bandwidth is None else bandwidth,
         memory=memory,
         recompute=recompute,
-        backend=backend or sizes.backend,
+        backend=backend,
         streams=sizes.streams and backend != "gloo",
     )
     return Plan.of(class_name(model), facts, sizes.replicas, sizes.shards, told)
@@ -121,7 +136,7 @@ class _MeshFacts(NamedTuple):
     streams: bool
 
 
-def _read_mesh(model: nn.Module, mesh: Mesh | None) -> _MeshFacts:
+def _read_mesh(model: nn.Module, mesh: Mesh | None, backend: str) -> _MeshFacts:
     if mesh is None:
         units = units_below(model)
         if not units:
@@ -138,7 +153,7 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None) -> _MeshFacts:
             f"plan(mesh={mesh!r}): expected (replicas, shards), a number of shard ranks, or a DeviceMesh, e.g. mesh=(8, 64)"
         )
     replicas, shards = (1, *sizes)[-2:]
-    return _MeshFacts(replicas, shards, "nccl", streams=True)
+    return _MeshFacts(replicas, shards, backend, streams=backend != "gloo")
 
 
 def _facts_of(axes: MeshAxes) -> _MeshFacts:

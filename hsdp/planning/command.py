@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import argparse
+import math
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NoReturn
 
 import torch
 
 from hsdp.params.placement import least_padding
 from hsdp.planning.data import Assumptions
+from hsdp.planning.machines import MACHINES
 from hsdp.planning.plans import Comparison, Plan, meshes_of
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
@@ -23,17 +26,31 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; returns the exit status: 1 if nothing fits."""
     parser = _parser()
     args = parser.parse_args(argv)
-    try:
-        plans = _plans(args)
-    except ValueError as error:
-        parser.error(str(error))
+    plans = _plans(args, parser)
     told: Plan | Comparison = plans[0] if len(plans) == 1 else Comparison(tuple(plans))
     shown = {"table": told.__str__, "json": told.to_json, "csv": told.to_csv}[args.format]()
     sys.stdout.write(shown.rstrip() + "\n")
     return 0 if any(plan.fits for plan in plans) else 1
 
 
-def _plans(args: argparse.Namespace) -> list[Plan]:
+class _Parser(argparse.ArgumentParser):
+    """Says what is wrong in one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message} (--help lists the options)\n")
+
+
+def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Plan]:
+    meshes = list(args.mesh)
+    if args.shard is not None or args.replicate is not None:
+        meshes.append((args.replicate or 1, args.shard or 1))
+    if args.world is not None:
+        meshes += meshes_of(args.world)
+    if not meshes:
+        parser.error("no mesh: pass --replicate 8 --shard 64, --mesh 8x64 16x32, or --world 512 for all of that size")
+    for _, shards in meshes:
+        if type(args.reshard) is int and shards % args.reshard:
+            parser.error(f"--reshard {args.reshard} does not divide {shards} shard ranks")
     facts = preset(
         args.preset,
         dtype=_DTYPES[args.storage],
@@ -42,37 +59,41 @@ def _plans(args: argparse.Namespace) -> list[Plan]:
         reshard_after_forward=args.reshard,
         shard_placement_fn=least_padding if args.placement == "least-padding" else None,
     )
+    machine = MACHINES[args.machine]
+    link = machine.link
+    on_host = args.machine == "cpu"
     told = Assumptions(
         tokens_per_rank=args.tokens_per_rank,
         micro_batches=args.micro_batches,
         optimizer_states=args.optimizer_states,
         over_replicas=args.over_replicas,
-        activations=int(args.activations * 2**30),
+        activations=None if args.activations is None else int(args.activations * 2**30),
+        seq_len=args.seq_len,
+        machine=machine.title,
         link=Link(
-            args.fast * 1e9,
-            args.slow * 1e9,
+            _told(args.fast, 1e9, link.fast),
+            _told(args.slow, 1e9, link.slow),
             args.ranks_per_node,
-            args.latency * 1e-6,
-            args.fast_step * 1e-6,
-            args.slow_step * 1e-6,
+            _told(args.latency, 1e-6, link.latency),
+            _told(args.fast_step, 1e-6, link.fast_step),
+            _told(args.slow_step, 1e-6, link.slow_step),
         ),
-        flops=args.flops * 1e12,
+        flops=_told(args.flops, 1e12, machine.flops),
+        bandwidth=_told(args.bandwidth, 1e9, machine.bandwidth),
         memory=None if args.memory is None else int(args.memory * 2**30),
-        recompute=args.recompute,
+        recompute={"no": False, "full": True}.get(args.recompute, args.recompute),
+        backend="gloo" if on_host else "nccl",
+        streams=not on_host,
     )
-    meshes = list(args.mesh)
-    if args.shard is not None or args.replicate is not None:
-        meshes.append((args.replicate or 1, args.shard or 1))
-    if args.world is not None:
-        meshes += meshes_of(args.world)
-    if not meshes:
-        raise ValueError("no mesh: pass --replicate 8 --shard 64, --mesh 8x64 16x32, or --world 512 for all of that size")
     return [Plan.of(args.preset, facts, replicas, shards, told) for replicas, shards in dict.fromkeys(meshes)]
 
 
+def _told(value: float | None, unit: float, otherwise: float) -> float:
+    return otherwise if value is None else value * unit
+
+
 def _parser() -> argparse.ArgumentParser:
-    defaults, link = Assumptions(1), Link()
-    parser = argparse.ArgumentParser(
+    parser = _Parser(
         prog="python -m hsdp plan",
         description="What a model communicates, holds and waits for, per unit and in all, on one mesh or several.",
         formatter_class=argparse.ArgumentDefaultsHelpFormatter,
@@ -88,36 +109,82 @@ def _parser() -> argparse.ArgumentParser:
     step.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="per step")
     sums = ["reduce_scatter", "local"]
     step.add_argument("--accumulate", choices=sums, default=sums[0], help="in all micro-batches but the last")
-    step.add_argument("--recompute", action="store_true", help="activation checkpointing: backward runs forward again")
-    step.add_argument("--activations", type=float, default=0.0, metavar="GIB", help="alive when a forward ends")
-    step.add_argument("--optimizer-states", type=int, default=2, metavar="N", help="tensors per parameter")
+    step.add_argument("--seq-len", type=_count, metavar="N", help="tokens of a sequence (default: at most 8192)")
+    step.add_argument(
+        "--recompute",
+        choices=["no", "selective", "full"],
+        nargs="?",
+        const="full",
+        default="no",
+        help="activation checkpointing of blocks",
+    )
+    step.add_argument(
+        "--activations",
+        type=_number(0),
+        metavar="GIB",
+        help="alive when a forward ends (default: estimated from the model)",
+    )
+    step.add_argument("--optimizer-states", type=_whole, default=2, metavar="N", help="tensors per parameter")
     step.add_argument("--over-replicas", action="store_true", help="replicas share the optimizer's step, and its states")
     policy = parser.add_argument_group("policy")
     policy.add_argument("--storage", choices=_DTYPES, default="fp32", help="dtype of the sharded parameters")
     policy.add_argument("--param", choices=_DTYPES, default="bf16", help="dtype of compute and all-gather")
     policy.add_argument("--reduce", choices=_DTYPES, default="fp32", help="dtype of gradients on their way")
-    policy.add_argument("--reshard", type=_reshard, metavar="yes|no|K", help="after forward; K: stay sharded over K ranks")
+    policy.add_argument(
+        "--reshard", type=_reshard, metavar="yes|no|K", help="after forward; K: stay sharded over K ranks (default: yes)"
+    )
     placements = ["least-padding", "dim0"]
     policy.add_argument("--placement", choices=placements, default=placements[0], help="which dims are sharded")
-    policy.add_argument("--prefetch", type=int, default=1, metavar="N", help="units gathered ahead")
-    machine = parser.add_argument_group("machine")
-    machine.add_argument("--fast", type=float, default=link.fast / 1e9, metavar="GB/s", help="of a rank inside a node")
-    machine.add_argument("--slow", type=float, default=link.slow / 1e9, metavar="GB/s", help="of a rank between nodes")
-    machine.add_argument("--ranks-per-node", type=_count, default=link.ranks_per_node, metavar="N", help="with fast links")
-    for name, of in (("latency", "a call"), ("fast_step", "a hop inside a node"), ("slow_step", "one between nodes")):
-        flag, default = "--" + name.replace("_", "-"), round(getattr(link, name) * 1e6, 3)
-        machine.add_argument(flag, type=float, default=default, metavar="US", help=f"latency of {of}, microseconds")
-    machine.add_argument("--flops", type=float, default=defaults.flops / 1e12, metavar="TFLOP/s", help="achieved by a rank")
-    machine.add_argument("--memory", type=float, metavar="GIB", help="of a rank's device")
+    policy.add_argument("--prefetch", type=_whole, default=1, metavar="N", help="units gathered ahead")
+    machine = parser.add_argument_group("machine (rates are those achieved, and by default those of --machine)")
+    machine.add_argument("--machine", choices=MACHINES, default="h100", help="what a rank runs on")
+    rate, time = _number(0, above=True), _number(0)
+    machine.add_argument("--fast", type=rate, metavar="GB/s", help="of a rank inside a node")
+    machine.add_argument("--slow", type=rate, metavar="GB/s", help="of a rank between nodes")
+    machine.add_argument("--ranks-per-node", type=_count, default=8, metavar="N", help="with fast links")
+    machine.add_argument("--latency", type=time, metavar="US", help="latency of a call, microseconds")
+    machine.add_argument("--fast-step", type=time, metavar="US", help="of a hop inside a node")
+    machine.add_argument("--slow-step", type=time, metavar="US", help="of a hop between nodes")
+    machine.add_argument("--flops", type=rate, metavar="TFLOP/s", help="of a rank")
+    machine.add_argument("--bandwidth", type=rate, metavar="GB/s", help="between a rank and its memory")
+    machine.add_argument("--memory", type=rate, metavar="GIB", help="of a rank's device (default: not compared)")
     parser.add_argument("--format", choices=["table", "json", "csv"], default="table", help="of the output")
     return parser
 
 
+def _parsed(text: str, kind: type[int] | type[float]) -> float:
+    try:
+        return kind(text.replace(",", "").replace("_", ""))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"expected a number, not {text!r}") from None
+
+
 def _count(text: str) -> int:
-    value = int(text.replace(",", "").replace("_", ""))
+    value = int(_parsed(text, int))
     if value < 1:
         raise argparse.ArgumentTypeError(f"expected a number of at least 1, not {text}")
     return value
+
+
+def _whole(text: str) -> int:
+    value = int(_parsed(text, int))
+    if value < 0:
+        raise argparse.ArgumentTypeError(f"expected a number of at least 0, not {text}")
+    return value
+
+
+def _number(least: float, above: bool = False) -> Callable[[str], float]:
+    """A finite number of at least, or above, a bound."""
+
+    def parse(text: str) -> float:
+        value = _parsed(text, float)
+        if not (value > least if above else value >= least) or math.isinf(value):
+            raise argparse.ArgumentTypeError(
+                f"expected a number {'above' if above else 'of at least'} {least:g}, not {text}"
+            )
+        return value
+
+    return parse
 
 
 def _mesh(text: str) -> tuple[int, int]:

@@ -11,10 +11,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TypeVar
+from typing import Any, Literal, TypeVar
 
-from hsdp.planning.facts import UnitFacts
+from hsdp.params.param import PlacementFn
+from hsdp.planning.activations import Recompute, UnitActivations, estimate, scaled
+from hsdp.planning.facts import UnitFacts, placed
 from hsdp.planning.layouts import UnitPlan, plan_unit
+from hsdp.planning.machines import MACHINES
 from hsdp.planning.memory import MemoryPlan, replay
 from hsdp.planning.schedule import Event, rehearse
 from hsdp.planning.timing import Predicted, TimePlan, clock
@@ -33,11 +36,16 @@ class Assumptions:
         optimizer_states: tensors of optimizer state per parameter, in its dtype (AdamW: 2). Its own temporaries are not
             counted: a fused optimizer has none.
         over_replicas: the optimizer's step is shared out among replicas (`hsdp.optim.local(over_replicas=True)`).
-        activations: bytes that autograd holds when a forward ends.
+        activations: bytes that autograd holds when a forward ends; None: estimated from the shapes of weights (see
+            `hsdp.planning.activations`).
+        seq_len: tokens of one sequence, for attention; None: all of the rank's, but at most 8,192.
+        machine: title of what ranks run on, where the next four are its own; "" if they were told.
         link: how ranks are connected.
-        flops: per second and rank, as achieved; the default is 40 % of an H100's nominal 989e12 in bf16.
+        flops: per second and rank, as achieved.
+        bandwidth: bytes per second between a rank and its memory, as achieved; the optimizer's step is bound by it.
         memory: bytes of a rank's device; None: not compared.
-        recompute: backward runs forward again (activation checkpointing).
+        recompute: backward runs forward again (activation checkpointing): False, True for all of each block, "selective"
+            for every other product.
         backend: of the process groups: "nccl", "gloo", ...
         streams: a device's streams order the work, as on CUDA; else the host does, as on gloo.
     """
@@ -46,22 +54,53 @@ class Assumptions:
     micro_batches: int = 1
     optimizer_states: int = 2
     over_replicas: bool = False
-    activations: int = 0
+    activations: int | None = None
+    seq_len: int | None = None
+    machine: str = MACHINES["h100"].title
     link: Link = field(default_factory=Link)
-    flops: float = 400e12
+    flops: float = MACHINES["h100"].flops
+    bandwidth: float = MACHINES["h100"].bandwidth
     memory: int | None = None
-    recompute: bool = False
+    recompute: Recompute = False
     backend: str = "nccl"
     streams: bool = True
 
     def __post_init__(self) -> None:
-        smallest = {"tokens_per_rank": 1, "micro_batches": 1, "optimizer_states": 0, "activations": 0}
+        smallest = {"tokens_per_rank": 1, "micro_batches": 1, "optimizer_states": 0}
+        optional = {"activations": 0, "seq_len": 1, "memory": 1}
+        smallest |= {name: bound for name, bound in optional.items() if getattr(self, name) is not None}
         for name, bound in smallest.items():
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
                 raise ValueError(f"plan({name}={value!r}): expected an integer of at least {bound}")
-        if not isinstance(self.flops, (int, float)) or not self.flops > 0:
-            raise ValueError(f"plan(flops={self.flops!r}): expected flops per second, a number above 0")
+        for name, unit in (("flops", "flops"), ("bandwidth", "bytes")):
+            value = getattr(self, name)
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
+                raise ValueError(f"plan({name}={value!r}): expected {unit} per second, a number above 0")
+        if not isinstance(self.recompute, bool) and self.recompute != "selective":
+            raise ValueError(f'plan(recompute={self.recompute!r}): expected False, True or "selective"')
+
+    @property
+    def sequence(self) -> int:
+        """Tokens of one sequence."""
+        return self.seq_len or min(self.tokens_per_rank, 8192)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """Something to change.
+
+    Attributes:
+        text: what, and what it gains, for people.
+        options: arguments of `hsdp.plan` (and of `Plan.changed`) that carry it out.
+        promise: what gets better: "fits", "speed" (tokens per second and rank) or "padding".
+        gain: for "speed", how many times as many tokens per second and rank; else 1.
+    """
+
+    text: str
+    options: dict[str, Any] = field(hash=False)
+    promise: Literal["fits", "speed", "padding"]
+    gain: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -108,23 +147,52 @@ class PlanData(ABC):
         """What holds the step up, and what to do about it: one sentence."""
 
     @property
+    @abstractmethod
+    def advice(self) -> tuple[Advice, ...]:
+        """What to change, as arguments."""
+
+    @property
     def _wires(self) -> Wires:
         return Wires(self.replicas, self.shards, self.assumptions.link, self.assumptions.backend)
 
-    def on(self, replicas: int, shards: int) -> PlanData:
-        """The same model on another mesh."""
-        return self.of(self.name, [unit.facts for unit in self.units], replicas, shards, self.assumptions)
+    def changed(
+        self: PlanT,
+        *,
+        mesh: tuple[int, int] | None = None,
+        reshard_after_forward: bool | int | None = None,
+        shard_placement_fn: PlacementFn | None = None,
+        **assumptions: Any,
+    ) -> PlanT:
+        """The plan of the same model with something else: what `plan(...)` with these arguments would be.
 
-    def sharing(self) -> PlanData:
-        """The same with the optimizer's step shared out among replicas."""
-        told = replace(self.assumptions, over_replicas=True)
-        return self.of(self.name, [unit.facts for unit in self.units], self.replicas, self.shards, told)
+        Args:
+            mesh: another `(replicas, shards)`.
+            reshard_after_forward, shard_placement_fn: of all units, as for `fully_shard`; None: as they are.
+            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank.
+        """
+        told = self.assumptions
+        if told.activations is not None and "tokens_per_rank" in assumptions:
+            grown = told.activations * assumptions["tokens_per_rank"] // told.tokens_per_rank
+            assumptions = {"activations": grown, **assumptions}
+        now = replace(told, **assumptions)
+        same = (mesh, reshard_after_forward, shard_placement_fn) == (None, None, None)
+        if same and assumptions.keys() <= _KEEP_UNITS:
+            sharers = self.replicas if now.over_replicas else 1
+            held = _activations(self.units, now)
+            memory = replay(self.events, self.units, now.optimizer_states, held, now.backend, sharers)
+            return replace(self, assumptions=now, memory=memory, time=_time(self.events, self.units, self._wires, now))
+        facts = [unit.facts for unit in self.units]
+        if reshard_after_forward is not None:
+            facts = [replace(unit, reshard_after_forward=reshard_after_forward) for unit in facts]
+        if shard_placement_fn is not None:
+            facts = [placed(unit, shard_placement_fn) for unit in facts]
+        replicas, shards = mesh or (self.replicas, self.shards)
+        return self.of(self.name, facts, replicas, shards, now)
 
     def time_with(self, tokens_per_rank: int) -> TimePlan:
         """The time of a step with another number of tokens."""
-        told = self.assumptions
-        durations = Predicted(self.units, self._wires, tokens_per_rank, told.flops, told.recompute)
-        return clock(self.events, durations, told.streams)
+        told = replace(self.assumptions, tokens_per_rank=tokens_per_rank)
+        return _time(self.events, self.units, self._wires, told)
 
     @classmethod
     def of(
@@ -151,10 +219,30 @@ class PlanData(ABC):
             told,
             units,
             add_up(collectives),
-            replay(events, units, told.optimizer_states, told.activations, told.backend, sharers),
-            clock(events, Predicted(units, wires, told.tokens_per_rank, told.flops, told.recompute), told.streams),
+            replay(events, units, told.optimizer_states, _activations(units, told), told.backend, sharers),
+            _time(events, units, wires, told),
             events,
         )
+
+
+_KEEP_UNITS = {"tokens_per_rank", "seq_len", "activations", "recompute", "memory", "flops", "bandwidth", "optimizer_states"}
+"""Assumptions that change neither what is communicated nor the order of things."""
+
+
+def _activations(units: Sequence[UnitPlan], told: Assumptions) -> list[UnitActivations]:
+    if told.activations is not None:
+        return scaled(units, told.activations)
+    return estimate(units, told.tokens_per_rank, told.recompute)
+
+
+def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> TimePlan:
+    """Forwards, backwards and the optimizer, which reads parameters, gradients and states, and writes all but gradients."""
+    predicted = Predicted(units, wires, told.tokens_per_rank, told.sequence, told.flops, told.recompute)
+    local = sum(group.local_bytes for unit in units for group in unit.dtype_groups if not group.offloaded)
+    optimizer = local * (3 + 2 * told.optimizer_states) / told.bandwidth
+    if told.over_replicas and wires.replicas > 1:
+        optimizer = optimizer / wires.replicas + sum(one.seconds for unit in units for one in wires.stepped(unit))
+    return clock(events, predicted, told.streams).with_optimizer(optimizer)
 
 
 @dataclass(frozen=True)

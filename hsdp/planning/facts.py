@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.nn.modules.conv import _ConvNd
 
 from hsdp.api.fsdp2 import own_policy
 from hsdp.api.module import HSDPModule
@@ -42,6 +43,8 @@ class ParamFacts:
         replicated: it is one of `replicate_params`.
         trainable: it gets gradients.
         active: part of it that computes with a token: 1 for weights, chosen / all for experts, 0 for an embedding's lookup.
+        looked_up: it is an embedding's table; tied to a layer, it is a weight as well.
+        convolution: it is the kernel of a convolution, and not a stack of experts.
         extension: a tensor subclass that says itself what of it is gathered; that is counted in the compute dtype.
         cut: chooses `dim` and `merged` for a number of shard ranks; None: they are what they are.
     """
@@ -54,6 +57,8 @@ class ParamFacts:
     replicated: bool = False
     trainable: bool = True
     active: float = 1.0
+    looked_up: bool = False
+    convolution: bool = False
     extension: bool = False
     cut: Cut | None = field(default=None, compare=False, repr=False)
 
@@ -69,6 +74,16 @@ class ParamFacts:
         """Elements of the whole parameter."""
         return math.prod(self.shape)
 
+    @property
+    def widths(self) -> tuple[float, float]:
+        """Elements that its product reads and makes per token; (0, 0) for what multiplies nothing, a vector or a table."""
+        if len(self.shape) < 2 or not self.active:
+            return 0, 0
+        if self.convolution or len(self.shape) == 2:
+            return self.shape[1], self.shape[0]
+        chosen = math.prod(self.shape[:-2]) * self.active
+        return chosen * self.shape[-1], chosen * self.shape[-2]
+
 
 @dataclass(frozen=True)
 class UnitFacts:
@@ -78,6 +93,8 @@ class UnitFacts:
         name: qualified name of its module.
         params: its own parameters, in the order in which `fully_shard` finds them.
         parent: index of the unit around it; None for the root.
+        attention: width of what its attention computes with, summed over its layers: heads times their size. A token costs
+            4 flops per element of it and token that it meets. 0: no attention was recognised.
         mp_policy, comm_policy, offload_policy, reshard_after_forward: as given to `fully_shard`.
     """
 
@@ -88,6 +105,7 @@ class UnitFacts:
     comm_policy: CommPolicy = field(default_factory=CommPolicy)
     offload_policy: OffloadPolicy = field(default_factory=OffloadPolicy)
     reshard_after_forward: bool | int | None = None
+    attention: float = 0
 
 
 def facts_of(
@@ -138,7 +156,7 @@ def facts_of(
     for name, value in changes.items():
         if not isinstance(value, policies[name][1]):
             raise TypeError(f"plan({name}={value!r}): expected what fully_shard takes, not {type(value).__name__}")
-    return [replace(unit, **changes) for unit in found]
+    return [replace(unit, **changes) for unit in _with_attention(model, found)]
 
 
 def _of_sharded(model: nn.Module) -> list[UnitFacts]:
@@ -185,7 +203,7 @@ def _sharded_param(unit: Unit, slot: int) -> ParamFacts:
         spec.merged,
         param.replicated,
         param.sharded.requires_grad,
-        _active(param.places),
+        *_use(param.places),
         param.wrapper is not None,
         # On other meshes, too, its first dims go together if they can.
         cut_by(least_padding, spec.shape, param.fqn, unit.name) if spec.merged > 1 else None,
@@ -196,6 +214,17 @@ def cut_by(choose: PlacementFn, shape: tuple[int, ...], name: str, unit: str) ->
     """What a `shard_placement_fn` chooses for a parameter of this shape."""
     param = nn.Parameter(torch.empty(shape, device="meta"))
     return lambda shards: choose_dim(param, name, unit, choose, shards)
+
+
+def placed(unit: UnitFacts, choose: PlacementFn) -> UnitFacts:
+    """The unit with dims chosen by another `shard_placement_fn`."""
+    params = [
+        replace(param, cut=cut_by(choose, param.shape, param.name, unit.name))
+        if param.shape and not param.replicated
+        else param
+        for param in unit.params
+    ]
+    return replace(unit, params=tuple(params))
 
 
 def _of_plain(
@@ -232,6 +261,7 @@ def _plain_param(
 ) -> ParamFacts:
     fqn = places[0].fqn
     check_param(param, places[0].module(), fqn, unit)
+    active, looked_up, convolution = _use(places)
     return ParamFacts(
         fqn,
         tuple(block_of(param).shape),  # of a DTensor, what this rank has is what is sharded
@@ -239,7 +269,9 @@ def _plain_param(
         dim=None if replicated else 0,
         replicated=replicated,
         trainable=param.requires_grad,
-        active=_active(places),
+        active=active,
+        looked_up=looked_up,
+        convolution=convolution,
         extension=extends(param),
         cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
     )
@@ -258,6 +290,39 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _active(places: list[Place]) -> float:
-    """A table that is only looked up computes nothing; one that is tied to a layer does."""
-    return 0.0 if all(isinstance(place.module(), (nn.Embedding, nn.EmbeddingBag)) for place in places) else 1.0
+def _use(places: list[Place]) -> tuple[float, bool, bool]:
+    """`active`, `looked_up`, `convolution`: a table that is only looked up computes nothing; one tied to a layer does."""
+    modules = [place.module() for place in places]
+    tables = [isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules]
+    return 0.0 if all(tables) else 1.0, any(tables), any(isinstance(module, _ConvNd) for module in modules)
+
+
+_QUERIES = ("q_proj", "wq", "query", "to_q", "q", "q_b_proj", "q_b")
+_TOGETHER = ("qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv", "query_key_value", "in_proj")
+
+
+def _attention_width(module: nn.Module) -> int:
+    """Heads times their size, if the module's layers are named as attention's are; else 0."""
+    if isinstance(module, nn.MultiheadAttention):
+        return int(module.embed_dim)
+    layers = {name: child for name, child in module.named_children() if isinstance(child, nn.Linear)}
+    for name in _QUERIES:
+        if name in layers and len(layers) > 1:
+            return layers[name].out_features
+    for name in _TOGETHER:
+        # Queries, keys and values in one: what leaves attention is as wide as the other layer's input.
+        widths = [layer.in_features for other, layer in layers.items() if other != name]
+        if name in layers and widths:
+            return widths[-1]
+    return 0
+
+
+def _with_attention(model: nn.Module, found: list[UnitFacts]) -> list[UnitFacts]:
+    """The units with the width of the attention in them."""
+    names = ["" if unit.parent is None else unit.name for unit in found]
+    widths = [0] * len(found)
+    for name, module in model.named_modules():
+        if width := _attention_width(module):
+            around = [at for at, unit in enumerate(names) if not unit or name == unit or name.startswith(f"{unit}.")]
+            widths[max(around, key=lambda at: len(names[at]))] += width
+    return [replace(unit, attention=width) for unit, width in zip(found, widths, strict=True)]

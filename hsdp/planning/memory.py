@@ -5,13 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from hsdp.planning.activations import UnitActivations
 from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.schedule import Event, Verb
 
 TERMS = {
     "parameters": "the shards",
     "optimizer": "its state for them",
-    "activations": "what the plan was told",
+    "activations": "what autograd keeps from forward to backward, and recomputes",
     "gathered": "whole parameters, used or on their way",
     "staging": "of gathers under way: rows of packed parameters",
     "made": "whole gradients that wait for their unit's reduction",
@@ -58,7 +59,7 @@ def replay(
     events: Sequence[Event],
     units: Sequence[UnitPlan],
     optimizer_states: int,
-    activations: int,
+    activations: Sequence[UnitActivations],
     backend: str,
     sharers: int = 1,
 ) -> MemoryPlan:
@@ -68,7 +69,7 @@ def replay(
         events: the step.
         units: its units.
         optimizer_states: tensors of optimizer state per parameter, in its storage dtype.
-        activations: bytes alive when a forward ends; units make and free them in proportion to their parameters.
+        activations: of each unit.
         backend: "gloo" receives reduce-scatters beside their inputs.
         sharers: how many replicas share the optimizer's state of a shard.
     """
@@ -82,8 +83,7 @@ def replay(
     host = sum(group.shard_bytes + _state_bytes(group, optimizer_states, sharers) + group.gradient_bytes for group in away)
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
-    numel = sum(units[index].numel for index in holding) or 1
-    ledger.activations = [activations * (i in holding) * unit.numel // numel for i, unit in enumerate(units)]
+    ledger.activations = [one if at in holding else UnitActivations(0) for at, one in enumerate(activations)]
     ledger.note("between steps")
     for event in events:
         for index in event.units:
@@ -104,7 +104,7 @@ class _Ledger:
         self.peak = dict(self.now)
         self.largest = dict(self.now)
         self.at = ""
-        self.activations: list[int] = []
+        self.activations: list[UnitActivations] = []
         self._here = ""
         self._copies = 2 if backend == "gloo" else 1  # gloo's all-to-all receives beside what it sends
         self._stashed: set[int] = set()
@@ -182,13 +182,15 @@ class _Ledger:
         self._add("gathered", -unit.total("whole_bytes") - part)
 
     def _forward(self, unit: UnitPlan, index: int) -> None:
-        self._add("activations", self.activations[index])
+        self._add("activations", self.activations[index].kept)
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
     def _backward(self, unit: UnitPlan, index: int) -> None:
         self._make(unit, late=False)
-        self._add("activations", -self.activations[index])
+        if again := self.activations[index].again:
+            self._for_a_moment("activations", again)
+        self._add("activations", -self.activations[index].kept)
 
     def _embed(self, unit: UnitPlan, index: int) -> None:
         self._make(unit, late=True)

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from functools import cached_property
 
-from hsdp.planning.advice import advise
-from hsdp.planning.data import ComparisonData, PlanData
+from hsdp.planning.advice import Diagnosis, diagnose
+from hsdp.planning.data import Advice, ComparisonData, PlanData
 from hsdp.planning.report import as_csv, as_json, as_text, comparison_as_csv, comparison_as_json, comparison_as_text
 
 
@@ -25,9 +25,18 @@ class Plan(PlanData):
     """
 
     @cached_property
+    def _diagnoses(self) -> tuple[Diagnosis, ...]:
+        return diagnose(self)
+
+    @property
     def bottleneck(self) -> str:
-        """What holds the step up, and what to do about it: one sentence."""
-        return advise(self)
+        """What holds the step up or does not fit and what to do about it: a sentence, and one on padding if it matters."""
+        return " ".join(map(str, self._diagnoses))
+
+    @property
+    def advice(self) -> tuple[Advice, ...]:
+        """What to change, the best first: `plan.changed(**plan.advice[0].options)` is the plan that follows it."""
+        return tuple(advice for one in self._diagnoses for advice in one.advice)
 
     def __str__(self) -> str:
         return as_text(self)

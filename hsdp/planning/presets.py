@@ -22,11 +22,15 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclass(frozen=True)
 class Block:
-    """Parameters of a block by name; `experts` are its routed ones, of which a token uses the part `active`."""
+    """Parameters of a block by name; `experts` are its routed ones, of which a token uses the part `active`.
+
+    `attention` is the width of what attention computes with: heads times their size.
+    """
 
     shapes: Shapes
     experts: Shapes = field(default_factory=dict)
     active: float = 1.0
+    attention: float = 0
 
 
 @dataclass(frozen=True)
@@ -70,23 +74,37 @@ def _experts(count: int, dim: int, hidden: int) -> Shapes:
 def mixtral() -> ModelShapes:
     """Mixtral 8x7B: 8 experts, of which a token uses 2 (arXiv:2401.04088)."""
     dim, hidden = 4096, 14336
-    block = Block(_gqa(dim, 32, 8, 128) | {"router": (8, dim)}, _experts(8, dim, hidden), 2 / 8)
+    block = Block(_gqa(dim, 32, 8, 128) | {"router": (8, dim)}, _experts(8, dim, hidden), 2 / 8, 32 * 128)
     return ModelShapes(_root(dim, 32000), [block] * 32)
 
 
 def llama3(dim: int, hidden: int, layers: int, heads: int) -> ModelShapes:
     """Llama 3 and 3.1: 8 key-value heads of 128 (arXiv:2407.21783, table 3)."""
-    block = Block(_gqa(dim, heads, 8, 128) | _swiglu(dim, hidden))
+    block = Block(_gqa(dim, heads, 8, 128) | _swiglu(dim, hidden), attention=heads * 128)
     return ModelShapes(_root(dim, 128256), [block] * layers)
+
+
+def llama2(dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> ModelShapes:
+    """Llama 2: heads of 128 (arXiv:2307.09288)."""
+    block = Block(_gqa(dim, heads, kv_heads, 128) | _swiglu(dim, hidden), attention=heads * 128)
+    return ModelShapes(_root(dim, 32000), [block] * layers)
+
+
+def olmo2(dim: int, hidden: int, layers: int, heads: int, kv_heads: int) -> ModelShapes:
+    """OLMo 2: heads of 128, norms of all queries and keys, an untied head (arXiv:2501.00656, table 3)."""
+    norms: Shapes = {"q_norm": (heads * 128,), "k_norm": (kv_heads * 128,)}
+    block = Block(_gqa(dim, heads, kv_heads, 128) | norms | _swiglu(dim, hidden), attention=heads * 128)
+    return ModelShapes(_root(dim, 100352), [block] * layers)
 
 
 def qwen3(dim: int, hidden: int, layers: int, heads: int, kv_heads: int = 8, experts: int = 0) -> ModelShapes:
     """Qwen3 with an untied head, dense or with `experts` of which a token uses 8 (arXiv:2505.09388)."""
     shapes = _gqa(dim, heads, kv_heads, 128) | {"q_norm": (128,), "k_norm": (128,)}
     if experts:
-        block = Block(shapes | {"router": (experts, dim)}, _experts(experts, dim, hidden), 8 / experts)
+        routed = shapes | {"router": (experts, dim)}
+        block = Block(routed, _experts(experts, dim, hidden), 8 / experts, heads * 128)
     else:
-        block = Block(shapes | _swiglu(dim, hidden))
+        block = Block(shapes | _swiglu(dim, hidden), attention=heads * 128)
     return ModelShapes(_root(dim, 151936), [block] * layers)
 
 
@@ -110,8 +128,9 @@ def deepseek_v3() -> ModelShapes:
         "shared_up": (expert, dim),
         "shared_down": (dim, expert),
     }
-    dense = Block(attention | _swiglu(dim, 18432))
-    sparse = Block(attention | routed, _experts(256, dim, expert), 8 / 256)
+    width = heads * (nope + rope + value) / 2  # scores and the sum of values differ in theirs
+    dense = Block(attention | _swiglu(dim, 18432), attention=width)
+    sparse = Block(attention | routed, _experts(256, dim, expert), 8 / 256, width)
     return ModelShapes(_root(dim, 129280), [dense] * 3 + [sparse] * 58)
 
 
@@ -136,13 +155,19 @@ def gpt_oss(layers: int, experts: int) -> ModelShapes:
         "mlp2": (experts, dim, dim),
         "mlp2_bias": (experts, dim),
     }
-    return ModelShapes(_root(dim, 201088), [Block(shapes, routed, 4 / experts)] * layers)
+    return ModelShapes(_root(dim, 201088), [Block(shapes, routed, 4 / experts, heads * head)] * layers)
 
 
 PRESETS: dict[str, Callable[[], ModelShapes]] = {
+    "llama2-7b": lambda: llama2(4096, 11008, 32, 32, 32),
+    "llama2-13b": lambda: llama2(5120, 13824, 40, 40, 40),
+    "llama2-70b": lambda: llama2(8192, 28672, 80, 64, 8),
     "llama3-8b": lambda: llama3(4096, 14336, 32, 32),
     "llama3-70b": lambda: llama3(8192, 28672, 80, 64),
     "llama3-405b": lambda: llama3(16384, 53248, 126, 128),
+    "olmo2-7b": lambda: olmo2(4096, 11008, 32, 32, 32),
+    "olmo2-13b": lambda: olmo2(5120, 13824, 40, 40, 40),
+    "olmo2-32b": lambda: olmo2(5120, 27648, 64, 40, 8),
     "qwen3-8b": lambda: qwen3(4096, 12288, 36, 32),
     "qwen3-32b": lambda: qwen3(5120, 25600, 64, 64),
     "qwen3-30b-a3b": lambda: qwen3(2048, 768, 48, 32, kv_heads=4, experts=128),
@@ -182,17 +207,20 @@ def preset(
     comm_policy = comm_policy or CommPolicy()
     model = PRESETS[name]()
 
-    def unit(title: str, shapes: Shapes, parent: int | None, active: float = 1.0) -> UnitFacts:
+    def unit(title: str, shapes: Shapes, parent: int | None, active: float = 1.0, attention: float = 0) -> UnitFacts:
         params = []
         for key, shape in shapes.items():
             cut = None if shard_placement_fn is None else cut_by(shard_placement_fn, shape, key, title)
-            params.append(ParamFacts(key, shape, dtype, active=0.0 if key == "embedding" else active, cut=cut))
+            table = key == "embedding"
+            params.append(ParamFacts(key, shape, dtype, active=0.0 if table else active, looked_up=table, cut=cut))
         after = None if parent is None else reshard_after_forward
-        return UnitFacts(title, tuple(params), parent, mp_policy, comm_policy, reshard_after_forward=after)
+        return UnitFacts(
+            title, tuple(params), parent, mp_policy, comm_policy, reshard_after_forward=after, attention=attention
+        )
 
     units = [unit(f"{name} (root)", model.root, None)]
     for index, block in enumerate(model.blocks):
-        units.append(unit(f"layers.{index}", block.shapes, 0))
+        units.append(unit(f"layers.{index}", block.shapes, 0, attention=block.attention))
         if block.experts:
             units.append(unit(f"layers.{index}.experts", block.experts, len(units) - 1, block.active))
     return units

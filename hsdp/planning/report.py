@@ -9,7 +9,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import asdict
 from typing import Any
 
-from hsdp.format import bytes_of, count_of, dtype_of, pattern_of, seconds_of, together
+from hsdp.format import bytes_of, count_of, dtype_of, pattern_of, seconds_of, several, together
+from hsdp.planning.activations import Recompute
 from hsdp.planning.data import ComparisonData, PlanData
 from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.memory import TERMS
@@ -21,14 +22,12 @@ Row = Sequence[str]
 
 def as_text(plan: PlanData) -> str:
     """The plan as tables."""
-    told, link = plan.assumptions, plan.assumptions.link
-    nodes = -(-plan.replicas * plan.shards // link.ranks_per_node)
+    told = plan.assumptions
     head = [
-        f"{plan.name}: {count_of(plan.numel)} parameters in {len(plan.units)} units on {plan.replicas} replicas x "
-        f"{plan.shards} shards ({nodes} nodes of {link.ranks_per_node})",
-        f"{told.tokens_per_rank:,} tokens per rank x {told.micro_batches} micro-batch{'es' * (told.micro_batches > 1)}, "
-        f"{told.flops / 1e12:.4g} Tflop/s{' with recomputation' if told.recompute else ''}, links of "
-        f"{link.fast / 1e9:.4g} GB/s in a node and {link.slow / 1e9:.4g} GB/s between nodes, backend {told.backend}",
+        f"{plan.name}: {count_of(plan.numel)} parameters in {several(len(plan.units), 'unit')} on "
+        f"{several(plan.replicas, 'replica')} x {several(plan.shards, 'shard')} ({_nodes(plan)})",
+        f"{told.tokens_per_rank:,} tokens per rank x {several(told.micro_batches, 'micro-batch', 'es')}, backend "
+        f"{told.backend}",
     ]
     tables = [
         "units (sent: bytes per rank and step; fast: inside a node, slow: between nodes; direct: moved without a copy)",
@@ -42,13 +41,57 @@ def as_text(plan: PlanData) -> str:
         f"memory of a rank, at the peak ({plan.memory.at})",
         _table(("term", "at the peak", "at most", "what"), _memory_rows(plan), left=1, last=True),
         f"time of a step {seconds_of(plan.time.step)}: compute {seconds_of(plan.time.compute)}, exposed communication "
-        f"{seconds_of(sum(plan.time.exposed.values()))} ({plan.time.exposed_share:.1%}); "
-        f"{count_of(plan.tokens_per_second).replace(' ', '')} tokens/s in all",
+        f"{seconds_of(sum(plan.time.exposed.values()))} ({plan.time.exposed_share:.1%}), optimizer "
+        f"{seconds_of(plan.time.optimizer)}; {_rate(plan.tokens_per_second)} tokens/s in all\n",
+        "assumed",
+        *(f"  {line}" for line in _assumed(plan)),
+        "",
         plan.bottleneck[0].upper() + plan.bottleneck[1:],
     ]
     if any(group.kind.extension for unit in plan.units for group in unit.dtype_groups):
         tables.append("Subclass: the tensors say what of them is gathered; here it is counted in their compute dtype.")
     return "\n".join([*head, "", *tables])
+
+
+def _nodes(plan: PlanData) -> str:
+    world, link = plan.replicas * plan.shards, plan.assumptions.link
+    each = link.in_a_node(world)
+    return f"{several(-(-world // each), 'node')} of {each}"
+
+
+def _rate(tokens: float) -> str:
+    return count_of(tokens).replace(" ", "")
+
+
+_RECOMPUTED: dict[Recompute, str] = {
+    False: "nothing is recomputed",
+    True: "blocks are recomputed",
+    "selective": "every other product of blocks is recomputed",
+}
+
+
+def _assumed(plan: PlanData) -> Iterable[str]:
+    """What the figures rest on, one thing a line."""
+    told, link = plan.assumptions, plan.assumptions.link
+    yield (
+        f"{told.machine}: a rank achieves {told.flops / 1e12:.4g} Tflop/s and {told.bandwidth / 1e9:.4g} GB/s of memory, "
+        f"{link.fast / 1e9:.4g} GB/s in a node, {link.slow / 1e9:.4g} GB/s between nodes "
+        "(measure yours: python -m hsdp doctor)"
+    )
+    if told.activations is not None:
+        yield f"activations: {bytes_of(told.activations)}, as told"
+    else:
+        how = _RECOMPUTED[told.recompute]
+        yield f"activations: estimated from the shapes of weights, {how}, the loss of logits in fp32"
+    width = sum(unit.facts.attention for unit in plan.units)
+    yield (
+        f"attention: causal over sequences of {told.sequence:,} tokens, never stored"
+        if width
+        else "attention: none was recognised by the names of its layers, so its flops are not counted"
+    )
+    states = several(told.optimizer_states, "state")
+    yield f"optimizer: {states} per parameter, in its dtype, bound by the memory's bandwidth"
+    yield "not counted: fragmentation of the allocator, CUDA's and NCCL's own memory (1 to 2 GiB), the input pipeline"
 
 
 _UNIT_HEADS = (
@@ -125,7 +168,9 @@ def _memory_rows(plan: PlanData) -> Iterable[Row]:
         if plan.memory.largest[term]:
             yield term, bytes_of(plan.memory.peak[term]), bytes_of(plan.memory.largest[term]), meaning
     limit = plan.assumptions.memory
-    told = "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}"
+    told = (
+        "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}, as far as it is counted"
+    )
     yield "total", bytes_of(plan.memory.total), "", told
     if plan.memory.host:
         yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
@@ -136,12 +181,15 @@ def comparison_as_text(comparison: ComparisonData) -> str:
     plans = comparison.plans
     if not plans:
         return "nothing to compare"
-    shown = ("per rank", "peak", "AG+RS slow", "AR slow", "step", "compute", "exposed", *_SHORT.values(), "tokens/s")
+    shown = ("per rank", "activations", "peak", "AG+RS slow", "AR slow", "step", "compute", "exposed", *_SHORT.values())
     rows = [_comparison_row(plan, plan is comparison.best) for plan in plans]
     best = comparison.best
     lines = [
         f"{plans[0].name}: {count_of(plans[0].numel)} parameters, {plans[0].assumptions.tokens_per_rank:,} tokens per rank",
-        _table(("", "mesh", *shown), rows, left=2),
+        _table(("", "mesh", *shown, "optimizer", "tokens/s"), rows, left=2),
+        "assumed",
+        *(f"  {line}" for line in _assumed(plans[0])),
+        "",
         "no mesh fits"
         if best is None
         else f"* {best.replicas} x {best.shards} trains on most tokens per rank. With it, " + best.bottleneck,
@@ -155,6 +203,7 @@ def _comparison_row(plan: PlanData, best: bool) -> Row:
         "*" if best else "" if plan.fits else "!",
         f"{plan.replicas} x {plan.shards}",
         bytes_of(plan.memory.persistent),
+        bytes_of(plan.memory.peak["activations"]),
         bytes_of(plan.memory.total) + ("" if plan.fits else " (does not fit)"),
         bytes_of(slow["all-gather"] + slow["reduce-scatter"]),
         bytes_of(slow["all-reduce"]),
@@ -162,7 +211,8 @@ def _comparison_row(plan: PlanData, best: bool) -> Row:
         seconds_of(plan.time.compute),
         f"{plan.time.exposed_share:.1%}",
         *(seconds_of(plan.time.exposed[kind]) for kind in _SHORT),
-        count_of(plan.tokens_per_second).replace(" ", ""),
+        seconds_of(plan.time.optimizer),
+        _rate(plan.tokens_per_second),
     )
 
 
@@ -197,6 +247,7 @@ def as_dict(plan: PlanData) -> dict[str, Any]:
         "tokens_per_second": plan.tokens_per_second,
         "fits": plan.fits,
         "bottleneck": plan.bottleneck,
+        "advice": [{"text": one.text, "promise": one.promise, "gain": one.gain} for one in plan.advice],
     }
 
 
@@ -265,7 +316,7 @@ def comparison_as_json(comparison: ComparisonData) -> str:
 
 def comparison_as_csv(comparison: ComparisonData) -> str:
     """A line per plan."""
-    heads = ["replicas", "shards", "best", "fits", "persistent_bytes", "peak_bytes", "step_s", "compute_s"]
+    heads = ["replicas", "shards", "best", "fits", "persistent_bytes", "peak_bytes", "step_s", "compute_s", "optimizer_s"]
     heads += [*(f"{kind.replace('-', '_')}_exposed_s" for kind in _SHORT), "tokens_per_second"]
     rows = [
         [
@@ -277,6 +328,7 @@ def comparison_as_csv(comparison: ComparisonData) -> str:
             plan.memory.total,
             plan.time.step,
             plan.time.compute,
+            plan.time.optimizer,
             *(plan.time.exposed[kind] for kind in _SHORT),
             plan.tokens_per_second,
         ]

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
+from hsdp.planning.activations import Recompute
 from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb
 from hsdp.planning.traffic import Wires
@@ -32,24 +33,30 @@ class Durations(Protocol):
 
 @dataclass(frozen=True)
 class TimePlan:
-    """A step's time, in seconds, without the optimizer.
+    """A step's time, in seconds.
 
     Attributes:
-        step: the whole.
-        compute: what the same step takes without communication.
+        step: the whole: computing, waiting and the optimizer.
+        compute: what forwards and backwards take without communication.
         busy: by kind of collective, how long its calls take, whether hidden or not.
         exposed: by kind, how long computing waits for it.
+        optimizer: what the optimizer's step takes.
     """
 
     step: float
     compute: float
     busy: dict[str, float] = field(default_factory=dict)
     exposed: dict[str, float] = field(default_factory=dict)
+    optimizer: float = 0.0
 
     @property
     def exposed_share(self) -> float:
         """Part of the step in which nothing is computed."""
-        return 1 - self.compute / self.step if self.step else 0.0
+        return sum(self.exposed.values()) / self.step if self.step else 0.0
+
+    def with_optimizer(self, seconds: float) -> TimePlan:
+        """The same with an optimizer's step behind it."""
+        return replace(self, step=self.step + seconds, optimizer=seconds)
 
 
 def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePlan:
@@ -109,21 +116,24 @@ class Predicted:
     """Durations by the roofline: flops over flops per second, bytes over bytes per second.
 
     A weight costs 2 flops per token and element in forward, as much again for the gradient of its input, and as much
-    again for its own if it is trainable. What attention computes with its scores is not counted.
+    again for its own if it is trainable. Attention is causal: a token meets half of its sequence, at 4 flops per element of
+    attention's width and token met. Backward computes scores again, as fused attention does: 2.5 times as much.
 
     Attributes:
         units: of the step.
         wires: their collectives.
         tokens: of a micro-batch on a rank.
+        seq_len: tokens of a sequence.
         flops: per second, as achieved.
-        recompute: whether backward runs forward again (activation checkpointing).
+        recompute: whether backward runs forward again (activation checkpointing), in all units but the root.
     """
 
     units: Sequence[UnitPlan]
     wires: Wires
     tokens: int
+    seq_len: int
     flops: float
-    recompute: bool = False
+    recompute: Recompute = False
 
     @property
     def shared(self) -> bool:
@@ -134,13 +144,16 @@ class Predicted:
 
     def compute(self, verb: Verb, unit: int) -> float:
         """See `Durations`."""
-        params = self.units[unit].facts.params
-        forward = sum(param.numel * param.active for param in params)
+        facts = self.units[unit].facts
+        forward = 2 * sum(param.numel * param.active for param in facts.params)
+        attention = 4 * facts.attention * self.seq_len / 2
         if verb is Verb.FORWARD:
-            return 2 * forward * self.tokens / self.flops
-        trained = sum(param.numel * param.active for param in params if param.trainable)
-        passes = forward + trained + (forward if self.recompute else 0)
-        return 2 * passes * self.tokens / self.flops
+            return (forward + attention) * self.tokens / self.flops
+        trained = 2 * sum(param.numel * param.active for param in facts.params if param.trainable)
+        again = 0.0
+        if self.recompute is not False and facts.parent is not None:
+            again = forward / 2 if self.recompute == "selective" else forward + attention
+        return (forward + trained + 2.5 * attention + again) * self.tokens / self.flops
 
     def collective(self, event: Event) -> float:
         """See `Durations`."""

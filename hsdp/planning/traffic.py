@@ -47,11 +47,17 @@ class Link:
             if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
                 raise ValueError(f"Link({name}={value!r}): expected seconds, a number of at least 0")
 
-    def members(self, axis: str, replicas: int, shards: int) -> int:
-        """How many ranks of a group lie in one node, at least."""
+    def in_a_node(self, world: int) -> int:
+        """Ranks that lie in one node when so many are spread evenly: 7 of 7, 6 of 12, 8 of 64 on nodes of 8."""
+        nodes = -(-world // self.ranks_per_node)
+        return world // nodes if world % nodes == 0 else self.ranks_per_node
+
+    def members(self, axis: str, replicas: int, shards: int, parts: int = 1) -> int:
+        """How many ranks of a group lie in one node, at least; `parts`: size of the groups of the axis "part"."""
+        together = self.in_a_node(replicas * shards)
         if axis != "replicate":
-            return math.gcd(shards, self.ranks_per_node)
-        beside = self.ranks_per_node // shards if self.ranks_per_node % shards == 0 else 1
+            return math.gcd(parts if axis == "part" else shards, together)
+        beside = together // shards if together % shards == 0 else 1
         return math.gcd(replicas, beside)
 
     def split(self, sent: float, size: int, members: int) -> tuple[float, float]:
@@ -167,7 +173,7 @@ class Wires:
     def _collective(self, kind: str, axis: str, size: int, calls: int, transfers: int, sent: float) -> list[Collective]:
         if not calls:
             return []
-        members = self.link.members(axis, self.replicas, size if axis == "part" else self.shards)
+        members = self.link.members(axis, self.replicas, self.shards, size)
         fast, slow = self.link.split(sent, size, members)
         rounds = 2 if kind == "all-reduce" else 1
         seconds = calls * self.link.seconds(rounds, size, members, fast / calls, slow / calls)

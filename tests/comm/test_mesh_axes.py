@@ -12,17 +12,12 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 from torch.distributed.tensor.placement_types import _StridedShard
 
 import hsdp
+from hsdp.comm.mesh import resolve_mesh
 from tests.params.test_tensor_parallel import CASE
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
 from tests.support.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
-from hsdp.comm.mesh import resolve_mesh
-from tests.models import make_case
-from tests.rig import Pool, RankEnv
-from tests.sharded import check_rest, shard
-from tests.test_tensor_parallel import CASE
-from tests.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
 
 Dims = hsdp.DataParallelMeshDims
 TorchsDims = getattr(fsdp, "DataParallelMeshDims", Dims)  # newer than torch 2.11

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import pytest
+import torch
 from torch import nn
 
 import hsdp
@@ -14,6 +15,7 @@ from hsdp.planning.schedule import Event, Verb, rehearse
 from hsdp.planning.timing import clock
 from tests.schedule.test_virtual_time import CASES
 from tests.support.best_step import Durations
+from tests.support.models import Transformer
 from tests.support.rig import fake_world
 from tests.support.virtual import Clock, Mode, micro_batch, steady_trace, use_device, virtual_model
 
@@ -76,13 +78,54 @@ def test_compute_and_busy_times_are_those_of_the_formulas() -> None:
     assert plan.time.busy["all-gather"] == pytest.approx((2 - 1 / 8) * elements * 4 * 3 / 4 / 1e9)
     assert plan.time.busy["reduce-scatter"] == pytest.approx((elements * 4 + 4 * flags) * 3 / 4 / 1e9)
     assert plan.time.busy["all-reduce"] == pytest.approx((elements + flags) / 4 * 4 * 2 / 2 / 1e8, rel=1e-3)
-    assert plan.time.step == pytest.approx(plan.time.compute + sum(plan.time.exposed.values()))
+    # AdamW reads parameters, gradients and two states, and writes all but the gradients.
+    assert plan.time.optimizer == pytest.approx(7 * elements / 4 * 4 / 2.7e12)
+    assert plan.time.step == pytest.approx(plan.time.compute + sum(plan.time.exposed.values()) + plan.time.optimizer)
+
+
+def test_attention_costs_what_its_scores_do() -> None:
+    with torch.device("meta"):
+        model = Transformer(vocab=512, dim=256, heads=4, hidden=1024, layers=4)
+    products = 6 * sum(p.numel() for name, p in model.named_parameters() if p.ndim == 2 and "embedding" not in name)
+    for tokens, seq_len in ((4096, None), (4096, 1024), (16384, None)):
+        plan = hsdp.plan(model, mesh=(1, 8), tokens_per_rank=tokens, seq_len=seq_len, flops=1.0)
+        sequence = seq_len or min(tokens, 8192)
+        # Half of the sequence, two products of 2 flops, forward and 2.5 times in backward, 4 layers of width 256.
+        attention = sequence / 2 * 4 * 3.5 * 4 * 256
+        vectors = 6 * sum(p.numel() for p in model.parameters() if p.ndim == 1)
+        assert plan.time.compute == pytest.approx(tokens * (products + vectors + attention))
+
+
+def test_selective_recomputation_repeats_half_of_the_products() -> None:
+    never, half, whole = (_plan(1000, recompute=how).time.compute for how in (False, "selective", True))
+    assert half == pytest.approx((never + whole) / 2)
+
+
+def test_on_gloo_times_are_not_those_of_a_gpu() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, device="meta") for _ in range(2)))
+    on_gloo, on_gpu = (hsdp.plan(layers, mesh=4, tokens_per_rank=8, backend=backend) for backend in ("gloo", "nccl"))
+    assert on_gloo.assumptions.machine == "CPU core" and on_gpu.assumptions.machine == "H100"
+    assert on_gloo.time.compute > 1000 * on_gpu.time.compute
+    assert on_gloo.time.busy["all-gather"] > 10 * on_gpu.time.busy["all-gather"]
+    told = hsdp.plan(layers, mesh=4, tokens_per_rank=8, backend="gloo", flops=1e9, link=Link(fast=5.0))
+    assert (told.assumptions.flops, told.assumptions.link.fast) == (1e9, 5.0)
+    assert hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine="cpu").assumptions.backend == "gloo"
+    with pytest.raises(ValueError, match=r"machine='abacus'.*h100"):
+        hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine="abacus")
 
 
 def test_tiers_follow_the_mesh() -> None:
     link = Link(ranks_per_node=8)
     assert [link.members("shard", 8, shards) for shards in (2, 8, 16, 12)] == [2, 8, 8, 4]
     assert [link.members("replicate", 4, shards) for shards in (2, 4, 8, 64)] == [4, 2, 1, 1]
+    # What is smaller than a node lies in one; what fills several is spread evenly.
+    assert [link.in_a_node(world) for world in (1, 7, 8, 12, 14, 64, 13)] == [1, 7, 8, 6, 7, 8, 8]
+    assert [link.members("shard", 1, shards) for shards in (3, 5, 7, 12, 14)] == [3, 5, 7, 6, 7]
+    assert [link.members("replicate", replicas, 1) for replicas in (3, 7)] == [3, 7]
+    layers = nn.Sequential(nn.Linear(64, 64, device="meta"))
+    for mesh in ((1, 7), (7, 1), (3, 2)):
+        plan = hsdp.plan(layers, mesh=mesh, tokens_per_rank=8)
+        assert sum(one.slow for one in plan.collectives) == 0, mesh
     assert link.split(100.0, 8, 8) == (100.0, 0.0)
     assert link.split(100.0, 8, 1) == (0.0, 100.0)
     # 16 ranks on 2 nodes: of the 15 shards that a rank needs, its node needs 8 from the other, and each rank brings one.
@@ -98,7 +141,7 @@ def test_latency_grows_with_the_ring() -> None:
 
 def test_the_bottleneck_is_named_with_what_helps() -> None:
     assert "compute is the bottleneck" in _plan(1_000_000).bottleneck
-    starved = _plan(1000)
+    starved = _plan(1000, memory=80 << 30)
     assert "raise tokens per rank to" in starved.bottleneck
     told = int(starved.bottleneck.split("raise tokens per rank to ")[1].split()[0].strip(",.").replace(",", ""))
     kind = starved.bottleneck.split()[0]
@@ -108,13 +151,13 @@ def test_the_bottleneck_is_named_with_what_helps() -> None:
 
 
 def test_what_does_not_fit_is_told() -> None:
-    peak = _plan(1000).memory.total
-    assert _plan(1000, memory=peak).fits
-    tight = _plan(1000, memory=peak - 1)
+    peak = _plan(1000, activations=0).memory.total
+    assert _plan(1000, activations=0, memory=peak).fits
+    tight = _plan(1000, activations=0, memory=peak - 1)
     assert not tight.fits
     assert "does not fit" in tight.bottleneck
     assert "use 1 x 8" in tight.bottleneck
-    assert "no mesh of this many ranks" in _plan(1000, memory=1).bottleneck
+    assert "no mesh or batch is enough" in _plan(1000, memory=1).bottleneck
 
 
 def test_the_optimizer_shared_out_among_replicas() -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hsdp import shard_units
-from hsdp.examples.launch import choose_device, process_group, rank, world_size
+from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
 
 NUM_MODES = 8
 NOISE = 8
@@ -83,6 +83,7 @@ def train(models: tuple[nn.Module, nn.Module], steps: int, mesh: DeviceMesh) -> 
         optimizer_g.step()
         optimizer_g.zero_grad()
         losses.append((loss_d.item(), loss_g.item()))
+        say_step(step, steps, f"discriminator {losses[-1][0]:.3f}  generator {losses[-1][1]:.3f}")
     return losses
 
 
@@ -100,8 +101,8 @@ def quality(generator: nn.Module, mesh: DeviceMesh) -> tuple[float, int]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="A GAN on a hybrid-sharded mesh")
-    parser.add_argument("--steps", type=int, default=1000)
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of the models; the rest shards")
+    parser.add_argument("--steps", type=int, default=1000, help="turns of both models (%(default)s)")
+    parser.add_argument("--replicate", type=int, default=1, help="replicas of the models; the rest shards (%(default)s)")
     options = parser.parse_args(argv)
     if GLOBAL_BATCH % world_size() or world_size() % options.replicate:
         parser.error(f"{world_size()} processes do not divide a batch of {GLOBAL_BATCH}, or --replicate not them")

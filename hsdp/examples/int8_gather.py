@@ -22,7 +22,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.utils._pytree import tree_map_only
 
 from hsdp import clip_grad_norm_, shard_units
-from hsdp.examples.launch import choose_device, process_group, rank, world_size
+from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
 from hsdp.examples.llama import Llama, LlamaConfig
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, hidden=128, max_len=16)
@@ -115,6 +115,7 @@ def train(model: Llama, steps: int, mesh: DeviceMesh) -> list[float]:
         optimizer.step()
         optimizer.zero_grad()
         losses.append(loss.item())
+        say_step(step, steps, f"loss {losses[-1]:.3f}")
     return losses
 
 
@@ -129,8 +130,8 @@ def batch(step: int, mesh: DeviceMesh) -> Tensor:
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="weights gathered in 8 bits on a hybrid-sharded mesh")
-    parser.add_argument("--steps", type=int, default=100)
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of the model; the rest shards")
+    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (%(default)s)")
+    parser.add_argument("--replicate", type=int, default=1, help="replicas of the model; the rest shards (%(default)s)")
     options = parser.parse_args(argv)
     if GLOBAL_BATCH % world_size() or world_size() % options.replicate:
         parser.error(f"{world_size()} processes do not divide a batch of {GLOBAL_BATCH}, or --replicate not them")

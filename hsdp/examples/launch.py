@@ -111,8 +111,8 @@ def sum_over_ranks(values: list[float], device: torch.device) -> list[float]:
 class StopSignal:
     """Turns Ctrl-C and SIGTERM into a request that the loop answers between two steps.
 
-    A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The
-    second signal does raise `KeyboardInterrupt`, for those who cannot wait.
+    A Python exception in the middle of a step would leave the other ranks waiting inside a collective. The first signal
+    says so at once, whatever the job is doing; the second raises `KeyboardInterrupt`, for those who cannot wait.
     """
 
     def __init__(self) -> None:
@@ -130,6 +130,10 @@ class StopSignal:
         if self.requested:
             raise KeyboardInterrupt
         self._received.set()
+        if rank() == 0:
+            again = "press again" if number == signal.SIGINT else "send it again"
+            # Not print: the signal may have come in the middle of one, whose lock this thread holds.
+            os.write(2, f"\nstopping after this step, {again} to stop now\n".encode())
 
     @property
     def requested(self) -> bool:
@@ -165,6 +169,13 @@ def run_job(name: str, job: Callable[[StopSignal], int]) -> int:
                 raise
             _say(f"{name}: interrupted")
             return EXIT_INTERRUPTED
+
+
+def say_step(step: int, num_steps: int, words: str) -> None:
+    """Prints, from rank 0 and ten times in a run, how far it is. `step` counts from 0 and is done."""
+    tenth = -(-num_steps // 10)
+    if rank() == 0 and ((step + 1) % tenth == 0 or step + 1 == num_steps):
+        print(f"step {step + 1:>{len(str(num_steps))}}/{num_steps}  {words}", flush=True)
 
 
 def leave(exit_code: int) -> NoReturn:

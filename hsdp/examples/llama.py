@@ -6,6 +6,7 @@ Nothing here knows about sharding: `fully_shard` is applied from outside, block 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -148,16 +149,26 @@ def _rotary_turns(config: LlamaConfig) -> Tensor:
 
 @torch.no_grad()
 def generate(
-    model: nn.Module, prompt: Tensor, *, num_tokens: int, window: int, seed: int, temperature: float = 1.0
+    model: nn.Module,
+    prompt: Tensor,
+    *,
+    num_tokens: int,
+    window: int,
+    seed: int,
+    temperature: float = 1.0,
+    stops: Callable[[], bool] = lambda: False,
 ) -> Tensor:
     """Continues `prompt` (`int64 [len]`, on the model's device) by `num_tokens` sampled tokens.
 
     Every rank must call this together, for each forward gathers the parameters; ranks with the same arguments
-    draw the same tokens. The draw is on the CPU with a generator of its own and leaves the global one alone.
+    draw the same tokens. The draw is on the CPU with a generator of its own and leaves the global one alone. Where `stops`,
+    which must answer the same on all ranks, says so before a token, there are fewer.
     """
     generator = torch.Generator().manual_seed(seed)
     tokens = prompt
     for _ in range(num_tokens):
+        if stops():
+            break
         logits = model(tokens[None, -window:])[0, -1].float() / temperature
         drawn = torch.multinomial(logits.softmax(-1).cpu(), 1, generator=generator)
         tokens = torch.cat((tokens, drawn.to(tokens.device)))

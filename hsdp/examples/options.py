@@ -10,6 +10,7 @@ from typing import NoReturn
 
 from hsdp.examples.launch import JobError
 from hsdp.examples.llama import LlamaConfig
+from hsdp.examples.logs import LOGS
 
 FINAL_LR_FRACTION = 0.05
 
@@ -39,6 +40,7 @@ class Options:
     hidden: int
     out: Path
     log_every: int
+    log: list[str]
     checkpoint_dir: Path | None
     save_every: int
     keep: int
@@ -144,17 +146,26 @@ _positive.__name__ = _not_negative.__name__ = "int"
 _positive_float.__name__ = _fraction.__name__ = "float"
 
 
+class _Defaults(argparse.HelpFormatter):
+    """Every option ends with its default, in words where it is no value."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        told = action.help or ""
+        plain = action.default is None or action.nargs == 0 or action.default is argparse.SUPPRESS or action.default == []
+        return told if plain else f"{told} (default: %(default)s)"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="train_lm",
         description="Train a byte-level Llama on CPython's own sources with hybrid-sharded data parallelism.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
         allow_abbrev=False,
     )
     mesh = parser.add_argument_group("mesh (the product must be the number of processes)")
-    mesh.add_argument("--replicate", type=_positive, help="replicas; default 2 from four processes on")
-    mesh.add_argument("--shard", type=_positive, help="ranks that share one replica; default the rest")
-    mesh.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
+    mesh.add_argument("--replicate", type=_positive, help="replicas (default: 2 from four processes on, else 1)")
+    mesh.add_argument("--shard", type=_positive, help="ranks that share one replica (default: the rest)")
+    mesh.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there is one each")
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 
     training = parser.add_argument_group("training")
@@ -167,27 +178,38 @@ def _parser() -> argparse.ArgumentParser:
     )
     training.add_argument("--lr", type=_positive_float, default=5e-3, help="peak of the cosine schedule")
     training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
-    training.add_argument("--weight-decay", type=_fraction, default=0.1)
+    training.add_argument("--weight-decay", type=_fraction, default=0.1, help="of AdamW")
     training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")
     training.add_argument("--corpus-bytes", type=_positive, default=12_000_000, help="text to use at most")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--width", type=_positive, default=128)
-    model.add_argument("--layers", type=_positive, default=3)
-    model.add_argument("--heads", type=_positive, default=4)
+    model.add_argument("--width", type=_positive, default=128, help="of the residual stream")
+    model.add_argument("--layers", type=_positive, default=3, help="blocks, each a unit")
+    model.add_argument("--heads", type=_positive, default=4, help="of attention")
     model.add_argument("--hidden", type=_positive, default=384, help="inner width of the SwiGLU")
 
     output = parser.add_argument_group("output")
-    output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="metrics.jsonl and loss.svg")
+    output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder of metrics.jsonl and loss.svg")
     output.add_argument("--log-every", type=_positive, default=20, help="steps between progress lines")
-    output.add_argument("--trace", type=Path, metavar="DIR", help="write a picture and a Perfetto file of one step there")
-    output.add_argument("--no-sample", dest="sample", action="store_false", help="no generated text")
+    output.add_argument(
+        "--log", choices=LOGS, nargs="+", default=[], help="send the figures there too (default: metrics.jsonl only)"
+    )
+    output.add_argument(
+        "--trace", type=Path, metavar="DIR", help="write a picture and a Perfetto file of one step there (default: none)"
+    )
+    output.add_argument(
+        "--no-sample", dest="sample", action="store_false", help="generate no text at the end (default: generate some)"
+    )
     output.add_argument("--prompt", default="def ", help="what the generated text starts with")
 
     survival = parser.add_argument_group("survival")
-    survival.add_argument("--checkpoint-dir", type=Path, help="save there, and go on from the last checkpoint in it")
+    survival.add_argument(
+        "--checkpoint-dir", type=Path, help="save there, and go on from the last one in it (default: no checkpoints)"
+    )
     survival.add_argument("--save-every", type=_positive, default=40, help="steps; one more is saved at the end")
     survival.add_argument("--keep", type=_positive, default=2, help="checkpoints that remain")
-    survival.add_argument("--async-save", action="store_true", help="train on while a checkpoint is written")
+    survival.add_argument(
+        "--async-save", action="store_true", help="train on while a checkpoint is written (default: wait)"
+    )
     survival.add_argument("--timeout", type=_positive_float, default=300, help="seconds to wait for a lost process")
     return parser

@@ -6,13 +6,16 @@ import json
 import os
 import resource
 import sys
+from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
 
+from hsdp.examples.bar import ProgressBar
 from hsdp.examples.launch import JobError
+from hsdp.examples.logs import Log
 from hsdp.examples.picture import Curve, Level, loss_picture
 
 
@@ -40,10 +43,20 @@ class Progress:
 class Report:
     """Collects progress on rank 0 and writes it below `out`; silent on other ranks, where `out` is None."""
 
-    def __init__(self, out: Path | None, baselines: Baselines, *, resumed_at: int = 0) -> None:
+    def __init__(
+        self,
+        out: Path | None,
+        baselines: Baselines,
+        *,
+        resumed_at: int = 0,
+        num_steps: int = 1,
+        logs: Sequence[Log] = (),
+    ) -> None:
         self._out = out
         self._baselines = baselines
         self._history: list[Progress] = []
+        self._logs = logs
+        self._bar = ProgressBar(num_steps, resumed_at)
         if out is None:
             return
         out.mkdir(parents=True, exist_ok=True)
@@ -59,7 +72,20 @@ class Report:
     def say(self, text: str = "") -> None:
         """Prints on rank 0."""
         if self._out is not None:
+            self._bar.clear()
             print(text, flush=True)
+
+    def step(self, num_done: int, loss: float) -> None:
+        """Moves the progress bar, if somebody watches."""
+        if self._out is not None:
+            self._bar.step(num_done, f"loss {loss:.3f}")
+
+    def close(self) -> None:
+        """Takes the bar away and ends the logs."""
+        if self._out is not None:
+            self._bar.clear()
+            for log in self._logs:
+                log.close()
 
     def progress(self, progress: Progress, num_steps: int) -> None:
         """Prints one line, appends it to `metrics.jsonl` and redraws `loss.svg`."""
@@ -68,6 +94,10 @@ class Report:
         self._history.append(progress)
         with self._metrics(self._out).open("a") as lines:
             lines.write(_json_line(progress))
+        figures = asdict(progress)
+        step = figures.pop("step")
+        for log in self._logs:
+            log.write(step, figures)
         self._draw(self._out)
         self.say(
             f"step {progress.step:>{len(str(num_steps))}}/{num_steps}"
@@ -76,6 +106,7 @@ class Report:
             f"  grad norm {progress.grad_norm:.2f}"
             f"  {progress.tokens_per_second:,.0f} tokens/s"
             f"  peak {progress.peak_memory_bytes / 2**20:,.0f} MiB"
+            f"  {self._bar.remaining(progress.step)} left"
         )
 
     def introduce(self) -> None:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import time
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 
 import torch
@@ -45,6 +45,7 @@ from hsdp.examples.launch import (
     world_size,
 )
 from hsdp.examples.llama import Llama, generate
+from hsdp.examples.logs import Log, open_log
 from hsdp.examples.options import Options, parse_options
 from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes, prepare_folder
 
@@ -90,6 +91,15 @@ def run(options: Options, device: torch.device, stop: StopSignal) -> int:
     job = Job(options, device, corpus, model, optimizer, _open_report(options, corpus, first_step), first_step)
     _introduce(job)
 
+    try:
+        return _train_and_show(job, stop, started)
+    finally:
+        job.report.close()
+
+
+def _train_and_show(job: Job, stop: StopSignal, started: float) -> int:
+    options, corpus, model, device = job.options, job.corpus, job.model, job.device
+    first_step = job.first_step
     num_done = train(job, first_step, stop)
     if options.checkpoint_dir is not None and num_done > first_step:
         job.report.say(f"checkpoint: {_save(job, num_done, in_background=False).path}")
@@ -98,10 +108,13 @@ def run(options: Options, device: torch.device, stop: StopSignal) -> int:
         job.report.say(f"interrupted after step {num_done}" + "; the same command goes on from there" * resumable)
         return EXIT_INTERRUPTED
 
-    loss = evaluate(model, consecutive_windows(corpus.held_out, options.seq_len), device)
+    loss = evaluate(model, consecutive_windows(corpus.held_out, options.seq_len), device, stop)
+    if loss is None:
+        job.report.say(f"interrupted while evaluating, after step {num_done} of {options.steps}")
+        return EXIT_INTERRUPTED
     job.report.conclude(loss, num_steps=num_done, seconds=time.perf_counter() - started)
     if options.sample:
-        _show_sample(job)
+        return _show_sample(job, stop)
     return 0
 
 
@@ -152,16 +165,19 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
         # One small sum tells all ranks the loss of the global batch, and lets them stop after the same step.
         loss_sum, num_stopping = sum_over_ranks([loss.item(), float(stop.requested)], device)
         losses.append(loss_sum / options.world_size)
+        job.report.step(step + 1, losses[-1])
         if not math.isfinite(losses[-1]):
             raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
         num_done = step + 1
         if num_done % options.log_every == 0 or num_done == options.steps:
             num_tokens = len(losses) * options.batch * options.seq_len
             tokens_per_second = num_tokens / (time.perf_counter() - since)
+            held_out_loss = evaluate(model, quick_windows, device)
+            assert held_out_loss is not None, "without a signal to look for it goes on to the end"
             progress = Progress(
                 step=num_done,
                 train_loss=sum(losses) / len(losses),
-                held_out_loss=evaluate(model, quick_windows, device),
+                held_out_loss=held_out_loss,
                 grad_norm=grad_norm.item(),
                 learning_rate=learning_rate,
                 tokens_per_second=tokens_per_second,
@@ -214,11 +230,13 @@ def next_byte_loss(model: Llama, windows: Tensor, reduction: str = "mean") -> Te
 
 
 @torch.no_grad()
-def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
-    """Nats per byte over all `windows`, shared out among the ranks. Every rank must call this."""
+def evaluate(model: Llama, windows: Tensor, device: torch.device, stop: StopSignal | None = None) -> float | None:
+    """Nats per byte over all `windows`, shared out among the ranks; None if `stop` came on any. Every rank calls it."""
     rank, num_ranks = dist.get_rank(), dist.get_world_size()
     loss_sum, num_bytes = 0.0, 0
     for chunk in windows.split(num_ranks * EVAL_WINDOWS_PER_RANK):
+        if stop is not None and _any_stops(stop, device):
+            return None
         mine = chunk[rank::num_ranks]
         # A forward is a collective: a rank for which no window is left joins in with another's, uncounted.
         loss = next_byte_loss(model, (mine if len(mine) else chunk[:1]).to(device), reduction="sum")
@@ -227,6 +245,11 @@ def evaluate(model: Llama, windows: Tensor, device: torch.device) -> float:
             num_bytes += mine[:, 1:].numel()
     total_loss, total_bytes = sum_over_ranks([loss_sum, float(num_bytes)], device)
     return total_loss / total_bytes
+
+
+def _any_stops(stop: StopSignal, device: torch.device) -> bool:
+    """Whether any rank was asked to stop, the same answer on all of them."""
+    return sum_over_ranks([float(stop.requested)], device)[0] > 0
 
 
 def _rank_rows(job: Job, step: int) -> Tensor:
@@ -270,16 +293,34 @@ def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
     try:
         loaded = checkpoint.resume(options.checkpoint_dir, model, optimizer)
     except checkpoint.CheckpointError as error:
-        raise JobError(str(error)) from error
+        # Parameters of other shapes are many errors with one reason.
+        raise JobError(on_rank_zero(lambda: _other_run(options)) or str(error)) from error
     if loaded is None:
         return 0
-    saved, asked = loaded.extra["run"], _identity(options)
-    if differing := [f"--{name.replace('_', '-')} {saved[name]}" for name in asked if saved[name] != asked[name]]:
-        raise JobError(f"{loaded.path} was made with {' '.join(differing)}; use that, or another --checkpoint-dir")
+    if mistake := _mistaken(options, loaded):
+        raise JobError(mistake)
     if loaded.extra["step"] > options.steps:
         raise JobError(f"{loaded.path} is past --steps {options.steps}")
     checkpoint.set_rng_state(loaded.extra["rng"])
     return int(loaded.extra["step"])
+
+
+def _mistaken(options: Options, loaded: checkpoint.Loaded) -> str | None:
+    """What is wrong with going on from a checkpoint with these options."""
+    saved, asked = loaded.extra["run"], _identity(options)
+    differing = [f"--{name.replace('_', '-')} {saved[name]}" for name in asked if saved[name] != asked[name]]
+    return (
+        f"{loaded.path} was made with {' '.join(differing)}; use that, or another --checkpoint-dir" if differing else None
+    )
+
+
+def _other_run(options: Options) -> str | None:
+    """The same for one that could not be loaded; None if it cannot be read, or is not of this job."""
+    try:
+        found = checkpoint.verify(options.checkpoint_dir or "")
+        return _mistaken(options, found) if isinstance(found.extra, dict) and "run" in found.extra else None
+    except checkpoint.CheckpointError:
+        return None
 
 
 def _save(job: Job, num_done: int, in_background: bool) -> checkpoint.SaveHandle:
@@ -294,14 +335,18 @@ def _save(job: Job, num_done: int, in_background: bool) -> checkpoint.SaveHandle
 
 
 def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
+    logs: list[Log] = []
+
     def measure() -> Baselines:
         # Folders first: a path that cannot be written should not cost the user a run.
         for folder in filter(None, (options.out, options.checkpoint_dir)):
             prepare_folder(folder)
+        logs.extend(open_log(name, options.out, asdict(options)) for name in options.log)
         return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))
 
     baselines = on_rank_zero(measure)
-    return Report(options.out if dist.get_rank() == 0 else None, baselines, resumed_at=first_step)
+    out = options.out if dist.get_rank() == 0 else None
+    return Report(out, baselines, resumed_at=first_step, num_steps=options.steps, logs=logs)
 
 
 def _introduce(job: Job) -> None:
@@ -320,7 +365,7 @@ def _introduce(job: Job) -> None:
     report.introduce()
 
 
-def _show_sample(job: Job) -> None:
+def _show_sample(job: Job, stop: StopSignal) -> int:
     prompt = torch.tensor(list(job.options.prompt.encode()), device=job.device)
     text = generate(
         job.model,
@@ -329,9 +374,11 @@ def _show_sample(job: Job) -> None:
         window=job.options.seq_len,
         seed=job.options.seed,
         temperature=SAMPLE_TEMPERATURE,
+        stops=lambda: _any_stops(stop, job.device),
     )
     job.report.say("sample:")
     job.report.say(bytes(text.tolist()).decode("utf-8", errors="replace"))
+    return EXIT_INTERRUPTED if len(text) < len(prompt) + NUM_SAMPLE_BYTES else 0
 
 
 if __name__ == "__main__":

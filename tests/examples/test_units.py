@@ -2,20 +2,28 @@
 
 from __future__ import annotations
 
+import io
 import itertools
 import json
 import math
 import os
+import re
 import signal
+import sys
+import time
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
 from pathlib import Path
+from types import SimpleNamespace
+from typing import ClassVar
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 
 from hsdp.examples import corpus as corpus_module
+from hsdp.examples.bar import ProgressBar
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -26,6 +34,7 @@ from hsdp.examples.corpus import (
 )
 from hsdp.examples.launch import EXIT_BAD_INPUT, EXIT_INTERRUPTED, JobError, StopSignal, run_job
 from hsdp.examples.llama import Llama, LlamaConfig, _rotary_turns, _rotate, generate
+from hsdp.examples.logs import open_log
 from hsdp.examples.options import FINAL_LR_FRACTION, parse_options
 from hsdp.examples.picture import Curve, Level, loss_picture
 from hsdp.examples.report import Baselines, Progress, Report, prepare_folder
@@ -309,29 +318,37 @@ class TestEnding:
         assert run_job("train_lm", job) == EXIT_BAD_INPUT
         assert capsys.readouterr().err == "train_lm: error: --batch is wrong\n"
 
-    def test_only_rank_zero_speaks(self, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    def test_only_rank_zero_speaks(self, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
         def job(stop: StopSignal) -> int:
             os.kill(os.getpid(), signal.SIGTERM)  # as torchrun does when rank 0 has left
             raise JobError("--batch is wrong")
 
         monkeypatch.setenv("RANK", "1")
         assert run_job("train_lm", job) == EXIT_BAD_INPUT
-        assert capsys.readouterr().err == ""
+        assert capfd.readouterr().err == ""
 
-    def test_the_first_signal_asks_and_the_second_interrupts(self, capsys: pytest.CaptureFixture[str]) -> None:
+    @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+    def test_the_first_signal_asks_and_the_second_interrupts(
+        self, capfd: pytest.CaptureFixture[str], number: signal.Signals
+    ) -> None:
         asked = []
 
         def job(stop: StopSignal) -> int:
-            os.kill(os.getpid(), signal.SIGINT)
+            os.kill(os.getpid(), number)
             asked.append(stop.requested)
-            os.kill(os.getpid(), signal.SIGINT)
+            told.append(capfd.readouterr().err)
+            os.kill(os.getpid(), number)
             raise AssertionError("the second signal was lost")
+
+        told: list[str] = []
 
         before = signal.getsignal(signal.SIGINT)
         assert run_job("train_lm", job) == EXIT_INTERRUPTED
         assert asked == [True]
         assert signal.getsignal(signal.SIGINT) is before
-        assert capsys.readouterr().err == "train_lm: interrupted\n"
+        again = "press again" if number == signal.SIGINT else "send it again"
+        assert told == [f"\nstopping after this step, {again} to stop now\n"], "at once, before the job looks"
+        assert capfd.readouterr().err == "train_lm: interrupted\n"
 
     def test_a_bug_keeps_its_traceback(self) -> None:
         def job(stop: StopSignal) -> int:
@@ -392,6 +409,105 @@ class TestReport:
         report.progress(_progress(1), 1)
         report.conclude(1.0, num_steps=1, seconds=1.0)
         assert capsys.readouterr().out == ""
+
+
+class _Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+class TestProgressBar:
+    def test_a_terminal_sees_a_line_that_is_drawn_over(self) -> None:
+        terminal = _Terminal()
+        bar = ProgressBar(40, 10, terminal)
+        bar.step(20, "loss 2.000")
+        bar.step(40, "loss 1.9")
+        bar.clear()
+        _, first, second, blank, end = terminal.getvalue().split("\r")
+        assert first.startswith("20/40 [############------------] ") and first.endswith(" left  loss 2.000")
+        assert second.startswith("40/40 [########################] 0:00 left  loss 1.9") and len(second) == len(first)
+        assert blank.strip() == "" and end == ""
+
+    def test_nobody_watches_a_file(self) -> None:
+        file = io.StringIO()
+        bar = ProgressBar(4, 0, file)
+        bar.step(1, "loss")
+        bar.clear()
+        assert file.getvalue() == ""
+
+    def test_what_remains(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        now = [100.0]
+        monkeypatch.setattr(time, "perf_counter", lambda: now[0])
+        bar = ProgressBar(1000, 10)
+        assert bar.remaining(10) == "?", "there is no rate yet"
+        now[0] += 5
+        assert bar.remaining(15) == "16:25", "985 s: what was done before does not count"
+        now[0] += 495
+        assert bar.remaining(20) == "13:36:40"
+
+
+class TestLogs:
+    FIGURES: ClassVar = {"train_loss": 2.5, "held_out_loss": 2.75}
+
+    def test_json_lines(self, tmp_path: Path) -> None:
+        for step in (20, 40):  # a resumed run goes on in the same file
+            log = open_log("jsonl", tmp_path, {})
+            log.write(step, self.FIGURES)
+            log.close()
+        lines = (tmp_path / "log.jsonl").read_text().splitlines()
+        assert [json.loads(line) for line in lines] == [{"step": step, **self.FIGURES} for step in (20, 40)]
+
+    def test_tensorboard(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        writer = mock.MagicMock()
+        package = SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer))
+        monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
+        log = open_log("tensorboard", tmp_path, {"lr": 1})
+        log.write(20, self.FIGURES)
+        log.close()
+        package.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"))
+        assert writer.add_scalar.call_args_list == [mock.call(name, value, 20) for name, value in self.FIGURES.items()]
+        writer.close.assert_called_once_with()
+
+    def test_wandb_goes_on_with_its_run(self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        package = mock.MagicMock()
+        package.init.return_value.id = "abc"
+        monkeypatch.setitem(sys.modules, "wandb", package)
+        for before in (None, "abc"):
+            log = open_log("wandb", tmp_path, {"lr": 1})
+            package.init.assert_called_with(dir=str(tmp_path), config={"lr": 1}, id=before, resume="allow")
+            log.write(20, self.FIGURES)
+            log.close()
+        package.init.return_value.log.assert_called_with(self.FIGURES, step=20)
+        assert package.init.return_value.finish.call_count == 2
+
+    @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
+    def test_a_package_that_is_missing_is_named(
+        self, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, module: str
+    ) -> None:
+        monkeypatch.setitem(sys.modules, module, None)
+        with pytest.raises(JobError, match=rf"pip install 'hsdp\[{name}\]'"):
+            open_log(name, tmp_path, {})
+
+    def test_a_report_sends_its_figures(self, tmp_path: Path) -> None:
+        log = mock.Mock()
+        report = Report(tmp_path, Baselines(2.5, 1.8), logs=[log])
+        report.progress(_progress(20), 40)
+        report.close()
+        (step, figures), _ = log.write.call_args
+        assert step == 20 and figures["train_loss"] == 2.0 and "step" not in figures
+        log.close.assert_called_once_with()
+
+
+def test_every_option_has_words_and_a_default(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        parse_options(["--help"], 1)
+    text = " ".join(capsys.readouterr().out.split())
+    described = text[text.index("mesh (the product") :]
+    entries = re.split(r" (?=--[a-z])", described)[1:]
+    assert len(entries) > 25
+    for entry in entries:
+        assert re.search(r"[a-z]{2,} .*\(default: [^)]+\)", entry.split(" ", 1)[1]), entry
+    assert "True" not in described and "None" not in described
 
 
 def test_learning_rate_warms_up_and_ends_low() -> None:

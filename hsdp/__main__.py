@@ -6,9 +6,11 @@ import sys
 from collections.abc import Callable, Sequence
 
 from hsdp.planning import command as plan
+from hsdp.tracing import command as trace
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (plan.main, "what a model communicates, holds and waits for on a mesh that need not exist"),
+    "trace": (trace.main, "a page to look at traces: one HTML file with zoom, which needs no network"),
 }
 
 

@@ -59,7 +59,7 @@ class Trace:
         Path(path).write_text(chrome_trace(self.recording, _rank()))
 
     def to_svg(self, path: str | Path, iteration: int = -1) -> None:
-        """Draws one iteration (a forward and what follows it until the next one): a track per stream, units coloured.
+        """Draws one forward (of a micro-batch) and what follows it until the next one: a track per stream, units coloured.
 
         Args:
             path: the SVG file.

@@ -6,21 +6,24 @@ import colorsys
 from html import escape
 from itertools import pairwise
 
+from hsdp.format import several
 from hsdp.tracing.chrome import rows
-from hsdp.tracing.spans import COLLECTIVES, Interval, Recording, Span, Track
+from hsdp.tracing.spans import COLLECTIVES, Interval, Recording, Span
 from hsdp.tracing.summary import summarize
 
 _WIDTH, _LEFT, _RIGHT, _TOP = 1280, 96, 16, 64
 _ROW, _THIN_ROW, _GAP = 40, 22, 10  # heights of rows of the compute track and of the others, and between tracks
 _INK, _FAINT, _GRID, _WAIT, _OTHER = "#24292f", "#6a737d", "#e4e7eb", "#d1382c", "#b9c0c7"
-_TITLES: dict[Track, str] = {
+TITLES: dict[str, str] = {
     "compute": "compute",
     "gather": "all-gather",
     "scatter": "reduce-scatter",
     "replicate": "all-reduce",
 }
+"""What the tracks are called."""
 _LIGHT = {"forward": 80, "backward": 62}
 _CHARACTER = 6.2  # width of one in labels
+_MOST_HUES, _STRIDE = 12, 5  # how many hues can be told apart; 5 has no divisor in common with 12
 
 
 def draw(recording: Recording, iteration: int, rank: int) -> str:
@@ -35,7 +38,7 @@ def draw(recording: Recording, iteration: int, rank: int) -> str:
     scale = (_WIDTH - _LEFT - _RIGHT) / (end - start)
     canvas = _Canvas(start, scale, recording.units)
     y = float(_TOP)
-    for track, title in _TITLES.items():
+    for track, title in TITLES.items():
         of_lane = [span for span in spans if span.track == track]
         if not of_lane and track != "compute":
             continue
@@ -47,11 +50,11 @@ def draw(recording: Recording, iteration: int, rank: int) -> str:
             y += height + 1
         y += _GAP
     canvas.axis(end, y)
-    summary = summarize(recording)
-    exposed = sum(one.exposed for one in summary.collectives.values()) / max(1, summary.iterations)
+    seen = summarize(recording.between(start, end))
+    exposed = sum(one.exposed for one in seen.collectives.values())
     head = (
-        f"iteration of {1e3 * (end - start):.1f} ms on rank {rank}: over the whole trace {summary.overlap:.0%} of the time "
-        f"of collectives is under compute, {1e3 * exposed:.1f} ms per iteration are waits"
+        f"{1e3 * (end - start):.1f} ms on rank {rank}, {several(seen.iterations, 'forward')} and what follows: "
+        f"{1e3 * exposed:.1f} ms of waits, {seen.overlap:.0%} of the time of collectives is under compute"
     )
     bottom = canvas.legend(y + 34)
     return "\n".join(
@@ -70,11 +73,14 @@ def _window(recording: Recording, iteration: int) -> Interval:
     """From the beginning of an iteration to the end of its last span."""
     starts = [*recording.iterations, recording.end]
     windows = list(pairwise(starts))
+    if not windows:
+        raise ValueError("to_svg: no forward of a root began while it was traced, so there is no iteration to draw")
     if iteration == -1:
         backwards = [span.start for span in recording.track("compute") if span.kind == "backward"]
         windows = [one for one in windows if any(one[0] <= at < one[1] for at in backwards)] or windows
     if not -len(windows) <= iteration < len(windows):
-        raise ValueError(f"to_svg(iteration={iteration}): the trace has {len(windows)} iterations")
+        told = several(len(windows), "forward")
+        raise ValueError(f"to_svg(iteration={iteration}): the trace has {told} (a micro-batch each); choose one of them")
     start, end = windows[iteration]
     return start, max((span.end for span in recording.spans if start <= span.start < end), default=end)
 
@@ -86,9 +92,9 @@ class _Canvas:
         self.parts: list[str] = []
         self._start = start
         self._scale = scale
-        # Neighbouring units get hues far apart, and none gets red, which is for waits.
-        self._hues = {name: 35 + round(137.5 * at + 170) % 290 for at, name in enumerate(units)}
+        self._hues = hues(units)
         self._seen: dict[str, str] = {}
+        self._units = units
 
     def _x(self, seconds: float) -> float:
         return _LEFT + max(0.0, seconds - self._start) * self._scale
@@ -136,7 +142,8 @@ class _Canvas:
 
     def legend(self, y: float) -> float:
         """What colours mean; returns where the picture ends."""
-        entries = [*self._seen.items(), ("wait", _WAIT), ("copy, sum, launch, landing", _OTHER), ("optimizer", _INK)]
+        entries = [*_few(self._seen, self._units), ("wait", _WAIT)]
+        entries += [("copy, sum, launch, landing", _OTHER), ("optimizer", _INK)]
         x = float(_LEFT)
         for name, color in entries:
             width = 26 + _CHARACTER * len(name)
@@ -151,6 +158,27 @@ class _Canvas:
             "hidden.</text>"
         )
         return y + 44
+
+
+def hues(units: list[str]) -> dict[str, int]:
+    """A hue for each unit, from 35 to 325 degrees: red is for waits.
+
+    A few get hues far apart, their neighbours above all. Of many no two could be told apart that way: then the hue runs
+    with the unit's place in the model, so that colours say how deep it lies.
+    """
+    if len(units) <= _MOST_HUES:
+        return {name: 35 + (at * _STRIDE % _MOST_HUES) * 290 // _MOST_HUES for at, name in enumerate(units)}
+    return {name: 35 + at * 290 // (len(units) - 1) for at, name in enumerate(units)}
+
+
+def _few(seen: dict[str, str], units: list[str]) -> list[tuple[str, str]]:
+    """Entries of the legend for units: all of a few, and of many some at even distances."""
+    shown = {name: color for name, color in seen.items() if name in units}
+    ordered = [(name, shown[name]) for name in units if name in shown]
+    if len(units) <= _MOST_HUES:
+        return ordered
+    picked = [ordered[at * (len(ordered) - 1) // 5] for at in range(6)] if len(ordered) > 6 else ordered
+    return [*picked[:-1], (f"{picked[-1][0]} ({several(len(ordered), 'unit')} in the model's order)", picked[-1][1])]
 
 
 def _short(span: Span) -> str:

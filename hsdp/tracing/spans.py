@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Literal
 
 Track = Literal["host", "compute", "gather", "scatter", "replicate"]
@@ -51,7 +51,7 @@ class Recording:
 
     Attributes:
         spans: in the order in which they began, track by track.
-        iterations: when each forward of a root began, seconds.
+        iterations: when each forward of a root began, seconds; a step of several micro-batches has as many.
         end: when the trace ended, seconds.
         memory: (seconds, bytes) of gather buffers, unsharded gradients and reduction buffers, whenever they changed.
         units: names of all units, in the model's order.
@@ -72,6 +72,17 @@ class Recording:
             for span in self.spans:
                 self._by_track.setdefault(span.track, []).append(span)
         return self._by_track.get(track, [])
+
+    def between(self, start: float, end: float) -> Recording:
+        """What of it lies between two moments, with times from the first on; spans at the edges are cut there."""
+        spans = [
+            replace(span, start=max(span.start, start) - start, end=min(span.end, end) - start)
+            for span in self.spans
+            if span.end > start and span.start < end
+        ]
+        iterations = [at - start for at in self.iterations if start <= at < end]
+        memory = [(at - start, nbytes) for at, nbytes in self.memory if start <= at <= end]
+        return Recording(spans, iterations, end - start, memory, self.units, self.device)
 
     def started(self) -> list[Span]:
         """The spans of all collectives."""

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections import defaultdict
 from dataclasses import dataclass
+from itertools import pairwise
 
+from hsdp.format import several
 from hsdp.planning import Plan
 from hsdp.tracing.spans import COLLECTIVES, WORKING, Recording, Span, intersection, length, union
 
@@ -55,7 +57,8 @@ class Summary:
 
     Attributes:
         seconds: how long the trace is.
-        iterations: forwards of a root in it.
+        iterations: forwards of a root in it: micro-batches, of which a step may have several.
+        steps: optimizer steps in it; 0 where none was seen.
         collectives: by kind.
         under_way: seconds in which at least one collective was under way.
         overlap: the share of these in which the compute track worked: neither waited nor did nothing. 1: all is hidden.
@@ -65,6 +68,7 @@ class Summary:
 
     seconds: float
     iterations: int
+    steps: int
     collectives: dict[str, Collectives]
     under_way: float
     overlap: float
@@ -74,7 +78,7 @@ class Summary:
     def __str__(self) -> str:
         exposed = sum(one.exposed for one in self.collectives.values())
         lines = [
-            f"{self.iterations} iterations in {_ms(self.seconds)} ms; collectives under way for {_ms(self.under_way)} ms, "
+            f"{self._counted()} in {_ms(self.seconds)} ms; collectives under way for {_ms(self.under_way)} ms, "
             f"{self.overlap:.0%} of it under compute; {_ms(exposed)} ms of waiting; "
             f"communication buffers at most {self.peak_bytes / 2**20:.2f} MiB",
             f"{'':16}{'started':>9}{'calls':>8}{'MiB':>10}{'MiB sent':>10}{'ms':>10}{'exposed':>10}",
@@ -85,11 +89,18 @@ class Summary:
                 f"{_ms(one.under_way):>10}{_ms(one.exposed):>10}"
             )
         width = max((len(unit.name) for unit in self.units[:_MOST_UNITS]), default=0)
-        lines.append(f"slowest of {len(self.units)} units, ms on the compute track:")
+        lines.append(f"slowest of {several(len(self.units), 'unit')}, ms on the compute track:")
         for unit in self.units[:_MOST_UNITS]:
             kinds = ", ".join(f"{kind} {_ms(s)}" for kind, s in sorted(unit.by_kind.items(), key=lambda pair: -pair[1]))
             lines.append(f"  {unit.name:{width}}  {_ms(unit.total):>8}: {kinds}")
         return "\n".join(lines)
+
+    def _counted(self) -> str:
+        """Steps, and their micro-batches where there are several; else forwards."""
+        if not self.steps:
+            return several(self.iterations, "forward")
+        steps = several(self.steps, "step")
+        return steps if self.iterations == self.steps else f"{steps} ({several(self.iterations, 'micro-batch', 'es')})"
 
     def beside(self, plan: Plan) -> str:
         """What was measured beside what `hsdp.plan` foretold, per step, as a table.
@@ -123,12 +134,22 @@ def summarize(recording: Recording) -> Summary:
     return Summary(
         seconds=recording.end,
         iterations=len(recording.iterations),
+        steps=_steps(compute),
         collectives={kind: _collectives(recording, kind) for kind in COLLECTIVES},
         under_way=seconds,
         overlap=length(intersection(under_way, working)) / seconds if seconds else 1.0,
         peak_bytes=max((nbytes for _, nbytes in recording.memory), default=0),
         units=_units(recording, compute),
     )
+
+
+def _steps(compute: list[Span]) -> int:
+    """Optimizer steps: several optimizers in a row, behind one backward, are one step."""
+    moments = [
+        (span.start, span.kind == "optimizer") for span in compute if span.kind in ("optimizer", "forward", "backward")
+    ]
+    kinds = [optimizer for _, optimizer in sorted(moments)]
+    return sum(1 for before, now in pairwise([False, *kinds]) if now and not before)
 
 
 def _under_way(started: list[Span]) -> list[tuple[float, float]]:

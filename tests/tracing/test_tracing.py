@@ -158,7 +158,7 @@ def _trace_and_count(env: RankEnv, folder: str, shape: tuple[int, ...]) -> None:
     text = " ".join(ElementTree.fromstring(svg.read_text()).itertext())
     assert all(title in text for title in ("compute", "all-gather", "reduce-scatter", "blocks.2")), text
     assert ("all-reduce of" in text) == (len(shape) == 2)
-    with pytest.raises(ValueError, match="3 iterations"):
+    with pytest.raises(ValueError, match=r"3 forwards \(a micro-batch each\)"):
         t.to_svg(svg, iteration=3)
 
 
@@ -173,7 +173,8 @@ def _check_recording(t: hsdp.Trace, counter: CollectiveCounter) -> None:
     }
     wire = {kind: counter.total(of).wire_bytes for kind, of in _COUNTED.items()}
     assert {kind: one.sent for kind, one in summary.collectives.items()} == pytest.approx(wire)
-    assert summary.iterations == 3
+    assert summary.iterations == summary.steps == 3
+    assert str(summary).startswith("3 steps in ")
     for span in recording.spans:
         assert 0 <= span.start <= span.end <= recording.end, span
     track = recording.track("compute")

@@ -5,11 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 
+from hsdp.doctor import command as doctor
 from hsdp.planning import command as plan
 from hsdp.tracing import command as trace
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "plan": (plan.main, "what a model communicates, holds and waits for on a mesh that need not exist"),
+    "doctor": (doctor.main, "versions, a step's correctness on these devices, measured links, and what to set"),
     "trace": (trace.main, "a page to look at traces: one HTML file with zoom, which needs no network"),
 }
 

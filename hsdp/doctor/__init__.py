@@ -1,0 +1,4 @@
+"""`python -m hsdp doctor`: examines this job's installation, devices and links, and says what to set.
+
+Start reading at `command.py`; `measure.py` has the rates. May import everything; only the command line imports it.
+"""

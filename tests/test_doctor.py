@@ -1,0 +1,109 @@
+"""`python -m hsdp doctor`: it says what it measured and how to tell the planner, and it finds a step that is wrong."""
+
+from __future__ import annotations
+
+import re
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from hsdp.__main__ import main
+from hsdp.doctor import command as doctor
+from hsdp.doctor import measure
+from hsdp.planning import Link
+from hsdp.planning.command import main as plan
+from tests.rig import Pool, RankEnv
+
+CPU = torch.device("cpu")
+
+
+def _examine(env: RankEnv, hosts: list[str] | None = None) -> list[str]:
+    quick = mock.patch.object(measure, "REPEATS", 1)
+    named = mock.patch.object(measure, "_hosts", lambda: hosts or ["here"] * env.world_size)
+    with quick, named:
+        lines, healthy = doctor.examine(CPU)
+    assert healthy, lines
+    return lines
+
+
+def _told(lines: list[str]) -> tuple[Link, str]:
+    text = "\n".join(lines)
+    link = eval(re.search(r"link=hsdp\.planning\.(Link\(.*?\))", text)[1], {"Link": Link})  # type: ignore[index]
+    return link, re.search(r"python -m hsdp plan \.\.\. (.*)", text)[1]  # type: ignore[index]
+
+
+def test_ranks_of_one_node(pool4: Pool, capsys: pytest.CaptureFixture[str]) -> None:
+    lines = pool4.run(_examine)[0]
+    text = "\n".join(lines)
+    assert "4 ranks on 1 node, backend gloo" in text and "on 2 x 2 ranks equal those of one device" in text
+    assert "links inside a node, 4 ranks:" in text and "between nodes" not in text and lines[-1] == "all is well"
+    link, options = _told(lines)
+    assert link.fast == link.slow > 0 and link.ranks_per_node == 4 and 0 < link.latency < 10
+    # What it says to set is what the planner takes.
+    assert plan(["--preset", "llama3-8b", "--shard", "4", *options.split()]) == 0
+    assert "backend gloo" in capsys.readouterr().out
+
+
+def test_ranks_of_two_nodes(pool4: Pool) -> None:
+    """Host names stand in for hosts: then links inside of a "node" and between two are measured apart."""
+    lines = pool4.run(_examine, ["a", "b", "a", "b"])[0]
+    text = "\n".join(lines)
+    assert "links inside a node, 2 ranks:" in text and "links between nodes, 2 ranks:" in text
+    assert _told(lines)[0].ranks_per_node == 2
+    uneven = "\n".join(pool4.run(_examine, ["a", "a", "a", "b"])[0])
+    assert "different numbers of ranks [3, 1]" in uneven and "links between nodes," not in uneven
+
+
+def _wrong_step(env: RankEnv) -> list[str]:
+    with mock.patch.object(measure, "REPEATS", 1), mock.patch.object(doctor, "step_difference", lambda device: 1e-3):
+        lines, healthy = doctor.examine(CPU)
+    assert not healthy
+    return lines
+
+
+def test_a_wrong_step_is_told(pool2: Pool) -> None:
+    lines = pool2.run(_wrong_step)[0]
+    assert any("DIFFER FROM those of one device (by 1.0e-03)" in line for line in lines)
+    assert lines[-2].startswith("WRONG: a step gives parameters that differ") and lines[-1] == "1 thing to put right"
+
+
+def _spoiled(env: RankEnv) -> float:
+    """One rank's gradients are wrong in the sixth digit, sharded or not; the twins of the others are right."""
+    assert doctor.step_difference(CPU) < 1e-14
+    model = doctor._model
+
+    def build(device: torch.device) -> nn.Sequential:
+        built = model(device)
+        if env.rank == 1:
+            for layer in built:
+                layer.register_forward_hook(lambda layer, args, output: output * (1 + 1e-6))
+        return built
+
+    with mock.patch.object(doctor, "_model", build):
+        return doctor.step_difference(CPU)
+
+
+def test_a_step_that_is_a_little_wrong_is_seen(pool2: Pool) -> None:
+    assert all(difference > doctor.TOLERANCE for difference in pool2.run(_spoiled))
+
+
+def test_a_process_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(measure, "REPEATS", 1)
+    monkeypatch.setenv("HSDP_DEBUG", "1")
+    assert main(["doctor", "--device", "cpu"]) == 0
+    told = capsys.readouterr().out
+    assert re.match(r"hsdp .*, python 3\.\d+\.\d+, torch 2\.", told)
+    assert "hint: one process has no links; torchrun" in told and "hint: HSDP_DEBUG=1 is set" in told
+    assert "Link(" not in told and not dist.is_initialized()
+
+
+def test_versions_outside_of_the_range_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.importlib.metadata, "version", lambda name: "1.0")
+    monkeypatch.setattr(doctor.importlib.metadata, "requires", lambda name: ["torch<2.14,>=2.11", "numpy; extra == 'x'"])
+    for version, wrong in (("2.10.1", True), ("2.11.0+cpu", False), ("2.13.2", False), ("2.14.0", True)):
+        monkeypatch.setattr(torch, "__version__", version)
+        line, mistakes = doctor._versions()
+        assert line.startswith("hsdp 1.0, ") and bool(mistakes) == wrong, version

@@ -6,6 +6,7 @@ import os
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # inherited by the workers: ranks share few cores
 
+import gc
 from collections.abc import Iterator
 
 import pytest
@@ -26,6 +27,14 @@ settings.register_profile("hsdp", derandomize=True, deadline=None, print_blob=Tr
 settings.load_profile("hsdp")
 
 
+def pytest_collection_finish(session: pytest.Session) -> None:
+    """Takes the tests' modules out of the garbage collector's sight, and has the emulated device built meanwhile."""
+    gc.collect()
+    gc.freeze()
+    if any("device" in item.nodeid for item in session.items) and emulator.why_not() is None:
+        emulator.start_build()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[Pool]:
     """Two ranks; the processes start when the first test runs something on them."""
@@ -40,7 +49,8 @@ def pool4() -> Iterator[Pool]:
         yield pool
 
 
-def _device_pool(world_size: int) -> Iterator[Pool]:
+def device_pool(world_size: int) -> Iterator[Pool]:
+    """What fixtures yield: ranks on the emulated device, or the reason why it cannot be had here."""
     if (reason := emulator.why_not()) is not None:
         pytest.skip(reason)
     emulator.build()
@@ -51,13 +61,13 @@ def _device_pool(world_size: int) -> Iterator[Pool]:
 @pytest.fixture(scope="session")
 def device2() -> Iterator[Pool]:
     """Two ranks on the emulated device."""
-    yield from _device_pool(2)
+    yield from device_pool(2)
 
 
 @pytest.fixture(scope="session")
 def device4() -> Iterator[Pool]:
     """Four ranks on the emulated device."""
-    yield from _device_pool(4)
+    yield from device_pool(4)
 
 
 @pytest.fixture(autouse=True)

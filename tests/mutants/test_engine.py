@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
 
 import pytest
 
@@ -15,20 +14,6 @@ from tests.support.share import FULL
 GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
 _CHOSEN = list(MUTANTS) if FULL else list(MUTANTS)[::2]
 _CHECKS = list(dict.fromkeys(MUTANTS[name].check for name in _CHOSEN))
-
-
-@pytest.fixture(scope="module")
-def pool2() -> Iterator[Pool]:
-    """Processes of this file's own: what a planted bug does to their memory must not show in other tests."""
-    with Pool(2) as pool:
-        yield pool
-
-
-@pytest.fixture(scope="module")
-def pool4() -> Iterator[Pool]:
-    """Four of them."""
-    with Pool(4) as pool:
-        yield pool
 
 
 def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) -> list[Outcome]:

@@ -70,13 +70,22 @@ def _built() -> Path:
     return Path(root, f"{_EXTENSION}_{digest.hexdigest()[:16]}")
 
 
-def build() -> None:
-    """Compiles the extension, in a process of its own, unless these sources were: a minute or two."""
+@functools.cache
+def start_build() -> subprocess.Popen[bytes] | None:
+    """Begins to compile the extension, in a process of its own, unless these sources were. It takes a minute or two."""
     if (reason := why_not()) is not None:
         raise RuntimeError(reason)
-    if not (_built() / "done").exists():
-        root = Path(__file__).parents[3]
-        subprocess.run([sys.executable, "-m", __name__], check=True, cwd=root, timeout=900, stdout=subprocess.DEVNULL)
+    if (_built() / "done").exists():
+        return None
+    root = Path(__file__).parents[3]
+    return subprocess.Popen([sys.executable, "-m", __name__], cwd=root, stdout=subprocess.DEVNULL)
+
+
+def build() -> None:
+    """Has the extension compiled when it returns."""
+    builder = start_build()
+    if builder is not None and builder.wait(timeout=900):
+        raise RuntimeError(f"the emulated device could not be built: exit status {builder.returncode}")
 
 
 def compile_here() -> None:

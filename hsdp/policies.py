@@ -18,7 +18,8 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the whole parameters, hence of compute and of the all-gather. The sharded parameters and
-            the optimizer keep the original dtype.
+            the optimizer keep the original dtype. Frozen parameters of integer, boolean, complex and 8-bit dtypes are
+            not cast.
         reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`. Lists, dicts and
@@ -40,6 +41,15 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point torch.dtype such as "
                     "torch.bfloat16, or None to keep the original dtype"
                 )
+
+
+def is_trainable(dtype: torch.dtype) -> bool:
+    """Whether gradients of a dtype can be summed, and its values mean what they say in another dtype.
+
+    The others are kept as bytes: integers and booleans, float8 and packed 4-bit formats, whose scales lie elsewhere, and
+    complex numbers. Parameters of such a dtype are frozen, and no policy casts them.
+    """
+    return dtype.is_floating_point and dtype.itemsize > 1
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from hsdp.doctor import command as doctor
 from hsdp.doctor import measure
 from hsdp.planning import Link
 from hsdp.planning.command import main as plan
-from tests.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv
 
 CPU = torch.device("cpu")
 

@@ -61,7 +61,7 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
 
 
 def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
-    held = sum(group.layout.numel * group.kind.storage.itemsize for group in unit.dtype_groups)
+    held = sum(group.shard.numel() * group.shard.itemsize for group in unit.dtype_groups)
     padding = sum(group.layout.padding * group.kind.storage.itemsize for group in unit.dtype_groups) // unit.axes.shard_size
     count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
     head = f"{count}, {unit.axes}, {held:,} bytes per rank ({padding:,} of them padding), {_after_forward(unit, is_root)}"
@@ -93,4 +93,4 @@ def _path(group: DtypeGroup, index: int, unit: Unit) -> str:
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
         how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
     frozen = "" if group.params[index].sharded.requires_grad else ", frozen"
-    return f"{where:<12} {dtypes:<20} {piece.numel * kind.storage.itemsize:>12,} B  {how}{frozen}"
+    return f"{where:<12} {dtypes:<20} {group.held_bytes(index):>12,} B  {how}{frozen}"

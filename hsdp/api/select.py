@@ -18,6 +18,7 @@ from hsdp.params.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
 from hsdp.params.tensor_parallel import inner_of
+from hsdp.policies import is_trainable
 from hsdp.unit.extension_group import check_extension
 from hsdp.unit.lookup import unit_of
 
@@ -112,10 +113,10 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         )
     if not isinstance(param, DTensor):
         wrapper_of(param, where)
-    if not param.dtype.is_floating_point:
+    if param.requires_grad and not is_trainable(param.dtype):
         raise ValueError(
-            f"{where} has dtype {param.dtype}, whose gradients cannot be reduced; make it a buffer, or pass it in "
-            "ignored_params"
+            f"{where} has dtype {param.dtype} and wants gradients, which cannot be reduced; freeze it "
+            "(requires_grad_(False)), or pass it in ignored_params"
         )
 
 

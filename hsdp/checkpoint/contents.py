@@ -21,7 +21,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
-from hsdp.params.subclass import data_of
+from hsdp.params.subclass import data_of, is_composite
 from hsdp.params.tensor_parallel import block_of
 
 _WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
@@ -57,18 +57,26 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for raw_name, value in model.state_dict().items():
         if isinstance(value, Tensor) and block_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
-        entries[clean_name(raw_name)] = Entry(raw_name, plain(value))
+        entries[clean_name(raw_name)] = Entry(raw_name, plain(value, raw_name))
     return entries
 
 
 # -- tensors and their shards ---------------------------------------------------------------------------------------
 
 
-def plain(value: Any) -> Any:
+def plain(value: Any, name: str = "a value") -> Any:
     """A value as it is saved: in the place of a tensor subclass with a gather extension its data, sharing its memory."""
+    if not isinstance(value, Tensor):
+        return value
+    local = value._local_tensor if isinstance(value, DTensor) else value
+    if is_composite(local):
+        raise TypeError(
+            f"{name!r} is a {type(local).__name__} around several tensors, which no checkpoint and no full state dict "
+            "can hold; save a module that holds what you train (an nn.ModuleList of the adapters, say), and make the rest "
+            "anew from where it came"
+        )
     if not isinstance(value, DTensor):
-        return data_of(value) if isinstance(value, Tensor) else value
-    local = value._local_tensor
+        return data_of(value)
     data = data_of(local)
     return value if data is local else as_dtensor(data, value._spec)
 

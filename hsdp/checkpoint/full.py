@@ -27,6 +27,7 @@ from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
+from hsdp.params.dtensors import full_tensor
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import units_below
 
@@ -233,7 +234,7 @@ def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
         return value if dst is None or dst == _rank() else None
     with torch.no_grad():
         if isinstance(value, DTensor):
-            whole = gather_to(value, dst) if dst is not None else value.full_tensor()
+            whole = gather_to(value, dst) if dst is not None else full_tensor(value)
         else:
             whole = value if dst is None or dst == _rank() else None
         if whole is None:
@@ -250,7 +251,7 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
     """
     axis = _only_shard_axis(tensor)
     if axis is None:
-        whole = tensor.full_tensor() if not _is_replicated(tensor) else tensor.to_local()
+        whole = full_tensor(tensor) if not _is_replicated(tensor) else tensor.to_local()
         return whole if _rank() == dst else None
     mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(axis)
     members = dist.get_process_group_ranks(group)

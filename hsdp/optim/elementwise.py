@@ -318,6 +318,8 @@ def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> l
     places: dict[int, _Place] = {}
     for unit in dict.fromkeys(unit_of(param) for param in params):
         for dtype_group in unit.dtype_groups if unit is not None else ():
+            if dtype_group.kind.composite:  # its bytes lie otherwise
+                continue
             stops = sorted({piece.offset for piece in dtype_group.layout.pieces} | {dtype_group.layout.numel})
             for managed, piece in zip(dtype_group.params, dtype_group.layout.pieces, strict=True):
                 stop = next((stop for stop in stops if stop > piece.offset), dtype_group.layout.numel)

@@ -12,6 +12,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor.placement_types import Placement
 
+from hsdp.policies import is_trainable
+
 # DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo.
 _new: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
     lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
@@ -46,3 +48,12 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def replicates_implicitly() -> bool:
     """Whether plain tensors count as replicated DTensors now (`implicit_replication`): then they may be copied into one."""
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
+
+
+def full_tensor(tensor: DTensor) -> Tensor:
+    """The whole of a DTensor, as its method gives it, in any dtype: those that backends do not know go as bytes."""
+    if is_trainable(tensor.dtype):
+        return tensor.full_tensor()
+    spec = spec_of(tensor.device_mesh, tensor.placements, (*tensor.shape, tensor.dtype.itemsize), torch.uint8)
+    data = tensor._local_tensor.contiguous().unsqueeze(-1).view(torch.uint8)
+    return as_dtensor(data, spec).full_tensor().view(tensor.dtype).squeeze(-1)

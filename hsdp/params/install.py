@@ -10,6 +10,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from hsdp.params.param import ManagedParam, refresh_flat_weights
+from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, storage_address, storage_key
 
@@ -31,8 +32,9 @@ class Shadows:
         self._names: dict[int, list[tuple[int, str]]] = {}
         for param in params:
             if param.unsharded is not None:
-                storage, start = _place_of(block_of(param.unsharded))
-                self._names.setdefault(storage, []).append((start, param.fqn))
+                for part in parts_of(block_of(param.unsharded)):
+                    storage, start = _place_of(part)
+                    self._names.setdefault(storage, []).append((start, param.fqn))
         self._entries: list[tuple[dict[str, Any], str, ManagedParam]] = []
         modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
         for param in params:
@@ -81,12 +83,12 @@ class Shadows:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
-        tensor = block_of(tensor)
-        if not has_storage(tensor):
-            return None
-        storage, start = _place_of(tensor)
-        names = self._names.get(storage)
-        return None if names is None else max((name for name in names if name[0] <= start), default=names[0])[1]
+        for part in parts_of(block_of(tensor)):
+            if has_storage(part):
+                storage, start = _place_of(part)
+                if (names := self._names.get(storage)) is not None:
+                    return max((name for name in names if name[0] <= start), default=names[0])[1]
+        return None
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a sharded parameter since these shadows were made."""

@@ -23,7 +23,7 @@ from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
-from hsdp.params.subclass import data_of, extends, wrapper_of
+from hsdp.params.subclass import data_of, extends, is_composite, wrapper_of
 from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
 
 PlacementFn = Callable[..., Any]
@@ -114,7 +114,7 @@ class ManagedParam:
         if original.requires_grad:
             original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
         with torch.no_grad():
-            if piece.numel and not original.is_meta:
+            if piece.numel and not original.is_meta and not is_composite(local):  # a composite's dtype group filled it
                 data_of(local).copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
         self.piece = piece
         self.local = local
@@ -157,7 +157,7 @@ class ManagedParam:
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
         with torch.no_grad():
-            if not self._local_now().is_meta:
+            if not self._local_now().is_meta and not is_composite(local):
                 data_of(local).copy_(data_of(self._local_now()))
         self.local = local
         if self.sharded.device != local.device:  # offloaded, and it came from the device

@@ -1,18 +1,22 @@
-"""Parameters that are tensor subclasses with a gather extension: the plain data inside, and the same wrapper around others.
+"""Parameters that are tensor subclasses with a gather extension: what is inside, and the same wrapper around others.
 
-    Int8Weight around (4096, 4096) fp32   the user's parameter, which wraps one plain tensor of its own shape and dtype
-    Int8Weight around (512, 4096) fp32    the sharded one's local tensor: the same wrapper around rows of the shard buffer
+    Int8Weight around (4096, 4096) fp32         the user's parameter: around one plain tensor of its own shape and dtype
+    Int8Weight around (512, 4096) fp32          the sharded one's local tensor: the same wrapper around rows of the shards
+
+    NF4 around codes (8192 K) uint8, scales ..  a *composite*: several tensors, or of another shape or dtype, or nested
+    NF4 around codes (1024 K) uint8, scales ..  cut by its own `split`; the shards hold the bytes of what is inside
 
 The extension is FSDP2's: `fsdp_pre_all_gather` says what of a shard is sent, `fsdp_post_all_gather` what becomes of it.
-Everything in hsdp that reads, writes or moves shards deals with the data; `unit.extension_group` calls the two.
+Everything in hsdp that reads, writes or moves shards deals with what is inside; `unit.extension_group` calls the two.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import Tensor
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
@@ -25,18 +29,24 @@ class Wrapper:
 
     Attributes:
         kind: the subclass.
-        name: the inner tensor that is the data.
+        name: the inner tensor that is the data; None of a composite, which is rebuilt from all its parts (`with_parts`).
         others: inner tensors beside it; scalars, which every rank keeps.
         context: the rest, as `__tensor_flatten__` tells it.
     """
 
     kind: Any
-    name: str
+    name: str | None
     others: Mapping[str, Tensor]
     context: Any
 
+    @property
+    def composite(self) -> bool:
+        """Whether it is around anything but one plain tensor of its own shape and dtype."""
+        return self.name is None
+
     def around(self, data: Tensor) -> Tensor:
         """The subclass around `data`, whose memory it shares."""
+        assert self.name is not None, "a composite has no single tensor inside"
         inner = {**self.others, self.name: data}
         return self.kind.__tensor_unflatten__(inner, self.context, data.shape, data.stride())  # type: ignore[no-any-return]
 
@@ -49,7 +59,7 @@ def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
         where: names it in errors.
 
     Raises:
-        ValueError: it is a wrapper without the extension, or one whose data cannot be told apart.
+        ValueError: it is a wrapper without the extension, or with half of one.
     """
     kind = type(tensor).__name__
     if not (extends(tensor) or hasattr(tensor, POST)):
@@ -65,21 +75,15 @@ def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
             "__tensor_flatten__ and __tensor_unflatten__"
         )
     names, context = tensor.__tensor_flatten__()
-    inner = {name: getattr(tensor, name) for name in names}
-    found = _data_names(tensor)
-    if len(found) != 1 or any(other.ndim for name, other in inner.items() if name not in found):
-        shapes = {name: (tuple(value.shape), str(value.dtype)) for name, value in inner.items()}
-        raise ValueError(
-            f"{where} is a {kind} around {shapes}; what can be sharded is a wrapper around one plain tensor of its own "
-            f"shape {tuple(tensor.shape)} and dtype {tensor.dtype}, and scalars: quantise in {PRE}, or pass it in "
-            "ignored_params"
-        )
-    return Wrapper(type(tensor), found[0], {name: inner[name] for name in names if name not in found}, context)
+    data = _data_name(tensor)
+    others = {} if data is None else {name: getattr(tensor, name) for name in names if name != data}
+    return Wrapper(type(tensor), data, others, context)
 
 
 def data_of(tensor: Tensor) -> Tensor:
-    """The plain tensor inside one with a gather extension; any other tensor is its own data."""
-    return getattr(tensor, _data_names(tensor)[0]) if extends(tensor) else tensor
+    """The plain tensor inside one with a gather extension; any other tensor, or a composite, is its own data."""
+    name = _data_name(tensor) if extends(tensor) else None
+    return tensor if name is None else getattr(tensor, name)
 
 
 def extends(tensor: object) -> bool:
@@ -87,11 +91,62 @@ def extends(tensor: object) -> bool:
     return hasattr(tensor, PRE)
 
 
-def _data_names(tensor: Any) -> list[str]:
+def is_composite(tensor: Tensor) -> bool:
+    """Whether a tensor has a gather extension and no single plain tensor of its shape and dtype inside."""
+    return extends(tensor) and is_traceable_wrapper_subclass(tensor) and _data_name(tensor) is None
+
+
+def _data_name(tensor: Any) -> str | None:
+    """The inner tensor that is all there is to a subclass but for scalars: plain, and of its shape and dtype."""
     names, _ = tensor.__tensor_flatten__()
-    inner = ((name, getattr(tensor, name)) for name in names)
-    return [
+    inner = [(name, getattr(tensor, name)) for name in names]
+    found = [
         name
-        for name, found in inner
-        if (found.shape, found.dtype) == (tensor.shape, tensor.dtype) and not is_traceable_wrapper_subclass(found)
+        for name, held in inner
+        if (held.shape, held.dtype) == (tensor.shape, tensor.dtype) and not is_traceable_wrapper_subclass(held)
     ]
+    alone = len(found) == 1 and not any(held.ndim for name, held in inner if name not in found)
+    return found[0] if alone else None
+
+
+# -- composites: subclasses around several tensors ----------------------------------------------------------------------
+
+
+def parts_of(tensor: Tensor) -> list[Tensor]:
+    """The plain tensors that a tensor consists of: itself, or those inside of it, however deep."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return [tensor]
+    names, _ = tensor.__tensor_flatten__()
+    return [part for name in names for part in parts_of(getattr(tensor, name))]
+
+
+def with_parts(tensor: Tensor, parts: Iterator[Tensor]) -> Tensor:
+    """The same subclass, size and stride around other plain tensors, in the order of `parts_of`."""
+    if not is_traceable_wrapper_subclass(tensor):
+        return next(parts)
+    names, context = tensor.__tensor_flatten__()
+    inner = {name: with_parts(getattr(tensor, name), parts) for name in names}
+    return type(tensor).__tensor_unflatten__(inner, context, tensor.shape, tensor.stride())
+
+
+@torch.no_grad()
+def own_rows(whole: Tensor, rank: int, shards: int) -> Tensor:
+    """What `rank` of `shards` ranks holds of a composite, cut on dim 0 by the subclass itself, as FSDP2 does it.
+
+    `torch.chunk` cuts; a rank with fewer rows than the first one gets as many, those behind its own made by `new_zeros`,
+    so that all ranks send alike.
+    """
+    chunks = torch.chunk(whole, shards)
+    if rank < len(chunks) and len(chunks[rank]) == len(chunks[0]):
+        return chunks[rank]
+    mine = chunks[rank] if rank < len(chunks) else chunks[0].narrow(0, 0, 0)
+    return padded(mine, len(chunks[0]))
+
+
+@torch.no_grad()
+def padded(rows: Tensor, count: int) -> Tensor:
+    """A composite with the rows of `rows` and `count` in all."""
+    made = rows.new_zeros((count, *rows.shape[1:]))
+    if len(rows):
+        made.narrow(0, 0, len(rows)).copy_(rows)
+    return made

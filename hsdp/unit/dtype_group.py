@@ -22,7 +22,7 @@ from hsdp.buffers.layout import PACK_ALL, Piece, Thresholds, plan
 from hsdp.comm.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_trainable
 
 U8 = torch.uint8
 NOT_OFFLOADED = OffloadPolicy()
@@ -39,14 +39,23 @@ class GroupKey:
     """Whether every rank keeps its parameters whole (`replicate_params`): then each rank acts as if it were alone."""
     extension: bool = False
     """Whether its parameters say themselves how they are gathered (extension_group.py)."""
+    composite: bool = False
+    """Whether those are subclasses around several tensors, whose bytes the shard buffer holds (composite_group.py)."""
 
     @classmethod
     def of(
-        cls, storage: torch.dtype, policy: MixedPrecisionPolicy, replicated: bool = False, extension: bool = False
+        cls,
+        storage: torch.dtype,
+        policy: MixedPrecisionPolicy,
+        replicated: bool = False,
+        extension: bool = False,
+        composite: bool = False,
     ) -> GroupKey:
         """The kind of a parameter that is stored as `storage`, under a policy."""
+        if not is_trainable(storage):
+            return cls(storage, storage, torch.float32, replicated, extension, composite)
         compute = policy.param_dtype or storage
-        return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension)
+        return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension, composite)
 
     @property
     def accumulate(self) -> torch.dtype:
@@ -140,6 +149,10 @@ class DtypeGroup:
         with torch.inference_mode(False):
             part = self.shard.data[piece.offset : piece.offset + size]
             return (part if part.is_meta else with_own_storage(part)).view(shape)
+
+    def held_bytes(self, index: int) -> int:
+        """Bytes of the shard buffer that are parameter `index`'s, padding of its rows included."""
+        return self.layout.pieces[index].numel * self.kind.storage.itemsize
 
     def rehearse(self) -> None:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""

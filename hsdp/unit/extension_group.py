@@ -21,7 +21,6 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Piece
@@ -29,7 +28,7 @@ from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.work import Named
 from hsdp.errors import ExtensionError, HSDPError
 from hsdp.params.param import ManagedParam, rows_of
-from hsdp.params.subclass import POST, PRE, data_of, wrapper_of
+from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions
@@ -55,6 +54,11 @@ class ExtensionGroup(DtypeGroup):
         )
         self._members: list[_Member] = []
 
+    @property
+    def _moves(self) -> bool:
+        """Always: what a subclass sends is its own."""
+        return True
+
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: the subclass around its bytes of the shard buffer."""
         wrapper = self.params[index].wrapper
@@ -69,11 +73,10 @@ class ExtensionGroup(DtypeGroup):
             for index, (param, piece) in enumerate(zip(self.params, self.layout.pieces, strict=True)):
                 local = self.local(index)
                 data_of(local).copy_(rows_of(block_of(param.sharded), piece, self.rank))
-                self._member(param, piece, local)
+                self._member(index, local)
 
     def _arrange(self) -> None:
-        pairs = zip(self.params, self.layout.pieces, strict=True)
-        self._members = [self._member(param, piece, param.local) for param, piece in pairs]
+        self._members = [self._member(index, param.local) for index, param in enumerate(self.params)]
         for param, member in zip(self.params, self._members, strict=True):
             param.unsharded = member.unsharded
         if self.shards > 1:
@@ -81,13 +84,15 @@ class ExtensionGroup(DtypeGroup):
         told = [(member.fqn, member.kinds) for member in self._members]
         self.wire_signature = zlib.crc32(repr(told).encode()) << 2
 
-    def _member(self, param: ManagedParam, piece: Piece, local: Tensor) -> _Member:
-        member = _Member(self._unit, param, piece, self.axes, self._policy, self.kind.compute)
-        member.make(self._source(piece, local), self.shards, self.device)
+    def _member(self, index: int, local: Tensor) -> _Member:
+        piece = self.layout.pieces[index]
+        member = _Member(self._unit, self.params[index], piece, self.axes, self._policy, self.kind.compute)
+        member.make(self._source(index, local), self.shards, self.device)
         return member
 
-    def _source(self, piece: Piece, local: Tensor) -> Tensor:
+    def _source(self, index: int, local: Tensor) -> Tensor:
         """The tensor to ask: the local one, but on the group's device, and with as many rows as that of the first rank."""
+        piece = self.layout.pieces[index]
         if piece.rows(self.rank) == piece.chunk and self.shard.device == self.device:
             return local
         wrapper = wrapper_of(local, "a shard")
@@ -103,8 +108,8 @@ class ExtensionGroup(DtypeGroup):
     def prepare_gather(self) -> None:
         """Asks what to send. On the compute stream: it orders the memory, and what a subclass communicates by itself."""
         with torch.inference_mode(False), torch.no_grad():
-            for param, piece, member in zip(self.params, self.layout.pieces, self._members, strict=True):
-                member.prepare(self._source(piece, param.local))
+            for index, (param, member) in enumerate(zip(self.params, self._members, strict=True)):
+                member.prepare(self._source(index, param.local))
         if self.shards > 1:
             self.inputs = [tensor.view(-1).view(U8) for member in self._members for tensor in member.inputs]
 
@@ -183,13 +188,13 @@ class _Member:
             for flat_buffer, (shape, _) in zip(self.outputs, self.kinds, strict=True)
         )
         self.fill(shards)
-        with self._told(source, POST):
+        with naming(self._unit, self.fqn, source, POST):
             unsharded, inner = getattr(source, POST)(self._shown, self._metadata, self._dtype)
             if unsharded.shape != self._shape:  # rows of padding come behind its own
                 unsharded = torch.as_strided(unsharded, self._shape, self._stride, 0)
             self.unsharded = nn.Parameter(unsharded, requires_grad=self._requires_grad)
             named = {_address(tensor): FlatBuffer.around(tensor) for tensor in inner}
-        used = {*named, *map(_address, _parts(unsharded))}
+        used = {*named, *map(_address, parts_of(unsharded))}
         outputs = {_address(flat_buffer.tensor): flat_buffer for flat_buffer in self.outputs}
         self._inner = [flat_buffer for at, flat_buffer in named.items() if at not in outputs]
         self._spare = [flat_buffer for at, flat_buffer in outputs.items() if at not in used]
@@ -204,7 +209,7 @@ class _Member:
     def prepare(self, source: Tensor) -> None:
         """Asks `source` what to send, and allocates the memory for what arrives."""
         inputs, self._metadata = self._ask(source)
-        with self._told(source, PRE):
+        with naming(self._unit, self.fqn, source, PRE):
             if _kinds(inputs) != self.kinds:
                 raise ValueError(
                     f"it returned {_kinds(inputs)}, and {self.kinds} the first time; shapes and dtypes must stay the same, "
@@ -221,7 +226,7 @@ class _Member:
         for flat_buffer in self._inner:
             flat_buffer.alloc()
         # Autograd must not take it for a change between forward and backward: the runtime compares epochs.
-        with self._told(source, POST), keeping_versions((self.unsharded, *_parts(self.unsharded))):
+        with naming(self._unit, self.fqn, source, POST), keeping_versions((self.unsharded, *parts_of(self.unsharded))):
             getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.unsharded)
         self._metadata = None
 
@@ -232,7 +237,7 @@ class _Member:
             flat_buffer.free()
 
     def _ask(self, source: Tensor) -> tuple[list[Tensor], Any]:
-        with self._told(source, PRE):
+        with naming(self._unit, self.fqn, source, PRE):
             pre = getattr(source, PRE)
             args = (self._mesh, self._shape, self._stride, self._module(), self._policy)
             count = len(inspect.signature(pre).parameters)
@@ -243,19 +248,20 @@ class _Member:
             inputs, metadata = pre(*args[:count])
             return [tensor.contiguous() for tensor in inputs], metadata
 
-    @contextmanager
-    def _told(self, source: Tensor, method: str) -> Iterator[None]:
-        """Tells in errors whose they are."""
-        try:
-            yield
-        except HSDPError:
-            raise
-        except Exception as error:
-            unit, kind = self._unit(), type(source).__name__
-            raise ExtensionError(
-                f"unit {unit.name if unit is not None else '(freed)'!r}, parameter {self.fqn!r}: {kind}.{method} failed "
-                f"with {type(error).__name__}: {error}"
-            ) from error
+
+@contextmanager
+def naming(unit: weakref.ref[Named], fqn: str, source: Tensor, method: str) -> Iterator[None]:
+    """Errors of a subclass's own code, inside it, are ExtensionErrors that tell whose they are."""
+    try:
+        yield
+    except HSDPError:
+        raise
+    except Exception as error:
+        owner, kind = unit(), type(source).__name__
+        raise ExtensionError(
+            f"unit {owner.name if owner is not None else '(freed)'!r}, parameter {fqn!r}: {kind}.{method} failed "
+            f"with {type(error).__name__}: {error}"
+        ) from error
 
 
 def check_extension(param: ManagedParam, axes: MeshAxes, reshard_after_forward: object, where: str) -> None:
@@ -280,11 +286,3 @@ def _kinds(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype
 
 def _address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
-
-
-def _parts(tensor: Tensor) -> list[Tensor]:
-    """The plain tensors that a tensor consists of: itself, or those inside of it."""
-    if not is_traceable_wrapper_subclass(tensor):
-        return [tensor]
-    names, _ = tensor.__tensor_flatten__()
-    return [part for name in names for part in _parts(getattr(tensor, name))]

@@ -23,8 +23,9 @@ from hsdp.offload import OffloadPolicy
 from hsdp.params.install import Shadows
 from hsdp.params.ownership import forget, register
 from hsdp.params.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, is_trainable
 from hsdp.torch_private import graph_task, plain_access, will_execute
+from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
@@ -221,7 +222,9 @@ class Unit(UnshardedParams):
     def _make_dtype_groups(self, device: torch.device) -> None:
         groups: dict[GroupKey, list[int]] = {}
         for slot, param in enumerate(self.params):
-            kind = GroupKey.of(param.dtype, self.mp_policy, param.replicated, param.wrapper is not None)
+            wrapper = param.wrapper
+            composite = wrapper is not None and wrapper.composite
+            kind = GroupKey.of(param.dtype, self.mp_policy, param.replicated, wrapper is not None, composite)
             groups.setdefault(kind, []).append(slot)
         self.dtype_groups = []
         if self.params and self.params[0].sharded.is_meta:
@@ -231,11 +234,10 @@ class Unit(UnshardedParams):
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
             args = (kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
-            group = (
-                ExtensionGroup(*args, unit=weakref.ref(self), policy=self.mp_policy)
-                if kind.extension
-                else DtypeGroup(*args)
-            )
+            group = DtypeGroup(*args)
+            if kind.extension:
+                made_of = CompositeGroup if kind.composite else ExtensionGroup
+                group = made_of(*args, unit=weakref.ref(self), policy=self.mp_policy)
             group.allocate(device)
             self.dtype_groups.append(group)
 
@@ -315,6 +317,11 @@ class Unit(UnshardedParams):
 
     def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
         for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
+            if wants and not is_trainable(param.dtype):
+                raise StateError(
+                    f"unit {self.name!r}: parameter {param.fqn!r} has dtype {param.dtype} and wants gradients, which "
+                    "cannot be reduced; freeze it (requires_grad_(False))"
+                )
             if param.unsharded is not None:
                 param.choose(wants)
                 if wants and param.node is None:

@@ -22,6 +22,7 @@ from hsdp.errors import StateError
 from hsdp.params.param import ManagedParam, Place, refresh_flat_weights, rows_of
 from hsdp.params.subclass import data_of
 from hsdp.params.tensor_parallel import block_of
+from hsdp.policies import is_trainable
 from hsdp.schedule.runtime import runtime_of
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
@@ -66,10 +67,16 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
                     f"{what}: unit {unit.name!r} ({unit.params[0].fqn!r}, ...) is still on the meta device; call "
                     "hsdp.init_sharded(model) first"
                 )
+            if group.kind.composite:
+                param = group.params[0]
+                raise StateError(
+                    f"{what}: parameter {param.fqn!r} of unit {unit.name!r} is a {type(param.local).__name__} around "
+                    "several tensors, which has no full parameter but in a forward; use model.unshard() to look at it"
+                )
             rows = _gather_rows(unit, group)
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
                 unsharded = _whole_of(piece, rows)
-                wholes[slot] = unsharded if dtype is None else unsharded.to(dtype)
+                wholes[slot] = unsharded if dtype is None or not is_trainable(unsharded.dtype) else unsharded.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
@@ -78,8 +85,9 @@ def _gather_rows(unit: Unit, group: DtypeGroup) -> Tensor:
     axes, shard = unit.axes, group.shard.to(unit.axes.device)
     if group.shards == 1:
         return shard.view(1, -1)
-    flat = DTensor.from_local(shard, axes.mesh, axes.placements(0), run_check=False).full_tensor()
-    return flat.view(group.shards, -1)
+    # As bytes: backends do not know every dtype.
+    data = DTensor.from_local(shard.view(torch.uint8), axes.mesh, axes.placements(0), run_check=False).full_tensor()
+    return data.view(shard.dtype).view(group.shards, -1)
 
 
 def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
@@ -154,7 +162,7 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
     if tensor.numel() and any(comm.size > 1 for comm in comms):
         data = tensor.to(unit.axes.device).contiguous()
         for comm in comms:
-            comm.broadcast(data, unit)
+            comm.broadcast(data.view(-1).view(torch.uint8), unit)  # backends do not know every dtype
         if data is not tensor:
             tensor.copy_(data)
 

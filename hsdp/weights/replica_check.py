@@ -11,6 +11,7 @@ from torch import nn
 
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.errors import DivergenceError
+from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import broadcast, broadcast_all
@@ -28,8 +29,8 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
         DivergenceError: they do not, or the values differ and the unit's `replica_policy` is "check".
     """
     buffers = own_buffers(modules, unit)
-    blocks = [block_of(param.sharded) for param in unit.params]
-    values = [[block] for block in blocks] + [buffer.parts for buffer in buffers]
+    blocks = [parts_of(block_of(param.sharded)) for param in unit.params]
+    values = blocks + [buffer.parts for buffer in buffers]
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
     prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
@@ -43,7 +44,8 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
     with torch.no_grad():
         for index in odd:  # in one order on all ranks: they were told the same
             if index < count:
-                broadcast(blocks[index].detach(), unit, unit.replicate_comm, unit.shard_comm)
+                for part in blocks[index]:
+                    broadcast(part.detach(), unit, unit.replicate_comm, unit.shard_comm)
     broadcast_all([part for index in odd if index >= count for part in values[index]], unit)
 
 

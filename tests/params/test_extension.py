@@ -450,17 +450,6 @@ class NoPost(Int8Weight):
         return super().__getattribute__(name)
 
 
-class Twice(Int8Weight):
-    """Around two tensors."""
-
-    def __tensor_flatten__(self) -> Any:
-        return ["rows", "same"], None
-
-    @property
-    def same(self) -> Tensor:
-        return self.rows
-
-
 class ThreeArguments(Int8Weight):
     """Of no known protocol."""
 
@@ -475,14 +464,13 @@ WEIGHT = r"parameter 'weight'"
     ("kind", "options", "error"),
     [
         (NoPost, {}, rf"{WEIGHT} .*is a NoPost, whose gather extension is incomplete; the class needs .*post_all_gather"),
-        (Twice, {}, rf"{WEIGHT} .*Twice around .*'rows'.*'same'.*one plain tensor .*quantise in .*ignored_params"),
         (ThreeArguments, {}, rf"{WEIGHT}: ThreeArguments.*it takes 3 arguments, and not \(mesh\) or \(mesh, outer_size"),
         (Int8Weight, {"reshard_after_forward": 2}, rf"{WEIGHT} has .* and cannot stay.* 2 ranks.*True or False"),
         (Int8Weight, {"shard_placement_fn": lambda p: Shard(p.ndim - 1)}, rf"{WEIGHT} has .* on dim 0 only.*return None"),
         (Int8Weight, {"dp_mesh_dims": hsdp.DataParallelMeshDims(None, "shard")}, rf"{WEIGHT} has.* a shard axis.*names"),
         (Int8Weight, {"replicate_params": True}, rf"{WEIGHT} has .* and is in replicate_params.*leave it out"),
     ],
-    ids=["half", "two tensors", "signature", "integer", "dim 1", "no shard axis", "replicated"],
+    ids=["half", "signature", "integer", "dim 1", "no shard axis", "replicated"],
 )
 def test_what_is_not_supported_is_refused_by_name(kind: Any, options: dict[str, Any], error: str) -> None:
     layer = nn.Linear(8, 8)

@@ -1,6 +1,6 @@
 """Every private name of torch that hsdp uses, but for DTensor's (`params/dtensors.py`, `params/tensor_parallel.py`).
 
-Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.13 have all of them;
+Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.14 have all of them;
 `tests/test_floors.py` finds any other use.
 """
 
@@ -156,9 +156,12 @@ def unflattened(mesh: DeviceMesh, axis: int, sizes: tuple[int, ...], names: tupl
 # -- modules and optimizers ---------------------------------------------------------------------------------------------
 
 
-def is_compiled(module: torch.nn.Module) -> bool:
-    """Whether `module.compile()` was called."""
-    return module._compiled_call_impl is not None
+set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
+"""Makes its argument what compiles the frames that this thread enters from now on, None: nothing; returns what did.
+
+`torch.compile` and `torch.compiler.disable` work by it. Without it everything below a sharded module inside of a compiled
+function would run uncompiled, or hsdp's own frames would be compiled.
+"""
 
 
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:

@@ -14,6 +14,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
 from hsdp.api.module import HSDPModule, has_forward, sharded_class
+from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.offload import OffloadPolicy
@@ -63,6 +64,7 @@ def fully_shard(
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
             Scalars are kept whole on every rank. A second argument without a default, or one named `shards`, gets the
             number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
+            FSDP2's `ShardPlacementResult` names another mesh; modules of such parameters (experts) become a unit.
         mp_policy: dtypes of compute, reduction and outputs.
         comm_policy: how it communicates.
         offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,
@@ -98,29 +100,35 @@ def fully_shard(
     offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
     reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
-    ignored = _identities("ignored_params", ignored_params)
-    replicated = _identities("replicate_params", replicate_params)
+    ignored, replicated = _identities("ignored_params", ignored_params), _identities("replicate_params", replicate_params)
     _check_placement_fn(shard_placement_fn)
-
     name = " + ".join(type(m).__name__ for m in modules)
     found = collect_params(modules, ignored)
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
-    params = manage(found, name, axes, shard_placement_fn, replicated, reshard)
+    apart = companions(modules, found, axes, shard_placement_fn, name)
+    params = manage(without(found, apart), name, axes, shard_placement_fn, replicated, reshard)
+    alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
+    beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     verify(unit, modules)
     unit.build()
 
     state = ModuleHooks(unit, modules)
+    state.companions = [own_state(one).unit for one in beside]
     _move_buffers(modules, unit)
-    for m in modules:
-        m.__dict__["_hsdp_state"] = state
-        m.__class__ = sharded_class(type(m))
-        put_pipeline_face(m)
+    _attach(state, modules)
     _watch_loads(unit)
     Root.generation += 1
     watch_optimizers()
     return module
+
+
+def _attach(state: ModuleHooks, modules: list[nn.Module]) -> None:
+    for module in modules:
+        module.__dict__["_hsdp_state"] = state
+        module.__class__ = sharded_class(type(module))
+        put_pipeline_face(module)
 
 
 # Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, TypeVar, cast
@@ -18,7 +17,7 @@ from hsdp.params.ownership import PREFIX
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import is_compiled
+from hsdp.torch_private import set_compiler
 from hsdp.unit.lookup import units_below
 from hsdp.unit.state import TrainingState, expect
 from hsdp.unit.unit import Unit
@@ -57,7 +56,7 @@ class HSDPModule(FSDP2Methods):
                 "hsdp.checkpoint.full_state_dict(model)"
             )
         if torch.compiler.is_compiling():
-            return torch.compiler.disable(_run_uncompiled)(self, args, kwargs)
+            return torch.compiler.disable(_run_between_graphs, recursive=False)(self, args, kwargs)
         return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -97,7 +96,8 @@ class HSDPModule(FSDP2Methods):
         return result
 
     def _units(self, recurse: bool = True) -> list[Unit]:
-        return units_below(cast(nn.Module, self), recurse)
+        units = units_below(cast(nn.Module, self), recurse)
+        return units if recurse else units + own_state(self).companions
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
         """Does what `torch.nn.Module.apply` does, with unsharded parameters: `hsdp.gathered_apply(self, fn)`.
@@ -350,15 +350,24 @@ class HSDPModule(FSDP2Methods):
             unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
 
-def _run_uncompiled(module: Any, args: Any, kwargs: Any) -> Any:
-    """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it."""
-    if not is_compiled(module):
-        warnings.warn(
-            f"hsdp: torch.compile around {type(module).__name__}, which is sharded, leaves it uncompiled; call compile() "
-            "on the sharded module itself, or compile it before fully_shard",
-            stacklevel=2,
-        )
-    return module(*args, **kwargs)
+def _run_between_graphs(module: Any, args: Any, kwargs: Any) -> Any:
+    """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it.
+
+    hsdp's own frames run as they are, and the module's forward is compiled as the function around it is.
+    """
+    compiler = set_compiler(None)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        before = set_compiler(compiler)
+        try:
+            return super(HSDPModule, module).__call__(*args, **kwargs)
+        finally:
+            set_compiler(before)
+
+    try:
+        return own_state(module).run(module, forward, args, kwargs)
+    finally:
+        set_compiler(compiler)
 
 
 def _check_factor(method: str, factor: Any, expected: str) -> None:

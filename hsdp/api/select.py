@@ -132,7 +132,9 @@ def _check_one_device(found: list[Found], unit: str) -> None:
 
 def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int | None, int]:
     """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
-    placement = None if choose is None else _call(choose, param, shards)
+    placement = None if choose is None else placement_of(choose, param, shards)
+    # FSDP2's ShardPlacementResult holds one; other_meshes.py has seen to its mesh.
+    placement = getattr(placement, "placement", placement)
     if param.ndim == 0:
         return None, 1
     if placement is None:
@@ -152,7 +154,7 @@ def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | N
     return placement.dim % param.ndim, 1
 
 
-def _call(choose: PlacementFn, param: nn.Parameter, shards: int) -> Any:
+def placement_of(choose: PlacementFn, param: nn.Parameter, shards: int) -> Any:
     """Calls the function with the parameter, and with the number of shard ranks if it asks for that.
 
     It asks by a parameter named `shards`, or by a second one that cannot do without a value. What has a default is the

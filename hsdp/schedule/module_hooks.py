@@ -29,11 +29,13 @@ class ModuleHooks:
     Attributes:
         unit: the unit of the module(s).
         modules: the module(s), weakly.
+        companions: units of modules inside that the same `fully_shard` made, on other meshes; setters reach them too.
     """
 
     def __init__(self, unit: Unit, modules: list[nn.Module]) -> None:
         self.unit = unit
         self.modules = [weakref.ref(module) for module in modules]
+        self.companions: list[Unit] = []
         self._own_runtime: Runtime | None = None
         self._side_outputs: tuple[int, SideOutputs] | None = None
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -10,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 
 import hsdp
 from tests.support.models import make_case
@@ -99,28 +99,65 @@ def test_compiled_blocks_have_the_graphs_that_they_have_without_hsdp(
     pool2.run(_compiled, backend, way, first, twin, _plain(backend, way), timeout=120)
 
 
-def _module_compiled(env: RankEnv, blocks_too: bool) -> None:
-    """The whole model compiled around its sharded blocks: graphs break around those, and the numbers stay right."""
-    case = make_case("mlp")
-    twin = twin_of(case, 2, STEPS, sgd)
-    model: Any = case.model()
-    for module in (*model.blocks, model):
-        hsdp.fully_shard(module, mesh=env.mesh((2,)))
-    with _counted() as told, warnings.catch_warnings(record=True) as warned:
-        warnings.simplefilter("always")
-        model.compile(backend="eager")
-        if blocks_too:
-            _in_place(model, "eager")
-        losses = train(model, case, env.rank, STEPS, sgd(model.parameters()))
-    said = [str(one.message) for one in warned if "leaves it uncompiled" in str(one.message)]
-    assert bool(said) is not blocks_too
-    assert not blocks_too or told["graphs"] >= len(model.blocks)
-    torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
-    assert_close_to_twin(model, twin, 1e-11, 1e-11)
-    assert isinstance(model.blocks[0], nn.Linear)
+WHOLE: dict[str, Callable[[Any], Any]] = {
+    "in place": lambda model: model.compile(backend="eager") or model,
+    "wrapped": lambda model: torch.compile(model, backend="eager"),
+}
+
+
+def _whole_compiled(env: RankEnv, way: str, blocks_too: bool, twin: Twin) -> None:
+    """The whole model compiled around its sharded blocks: graphs break around those, whose own forwards are compiled."""
+    case = make_case("transformer")
+    told = {}
+    for sharded in (torch_fully_shard, hsdp.fully_shard):
+        model: Any = case.model()
+        for module in (*model.blocks, model):
+            sharded(module, mesh=env.mesh((2,)))
+        with _counted() as counted:
+            if blocks_too:
+                _in_place(model, "eager")
+            losses = train(WHOLE[way](model), case, env.rank, STEPS, sgd(model.parameters()))
+        told[sharded] = counted["graphs"], counted["calls"]
+        torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
+        assert_close_to_twin(model, twin, 1e-11, 1e-11)
+    assert told[hsdp.fully_shard] == told[torch_fully_shard] and told[hsdp.fully_shard][1] > 20, told
     check_rest(model)
 
 
-@pytest.mark.parametrize("blocks_too", [False, True])
-def test_a_whole_compiled_model_trains_right(pool2: Pool, blocks_too: bool) -> None:
-    pool2.run(_module_compiled, blocks_too, timeout=120)
+@pytest.mark.parametrize(("way", "blocks_too"), [("in place", False), ("wrapped", False), ("in place", True)])
+def test_a_whole_model_is_compiled_between_its_gathers_as_with_fsdp2(pool2: Pool, way: str, blocks_too: bool) -> None:
+    twin = twin_of(make_case("transformer"), 2, STEPS, sgd)
+    pool2.run(_whole_compiled, way, blocks_too, twin, timeout=120)
+
+
+def _fails_compiled(env: RankEnv) -> None:
+    """A forward that fails leaves the compiler as it was: the next one is compiled, and code outside of it is not."""
+    model: Any = hsdp.fully_shard(Fails(), mesh=env.mesh((2,)))
+    before = _compiler()
+    with _counted() as told:
+        compiled = torch.compile(model, backend="eager")
+        with pytest.raises(KeyError, match="as asked"):
+            compiled(torch.randn(2, 4), fails=True)
+        compiled(torch.randn(2, 4)).sum().backward()
+    assert told["graphs"] >= 1 and _compiler() is before
+    check_rest(model)
+
+
+def _compiler() -> Any:
+    return torch._C._dynamo.eval_frame.get_eval_frame_callback()  # type: ignore[attr-defined]
+
+
+class Fails(nn.Linear):
+    """A layer that fails when asked to."""
+
+    def __init__(self) -> None:
+        super().__init__(4, 4)
+
+    def forward(self, x: torch.Tensor, fails: bool = False) -> torch.Tensor:
+        if fails:
+            raise KeyError("as asked")
+        return super().forward(x).relu()
+
+
+def test_a_compiled_forward_that_fails_leaves_the_compiler_as_it_was(pool2: Pool) -> None:
+    pool2.run(_fails_compiled)

@@ -1,0 +1,125 @@
+"""Parameters that `shard_placement_fn` puts on another mesh: they become a unit of their own inside of the module's.
+
+    fully_shard(block, mesh=dp, shard_placement_fn=place)     place(param) -> ShardPlacementResult(Shard(0), mesh_info)
+        block                     unit over dp
+        `- moe.experts            unit over the experts' mesh, as if fully_shard had been called on it first
+
+FSDP2 keeps one parameter group per mesh behind the block's hooks. Here the experts have hooks themselves, which gather them
+when they are called, and setters of the block reach them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from hsdp.api.select import Found, placement_of
+from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes
+from hsdp.params.param import PlacementFn
+from hsdp.policies import MixedPrecisionPolicy
+
+
+@dataclass(frozen=True)
+class Companion:
+    """A unit to make before the one around it.
+
+    Attributes:
+        modules: the outermost modules that hold nothing but its parameters.
+        ignored: parameters inside that are left alone.
+        mesh, dims: where its parameters are sharded, as `fully_shard` takes it.
+        choose: chooses the dims, as `shard_placement_fn` of the outer unit does.
+    """
+
+    modules: list[nn.Module]
+    ignored: list[nn.Parameter]
+    mesh: DeviceMesh
+    dims: DataParallelMeshDims | None
+    choose: PlacementFn
+
+    def shard(self, fully_shard: Callable[..., Any], outer: MixedPrecisionPolicy, **alike: Any) -> nn.Module:
+        """Makes the unit by `fully_shard`, whose other arguments are `alike`; returns one of its modules.
+
+        Its dtypes are those of the unit around it, `outer`, at whose module, and nowhere else, inputs and outputs are cast.
+        """
+
+        def placement(param: nn.Parameter, shards: int) -> Any:
+            found = placement_of(self.choose, param, shards)
+            return getattr(found, "placement", found)
+
+        fully_shard(
+            self.modules,
+            mesh=self.mesh,
+            dp_mesh_dims=self.dims,
+            shard_placement_fn=placement,
+            mp_policy=replace(outer, cast_forward_inputs=False, output_dtype=None),
+            ignored_params=self.ignored,
+            **alike,
+        )
+        return self.modules[0]
+
+
+def companions(
+    modules: list[nn.Module], found: list[Found], axes: MeshAxes, choose: PlacementFn | None, unit: str
+) -> list[Companion]:
+    """The units that `choose` asks for on other meshes than that of `axes`.
+
+    Raises:
+        ValueError: a module holds parameters of two meshes, or all of `modules` are on another one.
+    """
+    if choose is None:
+        return []
+    meshes: dict[int, Any] = {}
+    names: dict[int, str] = {}
+    for places, param in found:
+        info = getattr(placement_of(choose, param, axes.shard_size), "mesh_info", None)
+        if info is not None and info.mesh != axes.mesh:
+            meshes[id(param)], names[id(param)] = info, places[0].fqn
+    if not meshes:
+        return []
+    own = {id(param) for _, param in found} - meshes.keys()
+    taken: dict[int, list[nn.Module]] = {}
+
+    def visit(module: nn.Module, may_be: bool) -> None:
+        held = {id(param) for param in module.parameters()}
+        kinds = {id(meshes[key].mesh) for key in held & meshes.keys()}
+        if may_be and len(kinds) == 1 and not held & own:
+            taken.setdefault(kinds.pop(), []).append(module)
+            for key in held:
+                names.pop(key, None)
+            return
+        for child in module.children():
+            visit(child, True)
+
+    for module in modules:
+        visit(module, False)
+    if names:
+        raise ValueError(
+            f"fully_shard({unit}, shard_placement_fn=...): parameter {next(iter(names.values()))!r} is put on another "
+            "mesh, and no module inside holds parameters of that mesh alone; give them a module of their own, whose "
+            "forward uses them, or pass that mesh as mesh= if all parameters are on it"
+        )
+    infos = {id(info.mesh): info for info in meshes.values()}
+    managed = {id(param) for _, param in found}
+    made = []
+    for key, held in taken.items():
+        ignored = [param for module in held for param in module.parameters() if id(param) not in managed]
+        made.append(Companion(held, ignored, *_given(infos[key]), choose))
+    return made
+
+
+def _given(info: Any) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
+    """Mesh and axes as `fully_shard` takes them: of axes that were named in a bigger mesh, that one and their names."""
+    dims, around = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
+    if dims is None or around is None:
+        return info.mesh, None
+    return around, DataParallelMeshDims(dims.shard, dims.replicate)
+
+
+def without(found: list[Found], apart: list[Companion]) -> list[Found]:
+    """The parameters that are left for the unit around the companions."""
+    inside = {id(module) for one in apart for top in one.modules for module in top.modules()}
+    return [(places, param) for places, param in found if not any(id(place.module()) in inside for place in places)]

@@ -308,20 +308,37 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
         return [columns.view(shards, before, piece.numel // before if before else 0)]
-    views = []
-    for rank in range(shards):
-        local = piece.local_shape(rank)
-        if local[dim]:
-            views.append(columns[rank, : math.prod(local)].view(local))
+    if not piece.spec.numel:
+        return []
+    # As many ranks as are full, in one; then the one that holds the rest.
+    full, rest = divmod(shape[dim], piece.chunk)
+    before = math.prod(shape[:dim])
+    views: list[Tensor] = []
+    if full:
+        each = math.prod(shape) // shape[dim] * piece.chunk
+        views.append(columns[:full, :each].view(full, before, each // before))
+    if rest:
+        local = piece.local_shape(full)
+        views.append(columns[full, : math.prod(local)].view(local))
     return views
 
 
 def whole_views(piece: Piece, unsharded: Tensor, shards: int) -> list[Tensor]:
-    """The parts of an unsharded parameter: one stack of ranks' equal parts, or one tensor per rank that holds rows."""
+    """The parts of an unsharded parameter: one stack of ranks' equal parts, and what the rank behind them holds."""
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
         return [unsharded.reshape(1, -1).expand(shards, -1)]
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
         return [unsharded.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
-    return [part for part in unsharded.split(piece.chunk, dim) if part.shape[dim]]
+    if not piece.spec.numel:
+        return []
+    full, rest = divmod(shape[dim], piece.chunk)
+    before = math.prod(shape[:dim])
+    views: list[Tensor] = []
+    if full:
+        stack = unsharded.narrow(dim, 0, full * piece.chunk)
+        views.append(stack.reshape(before, full, stack.numel() // (before * full)).transpose(0, 1))
+    if rest:
+        views.append(unsharded.narrow(dim, full * piece.chunk, rest))
+    return views

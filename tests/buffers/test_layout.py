@@ -183,6 +183,14 @@ def test_rows_hold_the_shards_and_give_the_wholes_back(group: tuple[list[ParamSp
         assert dim is None or torch.equal(back, whole)
 
 
+@pytest.mark.parametrize("rows", [3, 4095, 4097, 12287])
+def test_views_do_not_grow_with_the_ranks(rows: int) -> None:
+    spec = ParamSpec((rows, 2), 0)
+    (piece,) = plan([spec], 4096, Thresholds(PACK_ALL, 4, PACK_ALL, 4)).pieces
+    views = row_views(piece, torch.zeros(4096, piece.numel))
+    assert len(views) == len(whole_views(piece, _filled(spec), 4096)) <= 2
+
+
 def test_the_plan_depends_on_the_arguments_alone() -> None:
     specs = [ParamSpec((5, 7), 0), ParamSpec((64, 64), 0), ParamSpec((3,), 0), ParamSpec((), None)]
     layouts = {repr(plan(specs, 4, Thresholds(512, 4, 1024, 4))) for _ in range(3)}

@@ -13,8 +13,8 @@ from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPM
 from torch.distributed.tensor import DTensor, Shard
 
 import hsdp
-from tests.rig import Pool, RankEnv, fake_world
-from tests.sharded import check_rest
+from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.sharded import check_rest
 
 EXPERTS, DIM = 4, 6
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from torch import nn
 
-from hsdp.checkpoint import store
+from hsdp.checkpoint import manifests
 from hsdp.checkpoint.choice import Choice
 from hsdp.checkpoint.contents import listing, model_entries
 from hsdp.checkpoint.index import Index, Place, Record, TensorRecord, from_dcp
@@ -52,7 +52,7 @@ class Layout:
             found = {child.name: child for child in sorted(path.iterdir()) if _PART.fullmatch(child.name)}
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        return {name: child for name, child in found.items() if store.has(child, store.METADATA)}
+        return {name: child for name, child in found.items() if manifests.has(child, manifests.METADATA)}
 
     def model_records(self, index: Index) -> dict[str, Record]:
         """The model's records, by name."""
@@ -76,7 +76,7 @@ def read_foreign(path: Path) -> Index:
     Raises:
         CheckpointError: it is damaged, or files are missing.
     """
-    parts = {} if store.has(path, store.METADATA) else Layout.of(path)
+    parts = {} if manifests.has(path, manifests.METADATA) else Layout.of(path)
     if not parts:
         return _read_part(path)
     records: dict[str, Record] = {}
@@ -91,9 +91,9 @@ def read_foreign(path: Path) -> Index:
 
 
 def _read_part(path: Path) -> Index:
-    file = path / store.METADATA
+    file = path / manifests.METADATA
     try:
-        index = from_dcp(store.read_file(file))
+        index = from_dcp(manifests.read_file(file))
     except CheckpointError as error:
         raise CheckpointError(f"{file} cannot be read: {error}" if str(file) not in str(error) else str(error)) from None
     for name in sorted(index.files()):

@@ -23,7 +23,7 @@ from torch import nn
 from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
-from hsdp.checkpoint import store
+from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.handles import settle
@@ -165,16 +165,16 @@ def verify(path: str | os.PathLike[str]) -> Loaded:
     """
     found, manifest = _found(_find(store.expanded(path)), path)
     if manifest is None:
-        raise CheckpointError(f"{found} was not written by hsdp: it has no {store.MANIFEST} to check it against")
+        raise CheckpointError(f"{found} was not written by hsdp: it has no {manifests.MANIFEST} to check it against")
     with _opened(found) as files:
-        store.check_content(found, files, manifest, manifest.files)
+        manifests.check_content(found, files, manifest, manifest.files)
     _, held = read_own(found, manifest)
     return Loaded(found, manifest.step, _unpacked(found, held, 0, 1).extra, manifest.world_size)
 
 
 # -- finding and checking ------------------------------------------------------------------------------------------
 
-_Found = tuple[Path, store.Manifest | None]
+_Found = tuple[Path, manifests.Manifest | None]
 
 
 def _find(path: Path) -> _Found | None:
@@ -187,7 +187,8 @@ def _find(path: Path) -> _Found | None:
         return None
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
-    if not any(store.has(path, name) for name in (store.MANIFEST, store.INDEX, store.METADATA)) and not Layout.of(path):
+    marks = (manifests.MANIFEST, manifests.INDEX, manifests.METADATA)
+    if not any(manifests.has(path, name) for name in marks) and not Layout.of(path):
         last = store.latest(path)
         if last is None:
             if names := store.holds_something(path):
@@ -197,12 +198,14 @@ def _find(path: Path) -> _Found | None:
                 )
             return None
         path = last
-    if not store.has(path, store.MANIFEST):
-        if store.has(path, store.INDEX) or (not Layout.of(path) and read_foreign(path).by_hsdp):
-            raise CheckpointError(f"{path / store.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint")
+    if not manifests.has(path, manifests.MANIFEST):
+        if manifests.has(path, manifests.INDEX) or (not Layout.of(path) and read_foreign(path).by_hsdp):
+            raise CheckpointError(
+                f"{path / manifests.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint"
+            )
         return path, None
-    manifest = store.read_manifest(path)
-    store.check_sizes(path, manifest)
+    manifest = manifests.read_manifest(path)
+    manifests.check_sizes(path, manifest)
     return path, manifest
 
 
@@ -214,7 +217,7 @@ def _found(found: _Found | None, path: object) -> _Found:
     return found
 
 
-def _shares(manifest: store.Manifest, count: int) -> list[list[str]]:
+def _shares(manifest: manifests.Manifest, count: int) -> list[list[str]]:
     """The files, dealt out so that each rank checks about as many bytes."""
     shares: list[list[str]] = [[] for _ in range(count)]
     loads = [0] * count
@@ -238,7 +241,7 @@ def _unpacked(path: Path, held: bytes, rank: int, size: int) -> Packed:
     try:
         return unpack_extras(held, rank, size)
     except CheckpointError as error:
-        raise CheckpointError(f"{path / store.EXTRA}: {error}") from None
+        raise CheckpointError(f"{path / manifests.EXTRA}: {error}") from None
 
 
 # -- loading -------------------------------------------------------------------------------------------------------
@@ -289,7 +292,7 @@ def _load(
 class _Load:
     """One checkpoint on its way into a model and its optimizer."""
 
-    def __init__(self, ranks: Ranks, what: str, job: _Job, path: Path, manifest: store.Manifest | None) -> None:
+    def __init__(self, ranks: Ranks, what: str, job: _Job, path: Path, manifest: manifests.Manifest | None) -> None:
         self._ranks = ranks
         self._what = what
         self._job = job
@@ -303,7 +306,7 @@ class _Load:
         with _opened(self._path) as files:
             if manifest is not None and job.validate:
                 shares = _shares(manifest, ranks.size)
-                ranks.each(self._what, lambda: store.check_content(self._path, files, manifest, shares[ranks.rank]))
+                ranks.each(self._what, lambda: manifests.check_content(self._path, files, manifest, shares[ranks.rank]))
             ranks.each(self._what, lambda: self._prepare(files))
             ranks.each(self._what, self._commit)
         known = (None, None) if manifest is None else (manifest.step, manifest.world_size)

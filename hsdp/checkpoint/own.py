@@ -4,29 +4,29 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from hsdp.checkpoint import store
+from hsdp.checkpoint import manifests
 from hsdp.checkpoint.index import Index, from_json
 from hsdp.errors import CheckpointError
 
 
-def read_own(path: Path, manifest: store.Manifest) -> tuple[Index, bytes]:
+def read_own(path: Path, manifest: manifests.Manifest) -> tuple[Index, bytes]:
     """The index of a checkpoint and the content of its `extra.bin`, both as the manifest has them.
 
     Raises:
         CheckpointError: a file is missing, damaged or contradicts the others; names it.
     """
     contents = []
-    for name in (store.INDEX, store.EXTRA):
+    for name in (manifests.INDEX, manifests.EXTRA):
         if name not in manifest.files:
-            raise CheckpointError(f"checkpoint {path}: {store.MANIFEST} does not list {name}")
-        data = store.read_file(path / name)
-        store.check_bytes(path, manifest, name, data)
+            raise CheckpointError(f"checkpoint {path}: {manifests.MANIFEST} does not list {name}")
+        data = manifests.read_file(path / name)
+        manifests.check_bytes(path, manifest, name, data)
         contents.append(data)
     try:
         index = from_json(contents[0])
     except CheckpointError as error:
-        raise CheckpointError(f"{path / store.INDEX}: {error}") from None
+        raise CheckpointError(f"{path / manifests.INDEX}: {error}") from None
     for name in index.files():
         if name not in manifest.files:
-            raise CheckpointError(f"checkpoint {path}: {store.INDEX} says there are tensors in {name}, no file of it")
+            raise CheckpointError(f"checkpoint {path}: {manifests.INDEX} says there are tensors in {name}, no file of it")
     return index, contents[1]

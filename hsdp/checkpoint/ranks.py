@@ -31,9 +31,10 @@ _TAG = 0x68736470  # "hsdp"
 
 @dataclass(frozen=True)
 class _Failure:
-    """What went wrong on one rank."""
+    """What went wrong on one rank; `lost`: rank 0 lost contact with another, and there is no use in asking it again."""
 
     text: str
+    lost: bool = False
 
 
 class Ranks:
@@ -88,14 +89,14 @@ class Ranks:
         """
         told = _attempt(action)
         given = {name: _shown(value) for name, value in arguments.items()}
-        answers: list[Any] = [None] * self.size
         mine = (told.value if isinstance(told.value, _Failure) else None, given)
-        if self._talk is not None:
-            self._contact(what, lambda: dist.all_gather_object(answers, mine, group=self._talk))
+        answers = self.each(what, lambda: mine)
         if told.error is not None:
             raise told.error
         if self._talk is not None:
-            _raise_failures(what, [failure for failure, _ in answers], None)
+            failure = _describe([failure for failure, _ in answers])
+            if failure is not None:
+                raise CheckpointError(f"{what}: {failure}")
             differing = [
                 f"{name}: " + ", ".join(f"{value} on {_ranks(ranks)}" for value, ranks in by_value.items())
                 for name in given
@@ -111,30 +112,25 @@ class Ranks:
         Raises:
             CheckpointError: on every rank, if `action` raised on any; `what` says what was being done.
         """
-        told = _attempt(action)
-        answers: list[Any] = [told.value]
-        if self._talk is not None:
-            answers = [None] * self.size
-            self._contact(what, lambda: dist.all_gather_object(answers, told.value, group=self._talk))
-        _raise_failures(what, answers, told.error)
-        return answers
+        everything: list[T] = self.meet(what, action, lambda answers: [answers] * self.size)
+        return everything
 
     def one(self, what: str, action: Callable[[], T], rank: int = 0) -> T:
         """Does `action` on one rank; every rank gets its result, or its error as `CheckpointError`."""
         told = _attempt(action) if self.rank == rank else _Told(None, None)
-        answer = [told.value]
-        if self._talk is not None:
-            self._contact(what, lambda: dist.broadcast_object_list(answer, group=self._talk, group_src=rank))
-        if isinstance(answer[0], _Failure):
-            raise CheckpointError(f"{what}: {answer[0].text}") from told.error
-        return cast(T, answer[0])
+        (answer,) = self.meet(what, lambda: (told.value,), lambda answers: [answers[rank]] * self.size)
+        if isinstance(answer, _Failure):
+            raise CheckpointError(f"{what}: {answer.text}") from told.error
+        return cast(T, answer)
 
     def meet(self, what: str, action: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
         """Does `action` on every rank, then `combine` on rank 0 with all results; each rank gets its own item of that.
 
-        A thread may do it beside the main thread's collectives: these are messages from one rank to another, with a tag of
-        their own. A group of its own for the thread would have to be made while the run is under way, and a rank that dies
-        at that moment makes gloo wait for it several times as long as the timeout.
+        All of it goes through rank 0, which hears at once of a rank that is gone, and tells the others: in a collective
+        they would wait until its timeout. A thread may do it beside the main thread's collectives: these are messages
+        from one rank to another, with a tag of their own. A group of its own for the thread would have to be made while
+        the run is under way, and a rank that dies at that moment makes gloo wait for it several times as long as the
+        timeout.
 
         Raises:
             CheckpointError: on every rank, if either raised anywhere.
@@ -145,18 +141,42 @@ class Ranks:
             reply = self._contact(what, lambda: self._receive(0))
         else:
             others = range(1, self.size)
-            answers = [told.value, *(self._contact(what, lambda: self._receive(rank)) for rank in others)]
+            answers = [told.value, *map(self._heard, others)]
             failure = _describe(answers)
-            combined = _attempt(lambda: combine(answers)) if failure is None else _Told(_Failure(failure), told.error)
+            if failure is None:
+                combined = _attempt(lambda: combine(answers))
+            else:
+                combined = _Told(_Failure(failure, self.lost_contact), told.error)
             told = _Told(told.value, told.error or combined.error)
             failed = isinstance(combined.value, _Failure)
             replies = [combined.value] * self.size if failed else combined.value
-            for rank in others:
-                self._contact(what, lambda: self._post(replies[rank], rank))
+            lost = [rank for rank in others if not self._posted(replies[rank], rank)]
+            if lost and not failed:
+                raise CheckpointError(f"{what}: rank 0 of {self.size} lost contact with {_ranks(lost)} at its end")
             reply = replies[0]
         if isinstance(reply, _Failure):
+            self.lost_contact |= reply.lost
             raise CheckpointError(f"{what}: {reply.text}") from told.error
         return cast(R, reply)
+
+    def _heard(self, rank: int) -> Any:
+        """What a rank says, or that it is gone."""
+        try:
+            return self._receive(rank)
+        except (RuntimeError, ValueError) as error:
+            self.lost_contact = True
+            return _Failure(
+                f"rank 0 of {self.size} lost contact with it: it may have died or raised (see its log): {error}"
+            )
+
+    def _posted(self, value: object, rank: int) -> bool:
+        """Whether a rank could be told."""
+        try:
+            self._post(value, rank)
+        except (RuntimeError, ValueError):
+            self.lost_contact = True
+            return False
+        return True
 
     def _post(self, value: object, rank: int) -> None:
         # By the group itself: torch.distributed's functions refuse one that was destroyed while the save was under way,
@@ -224,12 +244,6 @@ def _ranks(ranks: list[int], limit: int = 16) -> str:
 def _shown(value: object) -> str:
     """An argument as it is compared and told; whole numbers of any type alike."""
     return repr(int(value)) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else repr(value)[:200]
-
-
-def _raise_failures(what: str, answers: list[Any], cause: BaseException | None) -> None:
-    failure = _describe(answers)
-    if failure is not None:
-        raise CheckpointError(f"{what}: {failure}") from cause
 
 
 _made: list[tuple[weakref.ref[ProcessGroup], weakref.ref[ProcessGroup]]] = []

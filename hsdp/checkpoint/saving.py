@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.metadata import Metadata, MetadataIndex, Stora
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
 from torch.optim import Optimizer
 
-from hsdp.checkpoint import store
+from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
 from hsdp.checkpoint.handles import SaveHandle, settle
@@ -42,6 +42,7 @@ from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 
@@ -80,8 +81,9 @@ def save(
             saved: numbers, strings, bytes, tensors, arrays, paths, dates, and tuples, lists, dicts, sets of them.
         step: number of steps done. Saving a step again replaces it.
         keep: how many checkpoints remain in `directory`, this one included; the one saved first goes first. None: all.
-        async_: return as soon as a copy in host memory is made (of what this rank writes) and write from a thread. A
-            failure is logged at once, and raised by `wait()` of the handle, or by the next save or load.
+        async_: return as soon as a copy in host memory is made (of what this rank writes) and write from a thread. The
+            memory, pinned for a model on a device, is kept for the next save as long as the model lives. A failure is
+            logged at once, and raised by `wait()` of the handle, or by the next save or load.
         process_group: the ranks that hold the model; None: all.
         progress: called on each rank with the bytes of tensors that it has written so far, and those it will in all.
 
@@ -107,7 +109,7 @@ def save(
         planner = _Planner(progress)
         plan, extras = _plan(what, ranks, partial, planner, model, optimizer, extra)
         if async_:
-            ranks.each(what, planner.stage)
+            ranks.each(what, lambda: planner.stage(staging_of(model)))
     handle = SaveHandle(where / f"step-{num:06d}", num)
 
     def finish() -> Path:
@@ -211,9 +213,9 @@ def _write(
         metadata.storage_meta = StorageMeta(save_id=f"{SAVE_ID}-{secrets.token_hex(8)}")
         metadata.version = _DCP_VERSION
         for name, content in {
-            store.METADATA: pickle.dumps(metadata),
-            store.INDEX: _index(metadata).to_json(),
-            store.EXTRA: pack_extras(extras, values, planner.optimizer),
+            manifests.METADATA: pickle.dumps(metadata),
+            manifests.INDEX: _index(metadata).to_json(),
+            manifests.EXTRA: pack_extras(extras, values, planner.optimizer),
         }.items():
             files[name] = store.write_file(partial / name, content)
         return [store.publish(partial, step, ranks.size, files, keep)] * ranks.size
@@ -227,7 +229,7 @@ def _write(
 class _Written:
     """What one rank wrote: its file, where in it each item is, and its values once more, packed."""
 
-    files: dict[str, store.FileRecord]
+    files: dict[str, manifests.FileRecord]
     places: dict[MetadataIndex, _StorageInfo]
     values: dict[str, bytes]
 
@@ -299,14 +301,11 @@ class _Planner(DefaultSavePlanner):
         self.optimizer: str | None = None
         self._progress = progress
 
-    def stage(self) -> None:
+    def stage(self, staging: Staging) -> None:
         """Copies what this rank will write to host memory, and lets go of the model."""
-        self._staged = {}
-        for item in self.plan.items:
-            data = super().resolve_data(item)
-            if isinstance(data, Tensor):
-                data = data.detach().to("cpu", copy=True)
-            self._staged[item.index] = data
+        held = {item.index: super(_Planner, self).resolve_data(item) for item in self.plan.items}
+        tensors = {index: data for index, data in held.items() if isinstance(data, Tensor)}
+        self._staged = {**held, **staging.copies(tensors)}
         self.state_dict = {}
 
     def resolve_data(self, write_item: WriteItem) -> Tensor | io.BytesIO:

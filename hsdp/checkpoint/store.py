@@ -17,77 +17,35 @@ new one has the name. All of this runs on one rank.
 from __future__ import annotations
 
 import contextlib
+import errno
 import io
-import json
 import logging
 import os
 import re
 import secrets
 import shutil
-import stat
 import zlib
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
 
 from hsdp.checkpoint.archives import combine_crc32
-from hsdp.checkpoint.files import Files
-from hsdp.checkpoint.index import is_plain_name
 from hsdp.checkpoint.lock import lock
+from hsdp.checkpoint.manifests import INDEX, MANIFEST, METADATA, FileRecord, Manifest, check_sizes, has, read_manifest
 from hsdp.errors import CheckpointError
 
 logger = logging.getLogger("hsdp.checkpoint")
 
-MANIFEST = "manifest.json"
-METADATA = ".metadata"
-INDEX = "index.json"
-EXTRA = "extra.bin"
-
 Progress = Callable[[int, int], object]
 """Called with the bytes that this rank has written or read so far, and those in all."""
 
-_FORMAT = "hsdp-checkpoint"
-_VERSION = 2
 _NAME = re.compile(r"step-(\d+)(?:\.old)?")
 _LEFTOVER = re.compile(r"\.step-\d+(\.old)?\.[0-9a-f]+\.(partial|trash)")
 _FOREIGN = re.compile(
     r"(step|checkpoint|epoch|global_step|iter)[-_=]?\d.*|.*\.(ckpt|pt|pth|bin|safetensors|distcp)", re.IGNORECASE
 )
 """Names by which others call checkpoints."""
-_BLOCK = 1 << 20
-
-
-@dataclass(frozen=True)
-class FileRecord:
-    """What a file was when it was written: its size in bytes and the CRC-32 of its content."""
-
-    bytes: int
-    crc32: int
-
-
-@dataclass(frozen=True)
-class Manifest:
-    """What a checkpoint consists of.
-
-    Attributes:
-        step: the step it was saved at.
-        sequence: 1 for the first save into its directory, one more for each later one, whatever their steps.
-        world_size: number of ranks that saved it.
-        files: every file but the manifest, by name.
-        earlier: the names of the checkpoints that were in the directory when it was saved.
-    """
-
-    step: int
-    sequence: int
-    world_size: int
-    files: Mapping[str, FileRecord]
-    earlier: tuple[str, ...] = ()
-
-    def text(self) -> str:
-        """As JSON, with a checksum of its own."""
-        body = {"format": _FORMAT, "version": _VERSION, **asdict(self)}
-        return json.dumps({**body, "crc32": _checksum(body)}, indent=1)  # no newline: the last byte counts
+_LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
+"""Errors that say that data did not reach the disk; others say that a system has no way to wait for directories."""
 
 
 class ChecksumStream:
@@ -193,32 +151,6 @@ def _scan(directory: Path) -> tuple[list[tuple[Manifest, Path]], list[tuple[Path
     return sorted(found, key=lambda one: one[0].sequence), damaged
 
 
-def has(path: Path, name: str) -> bool:
-    """Whether a directory has an entry of that name.
-
-    Raises:
-        CheckpointError: that cannot be found out, as it may not be read.
-    """
-    try:
-        return (path / name).exists()
-    except OSError as error:
-        raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
-
-
-def read_file(path: Path) -> bytes:
-    """The content of a small file.
-
-    Raises:
-        CheckpointError: it cannot be read, which is not to say that it is damaged.
-    """
-    try:
-        return path.read_bytes()
-    except FileNotFoundError:
-        raise CheckpointError(f"{path} is missing: this is no hsdp checkpoint, or a part of it was removed") from None
-    except OSError as error:
-        raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-
-
 def holds_something(directory: Path) -> list[str]:
     """The names in a directory that look like checkpoints of any kind, hsdp's or others'; none if there is no directory.
 
@@ -235,112 +167,6 @@ def holds_something(directory: Path) -> list[str]:
         if not _LEFTOVER.fullmatch(path.name)
         and (_FOREIGN.fullmatch(path.name) or (path.is_dir() and (has(path, METADATA) or has(path, MANIFEST))))
     ]
-
-
-def read_manifest(path: Path) -> Manifest:
-    """Reads and checks the manifest of a checkpoint.
-
-    Raises:
-        CheckpointError: it is missing, damaged, of another format, or may not be read.
-    """
-    file = path / MANIFEST
-    try:
-        fields = json.loads(read_file(file).decode())
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"{file} is damaged: it is not JSON ({str(error)[:200]})") from None
-    if not isinstance(fields, dict) or fields.get("format") != _FORMAT:
-        raise CheckpointError(f"{file} is damaged or foreign: it does not say format={_FORMAT!r}")
-    claimed = fields.pop("crc32", None)
-    if claimed != _checksum(fields):
-        raise CheckpointError(f"{file} is damaged: its checksum does not fit its content")
-    if fields.get("version") != _VERSION:
-        raise CheckpointError(f"{file} has format version {fields.get('version')!r}; this hsdp reads version {_VERSION}")
-    try:
-        return _manifest(fields)
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{file} is damaged: {type(error).__name__}: {str(error)[:200]}") from None
-
-
-def _manifest(fields: Mapping[str, Any]) -> Manifest:
-    def number(value: object, least: int) -> int:
-        if type(value) is not int or value < least:
-            raise ValueError(f"expected a whole number of at least {least}, not {str(value)[:50]}")
-        return value
-
-    files = {}
-    for name, record in fields["files"].items():
-        if not is_plain_name(name):
-            raise ValueError(f"it lists {name[:200]!r}, which is not a plain file name")
-        files[name] = FileRecord(number(record["bytes"], 0), number(record["crc32"], 0))
-    earlier = fields["earlier"]
-    if not isinstance(earlier, list) or not all(isinstance(name, str) for name in earlier):
-        raise ValueError("earlier is no list of names")
-    numbers = number(fields["step"], 0), number(fields["sequence"], 1), number(fields["world_size"], 1)
-    return Manifest(*numbers, files, tuple(earlier))
-
-
-def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
-
-
-def check_sizes(path: Path, manifest: Manifest) -> None:
-    """Compares the sizes of all files with the manifest, reading none.
-
-    Raises:
-        CheckpointError: files are missing, truncated or too long; names each.
-    """
-    wrong = []
-    for name, record in sorted(manifest.files.items()):
-        try:
-            status = (path / name).stat()
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-            continue
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            wrong.append(f"{name} is not a file")
-        elif status.st_size != record.bytes:
-            how = "truncated" if status.st_size < record.bytes else "longer than it was written"
-            wrong.append(f"{name} is {how}: {status.st_size} bytes instead of {record.bytes}")
-    if wrong:
-        raise CheckpointError(f"checkpoint {path}: " + "; ".join(wrong))
-
-
-def check_content(path: Path, files: Files, manifest: Manifest, names: Iterable[str]) -> None:
-    """Reads files whole and compares their checksums with the manifest.
-
-    Raises:
-        CheckpointError: files are damaged, or another's, or cannot be read; names each.
-    """
-    wrong, unread = [], []
-    block = memoryview(bytearray(_BLOCK))
-    for name in names:
-        try:
-            stream, crc32 = files.open(name), 0
-            stream.seek(0)
-            while count := stream.readinto(block):  # type: ignore[attr-defined]
-                crc32 = zlib.crc32(block[:count], crc32)
-        except OSError as error:
-            unread.append(f"{name} cannot be read: {error.strerror}")
-        else:
-            if crc32 != manifest.files[name].crc32:
-                wrong.append(name)
-    if wrong:
-        unread.append(f"{', '.join(wrong)}: damaged, or from another checkpoint (the checksum does not fit)")
-    if unread:
-        raise CheckpointError(f"checkpoint {path}: " + "; ".join(unread))
-
-
-def check_bytes(path: Path, manifest: Manifest, name: str, data: bytes) -> None:
-    """Compares the content of a file, already read, with the manifest.
-
-    Raises:
-        CheckpointError: it is not what was written.
-    """
-    if manifest.files.get(name) != FileRecord(len(data), zlib.crc32(data)):
-        raise CheckpointError(f"checkpoint {path}: {name} is damaged, or from another checkpoint")
 
 
 # -- writing -------------------------------------------------------------------------------------------------------
@@ -399,7 +225,8 @@ def publish(partial: Path, step: int, world_size: int, files: Mapping[str, FileR
         Its final path.
 
     Raises:
-        CheckpointError: a file is not there, or not of the size it was written with.
+        CheckpointError: a file is not there, or not of the size it was written with; or the checkpoint is complete, and
+            those that it replaces could not be removed.
     """
     directory = partial.parent
     final = directory / f"step-{step:06d}"
@@ -422,10 +249,15 @@ def publish(partial: Path, step: int, world_size: int, files: Mapping[str, FileR
         final.rename(old)
     partial.rename(final)
     _sync(directory)
-    _retire(old)
-    if keep is not None:
-        for _, path in _scan(directory)[0][:-keep]:
-            _retire(path)
+    try:
+        _retire(old)
+        if keep is not None:
+            for _, path in _scan(directory)[0][:-keep]:
+                _retire(path)
+    except OSError as error:
+        raise CheckpointError(
+            f"{final} is complete, but an earlier checkpoint could not be removed from {directory}: {error.strerror}"
+        ) from error
     return final
 
 
@@ -438,10 +270,17 @@ def _retire(path: Path) -> None:
 
 
 def _sync(directory: Path) -> None:
-    """Waits until the names in a directory are on disk, where the system can do that."""
-    with contextlib.suppress(OSError):
+    """Waits until the names in a directory are on disk, where the system can do that.
+
+    Raises:
+        OSError: it can, and failed.
+    """
+    try:
         descriptor = os.open(directory, os.O_RDONLY)
         try:
             os.fsync(descriptor)
         finally:
             os.close(descriptor)
+    except OSError as error:
+        if error.errno in _LOST:
+            raise

@@ -14,6 +14,7 @@ from torch import nn
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, SaveHandle
 from hsdp.checkpoint.lock import LOCK
+from hsdp.checkpoint.staging import staging_of
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -142,3 +143,34 @@ def test_the_staged_copy_is_a_copy(tmp_path: Path) -> None:
     handle.wait()
     checkpoint.load(tmp_path, model)
     assert torch.equal(model.weight, before)
+
+
+def test_the_next_save_stages_in_the_same_memory(tmp_path: Path) -> None:
+    model = cm.build(None)
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, [0])
+    seen = []
+    for step in (1, 2):
+        checkpoint.save(tmp_path, model, optimizer, step=step, async_=True).wait()
+        seen.append((staging_of(model)._block.data_ptr(), staging_of(model)._block.numel()))
+        cm.train(model, optimizer, [step])
+    assert seen[0] == seen[1]
+    state = [*model.state_dict().values(), *(one for held in optimizer.state.values() for one in held.values())]
+    assert seen[0][1] < 1.3 * sum(one.nbytes for one in state) + 64 * len(state)  # each is padded to 64 bytes
+
+
+def test_a_failed_background_save_leaves_its_memory_to_the_next(tmp_path: Path) -> None:
+    model = nn.Linear(4, 4)
+
+    def fail(done: int, total: int) -> None:
+        raise OSError("gone")
+
+    with pytest.raises(CheckpointError, match="gone"):
+        checkpoint.save(tmp_path, model, step=1, async_=True, progress=fail).wait()
+    weight = model.weight.detach().clone()
+    handle = checkpoint.save(tmp_path, model, step=2, async_=True)
+    with torch.no_grad():
+        model.weight.zero_()
+    handle.wait()
+    checkpoint.load(tmp_path, model)
+    assert torch.equal(model.weight, weight)

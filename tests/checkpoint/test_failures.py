@@ -18,7 +18,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, store
+from hsdp.checkpoint import CheckpointError, manifests, store
 from hsdp.checkpoint.lock import LOCK, lock, unlock
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
@@ -71,9 +71,9 @@ def test_a_damaged_manifest_blocks_unless_a_later_checkpoint_is_good(tmp_path: P
     model = nn.Linear(2, 2)
     first = checkpoint.save(tmp_path, model, step=1).path
     second = checkpoint.save(tmp_path, model, step=2).path
-    (first / store.MANIFEST).write_text("{")
+    (first / manifests.MANIFEST).write_text("{")
     assert checkpoint.latest(tmp_path) == second
-    (second / store.MANIFEST).write_text("{")
+    (second / manifests.MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"manifest.json is damaged.*move step-00000\d out"):
         checkpoint.latest(tmp_path)
 
@@ -81,7 +81,7 @@ def test_a_damaged_manifest_blocks_unless_a_later_checkpoint_is_good(tmp_path: P
 def test_fields_of_a_manifest_have_their_types(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = checkpoint.save(tmp_path, model, step=1).path
-    good = json.loads((path / store.MANIFEST).read_text())
+    good = json.loads((path / manifests.MANIFEST).read_text())
     bad: list[dict[str, Any]] = [
         {"step": "1"},
         {"step": True},
@@ -100,7 +100,7 @@ def test_fields_of_a_manifest_have_their_types(tmp_path: Path) -> None:
     ]
     for change in bad:
         fields = {key: value for key, value in {**good, **change}.items() if key != "crc32"}
-        (path / store.MANIFEST).write_text(json.dumps({**fields, "crc32": store._checksum(fields)}))
+        (path / manifests.MANIFEST).write_text(json.dumps({**fields, "crc32": manifests._checksum(fields)}))
         for call in (checkpoint.verify, checkpoint.latest, lambda p: checkpoint.load(p, model)):
             with pytest.raises(CheckpointError, match=r"manifest.json (is damaged|has format version)"):
                 call(tmp_path)
@@ -110,7 +110,7 @@ def test_what_may_not_be_read_is_not_called_damaged(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     path = checkpoint.save(tmp_path, model, step=1).path
     opened = Path.open
-    for name in (store.MANIFEST, store.INDEX, store.EXTRA, "__0_0.distcp"):
+    for name in (manifests.MANIFEST, manifests.INDEX, manifests.EXTRA, "__0_0.distcp"):
 
         def refuse(file: Path, *args: Any, name: str = name, **kwargs: Any) -> Any:
             if file.name == name:
@@ -300,17 +300,16 @@ def test_the_lock_where_the_file_system_has_none(tmp_path: Path) -> None:
 def test_a_reader_whose_checkpoint_is_pruned_takes_the_next(tmp_path: Path) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     checkpoint.save(tmp_path, model, step=1)
-    seen = store.check_sizes
+    seen = manifests.check_sizes
     pruned = []
 
     def prune(path: Path, manifest: Any) -> None:
         seen(path, manifest)
         if not pruned:
             pruned.append(path)
-            with mock.patch.object(store, "check_sizes", seen):
-                checkpoint.save(tmp_path, model, step=2, keep=1)
+            checkpoint.save(tmp_path, model, step=2, keep=1)
 
-    with mock.patch.object(store, "check_sizes", prune):
+    with mock.patch.object(manifests, "check_sizes", prune):
         assert checkpoint.load(tmp_path, other).step == 2
     assert pruned and not pruned[0].exists()
 

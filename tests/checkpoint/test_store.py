@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, store
+from hsdp.checkpoint import CheckpointError, manifests, store
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.lock import LOCK
 
@@ -52,7 +52,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
         save(tmp_path, 5, content)
     assert names(tmp_path) == ["step-000005"]
     assert (tmp_path / "step-000005" / "data").read_bytes() == b"second"
-    assert store.read_manifest(tmp_path / "step-000005").sequence == 2
+    assert manifests.read_manifest(tmp_path / "step-000005").sequence == 2
 
 
 def test_what_a_dead_run_left_is_swept_by_the_next_save(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_a_directory_of_somebody_else_is_not_replaced(tmp_path: Path) -> None:
 def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path: Path) -> None:
     save(tmp_path, 1)
     damaged = save(tmp_path, 2)
-    (damaged / store.MANIFEST).write_text("{")
+    (damaged / manifests.MANIFEST).write_text("{")
     with pytest.raises(CheckpointError, match=r"step-000002/manifest.json is damaged.*move step-000002 out"):
         checkpoint.latest(tmp_path)
     save(tmp_path, 3)
@@ -86,7 +86,7 @@ def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path
 
 def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
     partial = store.begin(tmp_path, 1)
-    files = {"data": store.FileRecord(3, 0), "more": store.write_file(partial / "more", b"abcd")}
+    files = {"data": manifests.FileRecord(3, 0), "more": store.write_file(partial / "more", b"abcd")}
     (partial / "more").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"):
         store.publish(partial, 1, 1, files, None)
@@ -95,7 +95,7 @@ def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("field", ["step", "sequence", "files", "format", "crc32", "version"])
 def test_a_manifest_that_was_edited_is_refused(tmp_path: Path, field: str) -> None:
-    file = save(tmp_path, 1) / store.MANIFEST
+    file = save(tmp_path, 1) / manifests.MANIFEST
     fields = json.loads(file.read_text())
     fields[field] = {"step": 2, "sequence": 9, "files": {}, "format": "x", "crc32": 0, "version": 9}[field]
     file.write_text(json.dumps(fields))
@@ -140,9 +140,9 @@ def test_dying_at_any_line_of_a_save_loses_nothing(tmp_path: Path, again: bool) 
         crashed = crash_at(count, lambda directory=directory: save(directory, 2 if again else 3, b"new content", keep=2))
         last = checkpoint.latest(directory)
         assert last is not None
-        manifest = store.read_manifest(last)
-        store.check_sizes(last, manifest)
-        store.check_content(last, Files(opener(last)), manifest, manifest.files)
+        manifest = manifests.read_manifest(last)
+        manifests.check_sizes(last, manifest)
+        manifests.check_content(last, Files(opener(last)), manifest, manifest.files)
         assert (last / "data").read_bytes() in (b"content 2", b"new content")
         # The run starts again from there: nothing of the crash stays.
         save(directory, 4, keep=2)

@@ -28,6 +28,7 @@ from hsdp.checkpoint import (
     index,
     layouts,
     loading,
+    manifests,
     models,
     optimizers,
     pieces,
@@ -167,7 +168,7 @@ def check_to_fsdp2(env: RankEnv, directory: str) -> None:
 
 @mutant(check_flipped)
 def compares_no_checksums() -> Any:
-    return off(store, "check_content")
+    return off(manifests, "check_content")
 
 
 @mutant(directories.test_publishing_notices_files_that_are_not_there)
@@ -177,7 +178,7 @@ def compares_no_sizes() -> Any:
 
 @mutant(check_edited)
 def believes_any_manifest() -> Any:
-    return mock.patch.object(store, "_checksum", lambda body: 0)
+    return mock.patch.object(manifests, "_checksum", lambda body: 0)
 
 
 @mutant(check_left_out)

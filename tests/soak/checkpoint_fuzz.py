@@ -21,6 +21,7 @@ import tempfile
 import time
 from collections import Counter
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path, PurePath, PurePosixPath
 from typing import Any
@@ -30,7 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, index, objects, pickles, pieces, store
+from hsdp.checkpoint import CheckpointError, index, manifests, objects, pickles, pieces, store
 from tests.soak.checkpoint_hostile import Net, Target, make_case, make_good
 
 CHUNK = 1000
@@ -86,7 +87,7 @@ _CLASSES: list[Any] = [
     *(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
     PurePath, PurePosixPath, Path, type(Path()), torch.Size, torch.Tensor, nn.Module, nn.Linear, dict, list, tuple,
     set, Counter, CheckpointError, pickles.Name, pickles.Call, pickles._Machine, index.Index, index.Place,
-    index.TensorRecord, pieces.Stored, store.Manifest, store.FileRecord, checkpoint.Loaded, Net,
+    index.TensorRecord, pieces.Stored, manifests.Manifest, manifests.FileRecord, checkpoint.Loaded, Net,
 ]  # fmt: skip
 _MODULES: list[Any] = [
     os,
@@ -97,6 +98,7 @@ _MODULES: list[Any] = [
     random,
     checkpoint,
     index,
+    manifests,
     objects,
     pickles,
     pieces,
@@ -193,6 +195,7 @@ def main() -> None:
     parser.add_argument("--cases", type=int, default=20_000)
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--chunk", action="store_true", help=argparse.SUPPRESS)
+    parser.add_argument("--jobs", type=int, default=1, help="processes at a time (default %(default)s)")
     parser.add_argument("--log", type=Path)
     options = parser.parse_args()
     if options.chunk:
@@ -202,40 +205,53 @@ def main() -> None:
             counts, wrong = run(options.first, options.cases, Path(directory))
         print(json.dumps([[[*key, count] for key, count in counts.items()], wrong]))
         return
-    counts, wrong, died = Counter[tuple[str, str]](), list[str](), 0
-    for first in range(options.first, options.first + options.cases, CHUNK):
-        count = min(CHUNK, options.first + options.cases - first)
-        command = [
-            sys.executable,
-            "-m",
-            "tests.soak.checkpoint_fuzz",
-            "--chunk",
-            "--first",
-            str(first),
-            "--cases",
-            str(count),
-        ]
-        done = subprocess.run(command, capture_output=True, text=True, check=False)
-        if done.returncode:
-            died += 1
-            wrong.append(f"cases {first} to {first + count}: exit {done.returncode}: {done.stderr[-800:]}")
-            continue
-        found, told = json.loads(done.stdout.splitlines()[-1])
-        counts.update({(what, outcome): number for what, outcome, number in found})
-        wrong += told
-        print(f"{first + count} cases, {len(wrong)} wrong", flush=True)
-    lines = [
-        f"{sum(counts.values())} hostile and damaged checkpoints; {died} processes died; {len(wrong)} things went wrong",
-        "",
-    ]
-    for what in sorted({what for what, _ in counts}):
-        by_outcome = [f"{counts[what, outcome]:6d} {outcome}" for outcome in ("refused", "loaded", "other error")]
-        lines.append(f"{what:26s}" + "".join(by_outcome))
-    text = "\n".join([*lines, "", *wrong[:200]]).rstrip() + "\n"
-    print(text)
-    if options.log is not None:
-        options.log.write_text(text)
-    sys.exit(bool(wrong))
+    told = Told()
+    end = options.first + options.cases
+    with ThreadPoolExecutor(options.jobs) as threads:
+        for done in threads.map(lambda first: run_chunk(first, min(CHUNK, end - first)), range(options.first, end, CHUNK)):
+            told.add(done)
+            print(f"{sum(told.counts.values())} cases, {len(told.wrong)} wrong", flush=True)
+            if options.log is not None:
+                options.log.write_text(told.text())  # a run that is cut short leaves what it saw
+    print(told.text())
+    sys.exit(bool(told.wrong))
+
+
+def run_chunk(first: int, count: int) -> tuple[Counter[tuple[str, str]], list[str]] | str:
+    """Cases in a process of their own: as `run`, or how it died."""
+    command = [sys.executable, "-m", "tests.soak.checkpoint_fuzz", "--chunk", "--first", str(first), "--cases", str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode:
+        return f"cases {first} to {first + count}: exit {done.returncode}: {done.stderr[-800:]}"
+    found, wrong = json.loads(done.stdout.splitlines()[-1])
+    return Counter({(what, outcome): number for what, outcome, number in found}), wrong
+
+
+class Told:
+    """What all chunks said."""
+
+    def __init__(self) -> None:
+        self.counts = Counter[tuple[str, str]]()
+        self.wrong: list[str] = []
+        self._died = 0
+
+    def add(self, chunk: tuple[Counter[tuple[str, str]], list[str]] | str) -> None:
+        """One more."""
+        if isinstance(chunk, str):
+            self._died += 1
+            self.wrong.append(chunk)
+        else:
+            self.counts.update(chunk[0])
+            self.wrong += chunk[1]
+
+    def text(self) -> str:
+        """The log."""
+        total, wrong = sum(self.counts.values()), len(self.wrong)
+        lines = [f"{total} hostile and damaged checkpoints; {self._died} processes died; {wrong} things went wrong", ""]
+        for what in sorted({what for what, _ in self.counts}):
+            outcomes = [f"{self.counts[what, outcome]:6d} {outcome}" for outcome in ("refused", "loaded", "other error")]
+            lines.append(f"{what:26s}" + "".join(outcomes))
+        return "\n".join([*lines, "", *self.wrong[:200]]).rstrip() + "\n"
 
 
 if __name__ == "__main__":

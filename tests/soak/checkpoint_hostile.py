@@ -28,7 +28,7 @@ from torch import nn
 from torch.distributed.checkpoint.state_dict import get_state_dict
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, index, objects, store
+from hsdp.checkpoint import CheckpointError, index, manifests, objects
 
 
 class Net(nn.Module):
@@ -87,7 +87,7 @@ def make_good(directory: Path) -> dict[str, Path]:
 
 def seal(path: Path) -> None:
     """Makes sizes and checksums of the manifest those of the files."""
-    fields = json.loads((path / store.MANIFEST).read_text())
+    fields = json.loads((path / manifests.MANIFEST).read_text())
     for name in list(fields["files"]):
         if (path / name).is_file():
             data = (path / name).read_bytes()
@@ -98,8 +98,8 @@ def seal(path: Path) -> None:
 def write_manifest(path: Path, fields: Any) -> None:
     if isinstance(fields, dict):
         fields.pop("crc32", None)
-        fields["crc32"] = store._checksum(fields)
-    (path / store.MANIFEST).write_text(json.dumps(fields))
+        fields["crc32"] = manifests._checksum(fields)
+    (path / manifests.MANIFEST).write_text(json.dumps(fields))
 
 
 # -- changes -----------------------------------------------------------------------------------------------------------
@@ -381,13 +381,13 @@ def change_piece(rng: random.Random, path: Path) -> None:
             if info.offset == place.start:
                 info.offset, info.length = len(data), len(piece)
         (path / ".metadata").write_bytes(pickle.dumps(text))
-        if (path / store.INDEX).exists():
-            own = json.loads((path / store.INDEX).read_text())
+        if (path / manifests.INDEX).exists():
+            own = json.loads((path / manifests.INDEX).read_text())
             packed = [*own["values"].values(), *(one for _, _, found in own["tensors"].values() for one in found)]
             for one in packed:
                 if one[1] == place.start:
                     one[1:3] = [len(data), len(piece)]
-            (path / store.INDEX).write_text(json.dumps(own))
+            (path / manifests.INDEX).write_text(json.dumps(own))
 
 
 def change_file(name: str, change: Callable[[random.Random, bytes], bytes]) -> Callable[[random.Random, Path], object]:
@@ -395,7 +395,7 @@ def change_file(name: str, change: Callable[[random.Random, bytes], bytes]) -> C
 
 
 def change_manifest(rng: random.Random, path: Path) -> None:
-    write_manifest(path, change_json(rng, json.loads((path / store.MANIFEST).read_text())))
+    write_manifest(path, change_json(rng, json.loads((path / manifests.MANIFEST).read_text())))
 
 
 def change_entries(rng: random.Random, path: Path) -> None:
@@ -415,10 +415,10 @@ def change_entries(rng: random.Random, path: Path) -> None:
 RULES: dict[str, list[tuple[str, Callable[[random.Random, Path], object], bool]]] = {
     "own": [
         ("manifest", change_manifest, False),
-        ("index", change_file(store.INDEX, change_json_bytes), True),
-        ("index bytes", change_file(store.INDEX, change_bytes), True),
-        ("extra", change_file(store.EXTRA, change_headed), True),
-        ("values", change_file(store.EXTRA, change_nested), True),
+        ("index", change_file(manifests.INDEX, change_json_bytes), True),
+        ("index bytes", change_file(manifests.INDEX, change_bytes), True),
+        ("extra", change_file(manifests.EXTRA, change_headed), True),
+        ("values", change_file(manifests.EXTRA, change_nested), True),
         ("pieces", change_piece, True),
         ("bytes", change_file("__0_0.distcp", change_bytes), False),
         ("entries", change_entries, False),

@@ -6,8 +6,10 @@ contender saves, saves in the background and loads once, in turn (A B A B):
     hsdp    checkpoint.save, checkpoint.save(async_=True), checkpoint.load, checksums included
     dcp     dcp.save, dcp.async_save, dcp.load and set_state_dict, of get_state_dict
 
-Times are wall times of the slower rank, and for the background save also the time until the caller goes on. Memory is what
-a rank's resident set grows by at its peak (Linux's VmHWM), as a share of the state that the rank holds.
+Times are wall times of the slower rank, and for the background save also the time until the caller goes on; CPU times are
+those of the busier rank, with all its threads and the kernel's part, which other work on the machine changes little. Memory
+is what a rank's resident set grows by at its peak (Linux's VmHWM), as a share of the state that the rank holds; what a
+background save keeps for the next one counts in the first round.
 """
 
 from __future__ import annotations
@@ -58,14 +60,14 @@ def _status(field: str) -> int:
     return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(field))
 
 
-def measured(action: Callable[[], Any]) -> tuple[float, int, Any]:
-    """Seconds, bytes by which the resident set grew at its peak, and what the action returned; all ranks start together."""
+def measured(action: Callable[[], Any]) -> tuple[float, float, int, Any]:
+    """Seconds, CPU seconds, bytes by which the resident set grew at its peak, and what the action returned."""
     gc.collect()
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
-    before, started = _status("VmRSS"), time.perf_counter()
+    before, started, used = _status("VmRSS"), time.perf_counter(), time.process_time()
     result = action()
-    return time.perf_counter() - started, _status("VmHWM") - before, result
+    return time.perf_counter() - started, time.process_time() - used, _status("VmHWM") - before, result
 
 
 def actions(library: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
@@ -103,15 +105,19 @@ def run(env: RankEnv, directory: str, rounds: int, layers: int, dim: int) -> lis
             path = Path(directory, name)
             calls = actions(name, path, model, optimizer)
             for action, call in calls.items():
-                seconds, grown, wait = measured(call)
+                before = _status("VmRSS")
+                seconds, used, grown, wait = measured(call)
                 if action == "async":
-                    found.append({"who": name, "what": "async: caller", "s": seconds, "memory": grown / held})
-                    started = time.perf_counter()
+                    caller = {"who": name, "what": "async: caller", "s": seconds, "cpu": used, "memory": grown / held}
+                    found.append(caller | {"round": number})
+                    started, used_before = time.perf_counter(), time.process_time()
                     wait()
                     seconds += time.perf_counter() - started
-                    grown = max(grown, _status("VmHWM") - _status("VmRSS"))
+                    used += time.process_time() - used_before
+                    grown = _status("VmHWM") - before
                 what = "async: all" if action == "async" else action
-                found.append({"who": name, "what": what, "s": seconds, "memory": grown / held, "round": number})
+                one = {"who": name, "what": what, "s": seconds, "cpu": used, "memory": grown / held}
+                found.append(one | {"round": number})
             dist.barrier()
             if env.rank == 0:
                 shutil.rmtree(path)
@@ -119,21 +125,23 @@ def run(env: RankEnv, directory: str, rounds: int, layers: int, dim: int) -> lis
 
 
 def table(ranks: Sequence[Sequence[dict[str, Any]]]) -> str:
-    """Medians over rounds, of the slower rank, and hsdp's over DCP's."""
-    lines = [f"{'':16}{'hsdp s':>10}{'dcp s':>10}{'ratio':>8}{'hsdp memory':>14}{'dcp memory':>12}"]
+    """Medians over rounds, of the slower rank, and of the rounds' ratios of hsdp to DCP; the largest memory."""
+    lines = [f"{'':16}{'hsdp s':>9}{'dcp s':>9}{'ratio':>7}{'hsdp cpu':>10}{'dcp cpu':>9}{'ratio':>7}"]
+    lines[0] += f"{'hsdp memory':>13}{'dcp memory':>12}"
+
+    def worst(what: str, who: str, key: str) -> list[float]:
+        """By round."""
+        at = [i for i, one in enumerate(ranks[0]) if (one["who"], one["what"]) == (who, what)]
+        return [max(rank[i][key] for rank in ranks) for i in at]
+
     for what in ACTIONS:
-        worst = [
-            [
-                max(rank[i][key] for rank in ranks)
-                for i, one in enumerate(ranks[0])
-                if (one["who"], one["what"]) == (who, what)
-            ]
-            for key in ("s", "memory")
-            for who in CONTENDERS
-        ]
-        hsdp_s, dcp_s, hsdp_m, dcp_m = (statistics.median(values) for values in worst)
-        ratio = statistics.median(a / b for a, b in zip(worst[0], worst[1], strict=True))
-        lines.append(f"{what:16}{hsdp_s:10.2f}{dcp_s:10.2f}{ratio:8.2f}{hsdp_m:14.2f}{dcp_m:12.2f}")
+        line = f"{what:16}"
+        for key, width in (("s", 9), ("cpu", 10)):
+            ours, theirs = worst(what, "hsdp", key), worst(what, "dcp", key)
+            ratio = statistics.median(a / b for a, b in zip(ours, theirs, strict=True))
+            line += f"{statistics.median(ours):{width}.2f}{statistics.median(theirs):9.2f}{ratio:7.2f}"
+        memory = [max(worst(what, who, "memory")) for who in CONTENDERS]
+        lines.append(f"{line}{memory[0]:13.2f}{memory[1]:12.2f}")
     return "\n".join(lines)
 
 

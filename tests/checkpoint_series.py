@@ -364,7 +364,7 @@ class Series:
         function = attempt
         remounted = case.fault == "read-only" and case.variant % 4 == 0
         if remounted:
-            self._pool.run(attempt, str(self._mount), self._step, Case("saving", "none", variant=-1))
+            self._pool.run(attempt, str(self._mount), self._step, Case("loading", "none"))
             self._pool.close()  # an open file, like the lock, keeps a file system writable
             _mount(self._mount, "ro")
             function, case = again, replace(case, at=-1)

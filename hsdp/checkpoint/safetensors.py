@@ -21,14 +21,15 @@ import json
 import os
 import re
 import struct
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
+from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.ranks import Ranks
@@ -121,38 +122,53 @@ def load_safetensors(
     path: str | os.PathLike[str],
     model: nn.Module,
     *,
+    strict: bool = True,
+    include: Sequence[str] | None = None,
+    exclude: Sequence[str] = (),
+    rename: Rename | None = None,
     cast: bool = False,
     process_group: ProcessGroup | None = None,
-) -> None:
+) -> Report:
     """Loads weights into a model, in place, each rank reading only its rows. Needs `pip install safetensors`.
 
     Args:
         path: a `.safetensors` file, or a directory with one, or with several and their index.
         model: any module, sharded or not; its names must be those of the files. A name that is tied to one that is
             there may be missing.
+        strict, include, exclude, rename: as `load` has them: which names go where.
         cast: convert floating-point tensors to the model's dtypes; else other dtypes are errors.
         process_group: the ranks that hold the model; None: all.
 
+    Returns:
+        What became of each name.
+
     Raises:
         ImportError: the safetensors library is not installed.
+        TypeError: `include`, `exclude` or `rename` make no sense.
         CheckpointError: on all ranks, before anything is changed: files are missing, truncated or damaged; names, shapes
             or dtypes differ.
     """
     safe_open = _library()
+    choice = Choice(strict, include, exclude, rename, cast)
     ranks = Ranks(process_group)
     what = f"loading {path}"
-    entries = model_entries(model)
-    firsts = first_names(model, entries)
+    own = {name: entry.value for name, entry in model_entries(model).items() if isinstance(entry.value, Tensor)}
+    firsts = first_names(model, model_entries(model))
     with contextlib.ExitStack() as stack:
-        places: dict[str, Any] = {}
-        ranks.each(what, lambda: places.update(_open(Path(path), safe_open, stack)))
-        own = {name: entry.value for name, entry in entries.items()}
-        ranks.each(what, lambda: _check(places, own, firsts, cast, Path(path)))
+        places: dict[str, _Place] = {}
+        reports: list[Report] = []
+
+        def prepare() -> None:
+            files = _open(Path(path), safe_open, stack)
+            places.update({name: _Place(files[old], old) for name, old in choice.sources(list(files)).items()})
+            reports.append(_check(places, own, firsts, choice, sorted(files), Path(path)))
+
+        ranks.each(what, prepare)
         with torch.no_grad():
-            for name, value in own.items():
-                if name in places and isinstance(value, Tensor):
-                    block_of(value).copy_(_read(places[name], name, value))
+            for name in set(reports[0].loaded) & places.keys():
+                block_of(own[name]).copy_(_read(places[name], own[name]))
     tell_units(model)
+    return reports[0]
 
 
 def _library() -> Any:
@@ -309,40 +325,66 @@ def _read_index(file: Path) -> dict[str, str]:
     return dict(weights)
 
 
-def _check(places: Mapping[str, Any], own: Mapping[str, Any], firsts: Mapping[str, str], cast: bool, path: Path) -> None:
+class _Place(NamedTuple):
+    """A tensor in a file, under its name there."""
+
+    file: Any
+    name: str
+
+
+def _check(
+    places: Mapping[str, _Place],
+    own: Mapping[str, Tensor],
+    firsts: Mapping[str, str],
+    choice: Choice,
+    saved: Sequence[str],
+    path: Path,
+) -> Report:
     """Compares names, shapes and dtypes; of tied names also this rank's values."""
-    problems = []
-    have = {firsts[name] for name in own if name in places}
-    if missing := [name for name, value in own.items() if isinstance(value, Tensor) and firsts[name] not in have]:
+    problems, converted = [], []
+    wanted = {name: value for name, value in own.items() if choice.wants(name)}
+    have = {firsts[name] for name in wanted if name in places}
+    missing = [name for name in wanted if firsts[name] not in have]
+    unexpected = [place.name for name, place in places.items() if name not in own and choice.wants(name)]
+    if missing and choice.strict:
         problems.append(f"the model has {listing(missing)}, which the files do not have")
-    if unexpected := [name for name in places if not isinstance(own.get(name), Tensor)]:
+    if unexpected and choice.strict:
         problems.append(f"the files have {listing(unexpected)}, which the model does not have")
-    for name, value in own.items():
-        if name not in places or not isinstance(value, Tensor):
+    for name, value in wanted.items():
+        if name not in places:
             continue
-        found = places[name].get_slice(name)
+        found, first = places[name].file.get_slice(places[name].name), firsts[name]
         shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+        floating = dtype is not None and dtype.is_floating_point and value.is_floating_point()
         if shape != tuple(value.shape):
             problems.append(f"{name!r} has shape {shape} in the files and {tuple(value.shape)} in the model")
-        elif dtype is None or (
-            dtype != value.dtype and not (cast and dtype.is_floating_point and value.is_floating_point())
-        ):
+        elif dtype != value.dtype and not (choice.cast and floating):
             problems.append(
                 f"{name!r} has dtype {found.get_dtype()} in the files and {value.dtype} in the model (cast=True converts "
                 "between floating-point dtypes)"
             )
         elif (
-            (first := firsts[name]) != name
-            and first in places
-            and not torch.equal(_read(places[first], first, value), _read(places[name], name, value))
+            first != name
+            and first in places.keys() & wanted.keys()
+            and not torch.equal(_read(places[first], value), _read(places[name], value))
         ):
             problems.append(f"{first!r} and {name!r} are one parameter in the model, but differ in the files")
+        if dtype != value.dtype:
+            converted.append(name)
+    loaded = tuple(name for name in wanted if name not in missing)
+    if not loaded and choice.partial and own:
+        problems.append(f"they have nothing of what is to be loaded: the files have {listing(saved, 3)}")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems[:12]))
+    skipped = tuple(name for name in own if name not in wanted)
+    used = {places[name].name for name in loaded if name in places}
+    left = tuple(name for name in saved if name not in used)
+    return Report(loaded, tuple(missing), skipped, left, tuple(converted))
 
 
-def _read(file: Any, name: str, like: Tensor) -> Tensor:
+def _read(place: _Place, like: Tensor) -> Tensor:
     """This rank's part of a tensor, as it is in the file."""
+    file, name = place
     offsets, sizes = local_box(like)
     if not sizes:
         return file.get_tensor(name)  # type: ignore[no-any-return]

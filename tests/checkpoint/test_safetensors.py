@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
@@ -186,3 +186,25 @@ def test_arguments_and_a_missing_library(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setitem(sys.modules, "safetensors", None)
     with pytest.raises(ImportError, match=r"pip install 'hsdp\[safetensors\]'"):
         checkpoint.load_safetensors(tmp_path, model)
+
+
+def test_a_base_model_is_loaded_in_part_and_reported(tmp_path: Path) -> None:
+    base = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    checkpoint.save_safetensors(tmp_path, base, dtype=torch.bfloat16, max_file_bytes=40)  # several files with an index
+    model = nn.ModuleDict({"net": nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)), "adapter": nn.Linear(4, 2)})
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    report = checkpoint.load_safetensors(
+        tmp_path, model, strict=False, exclude=["net.1.bias"], rename=lambda name: f"net.{name}", cast=True
+    )
+    assert report.loaded == ("net.0.weight", "net.0.bias", "net.1.weight") == report.converted
+    assert (report.missing, report.skipped) == (("adapter.weight", "adapter.bias"), ("net.1.bias",))
+    assert report.left == ("1.bias",)
+    for name, value in model.state_dict().items():
+        rounded = base.state_dict().get(name.removeprefix("net."), value).bfloat16().float()
+        assert torch.equal(value, rounded if name in report.loaded else before[name]), name
+    with pytest.raises(CheckpointError, match=r"the model has 'adapter.weight', 'adapter.bias', which the files do not"):
+        checkpoint.load_safetensors(tmp_path, model, rename=lambda name: f"net.{name}", cast=True)
+    with pytest.raises(CheckpointError, match="nothing of what is to be loaded"):
+        checkpoint.load_safetensors(tmp_path, model, strict=False)
+    with pytest.raises(TypeError, match="include='net'"):
+        checkpoint.load_safetensors(tmp_path, model, include="net")

@@ -18,10 +18,17 @@ The training loop stays as it was. What else there is, by purpose:
     optimizers               clip_grad_norm_, optim.local, optim.Muon, optim.whole_matrix
     saving and loading       checkpoint
     before and after a step  plan, trace
-    errors                   HSDPError and its subclasses
-    other collectives        AllGather, ReduceScatter, ReplicaReduce, CompressedAllReduce, CompressedReduceScatter
+    errors                   HSDPError: StateError, StaleParametersError, DivergenceError, CollectiveError,
+                             ExtensionError, CheckpointError
+    other collectives        AllGather, ReduceScatter, ReplicaReduce, AllReduce, CompressedAllReduce,
+                             CompressedReduceScatter
+    reductions, traces       ReductionPipeline, Trace
     FSDP2's names            FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
+
+`python -m pydoc hsdp.HSDPModule` shows the methods of a sharded module, `python -m pydoc hsdp.NAME` any other class.
 """
+
+import inspect as _inspect
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp import optim as optim  # nor torch's optim
@@ -95,3 +102,10 @@ __all__ = [
     "sync_module_states",
     "trace",
 ]
+
+__version__ = "0.1.0"
+
+
+def __dir__() -> list[str]:
+    """What `dir` and pydoc list: all but classes, of which pydoc would print 1,500 lines that most of them inherit."""
+    return [name for name in globals() if name[:2] == "__" or not _inspect.isclass(globals()[name])]

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+import hsdp
+
 if sys.version_info >= (3, 11):
     import tomllib
 else:
@@ -164,8 +166,6 @@ def test_examples_use_public_names_only() -> None:
 
 
 def _public_names() -> set[str]:
-    import hsdp
-
     return set(hsdp.__all__)
 
 
@@ -247,21 +247,22 @@ def test_pyproject_names_the_package_and_its_torch() -> None:
     assert any(need.startswith("pytest") for need in project["optional-dependencies"]["test"])
     assert project["license"] == "Apache-2.0"
     assert config["tool"]["mypy"]["strict"] is True
+    assert project["version"] == hsdp.__version__
     assert f"## {project['version']}" in (ROOT / "CHANGELOG.md").read_text().replace("[", "").replace("]", "")
 
 
-def test_commands_in_the_readme_exist() -> None:
+def test_commands_in_readme_and_docs_exist() -> None:
     readme = (ROOT / "README.md").read_text()
-    modules = set(re.findall(r"-m ((?:hsdp|benchmarks)[\w.]*)", readme))
-    assert "hsdp.examples.train_lm" in modules, "README has the main job's command"
-    for module in modules:
-        assert importlib.util.find_spec(module) is not None, f"README runs {module}, which does not exist"
+    assert "-m hsdp.examples.train_lm" in readme, "README has the main job's command"
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        for module in set(re.findall(r"-m ((?:hsdp|benchmarks|tests)[\w.]*)", page.read_text())):
+            assert importlib.util.find_spec(module) is not None, f"{page.name} runs {module}, which does not exist"
     assert re.search(r"pytest|\.ci/run", readme), "README tells how to run the tests"
 
 
-def test_names_imported_in_the_readme_are_public() -> None:
-    readme = (ROOT / "README.md").read_text()
-    lists = re.findall(r"from hsdp import (?:\(([\w\s,]+)\)|([\w ,]+))", readme)
-    named = [name.strip() for pair in lists for name in "".join(pair).split(",")]
-    assert named, "README shows how to import it"
-    assert [name for name in named if name and name not in _public_names() | SIDE_DOORS] == []
+def test_names_imported_in_readme_and_docs_are_public() -> None:
+    for page in (ROOT / "README.md", *(ROOT / "docs").glob("*.md")):
+        lists = re.findall(r"from hsdp import (?:\(([\w\s,]+)\)|([\w ,]+(?:,\n[\w ,]+)*))", page.read_text())
+        named = [name.strip() for pair in lists for name in "".join(pair).split(",")]
+        assert named or page.name not in ("README.md", "tutorial.md"), f"{page.name} shows how to import it"
+        assert [name for name in named if name and name not in _public_names() | SIDE_DOORS] == []

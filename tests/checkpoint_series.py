@@ -46,9 +46,9 @@ from benchmarks.harness import header, in_words
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from hsdp.checkpoint.lock import LOCK
-from tests import checkpoint_models as cm
-from tests import rig
-from tests.rig import Outcome, Pool, RankEnv
+from tests.checkpoint import models as cm
+from tests.support import rig
+from tests.support.rig import Outcome, Pool, RankEnv
 
 WORLD, MESH = 4, (2, 2)
 MOMENTS = ("saving", "saving in the background", "pruning", "loading")

@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 import hsdp
+import hsdp.errors
 
 PROTOCOLS = (hsdp.AllGather, hsdp.ReduceScatter, hsdp.ReplicaReduce)
 """What they say of their methods holds for every class that has these."""
@@ -112,3 +113,14 @@ def test_the_architecture_names_what_is_there() -> None:
     for owner, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w+)", text):
         assert f"class {owner}" in sources, f"there is no {owner}"
         assert re.search(rf"\b(?:def {member}\b|{member}:)", sources), f"{owner} has no {member}"
+
+
+def test_the_reference_has_every_public_name() -> None:
+    page = (Path(__file__).parents[1] / "docs" / "api.md").read_text()
+    listed = set(re.findall(r"^::: hsdp\.([\w.]+)$", page, re.MULTILINE))
+    aliases = {"FSDPModule"}  # of HSDPModule, and errors come with their module
+    missing = {name for name in hsdp.__all__ if name not in listed and not hasattr(hsdp.errors, name)} - aliases
+    assert not missing and "errors" in listed
+    for name in listed:
+        owner, _, member = name.rpartition(".")
+        assert hasattr(getattr(hsdp, owner) if owner else hsdp, member), f"docs/api.md: there is no hsdp.{name}"

@@ -5,14 +5,17 @@ Two network namespaces stand in for two nodes. What takes minutes, root or anoth
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -129,24 +132,24 @@ def test_torchrun_on_two_nodes_outlives_one(tmp_path: Path) -> None:
         pytest.skip("network namespaces need root")
     pasted = [command for block in blocks(PAGE, "sh") if block.title is None for command in commands(block)]
     (line,) = (command for command in pasted if "--nnodes" in command)
-    # The address instead of the name, because the namespaces have no name service; sizes and patience of a test.
-    line = line.replace("node-a", "10.213.77.1").replace("torchrun", f"{sys.executable} -m torch.distributed.run {QUICK}")
+    line = line.replace("torchrun", f"{sys.executable} -m torch.distributed.run {QUICK}")  # and the patience of a test
     out, checkpoints = tmp_path / "out", tmp_path / "shared" / "checkpoints"
     line += f" {SMALL} --log-every 1 --out {out} --device cpu"
-    with two_nodes() as nodes:
+    with two_nodes() as nodes, _host_names(nodes.names):
         agents, logs = [], []
-        for node, name in enumerate(nodes.names):
-            logs.append(tmp_path / f"{node}.log")
+        for name, host in zip(nodes.names, HOSTS, strict=True):
+            logs.append(tmp_path / f"{host}.log")
             environment = {**os.environ, "GLOO_SOCKET_IFNAME": name, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
             with logs[-1].open("w") as log:
-                command = ["ip", "netns", "exec", name, *line.split()]
+                inside = ["unshare", "--uts", "bash", "-c", f"hostname {host}; exec {line}"]
+                command = ["ip", "netns", "exec", name, *inside]
                 agents.append(subprocess.Popen(command, cwd=tmp_path, env=environment, stdout=log, stderr=log))
         try:
             _wait_until(lambda: any(checkpoints.glob("step-*")), agents, logs)
             inside = subprocess.run(["ip", "netns", "pids", nodes.names[1]], capture_output=True, text=True, check=True)
             for pid in inside.stdout.split():
                 os.kill(int(pid), signal.SIGKILL)
-            assert agents[0].wait(180) == 0, logs[0].read_text()[-4000:]
+            assert agents[0].wait(600) == 0, logs[0].read_text()[-4000:]
         finally:
             for agent in agents:
                 agent.kill()
@@ -157,8 +160,26 @@ def test_torchrun_on_two_nodes_outlives_one(tmp_path: Path) -> None:
     assert (out / "summary.json").exists()
 
 
+HOSTS = ("node-a", "node-b")
+
+
+@contextlib.contextmanager
+def _host_names(nodes: list[str]) -> Iterator[None]:
+    """`ip netns exec` puts these files in the place of /etc/hosts, so that the nodes find each other by name."""
+    paths = [Path("/etc/netns", name) for name in nodes]
+    addresses = [f"10.213.77.{number} {host}" for number, host in enumerate(HOSTS, 1)]
+    try:
+        for path in paths:
+            path.mkdir(parents=True)
+            (path / "hosts").write_text("\n".join(["127.0.0.1 localhost", *addresses]) + "\n")
+        yield
+    finally:
+        for path in paths:
+            shutil.rmtree(path, ignore_errors=True)
+
+
 def _wait_until(done: Any, processes: list[Any], logs: list[Path]) -> None:
-    deadline = time.monotonic() + 120
+    deadline = time.monotonic() + 300
     while not done():
         assert time.monotonic() < deadline and all(one.poll() is None for one in processes), logs[0].read_text()[-4000:]
         time.sleep(0.05)

@@ -67,7 +67,7 @@ def test_readme_and_tutorial_pasted_into_a_shell(clone: Path) -> None:
     main_job, tests, script = told["README.md"]
     assert "sample:" in main_job and "held" in main_job, "the main job came to its end"
     assert "passed" in tests or "100%" in tests
-    assert "step 19: " in script and "step 39: " in script, "trained, saved and went on"
+    assert "step 9: " in script and "step 19: " in script, "trained, saved and went on"
     alone, sharded, hybrid, _, resumed, looked_at, nodes = told["tutorial.md"][1:]
     for output in (sharded, hybrid, resumed, nodes):
         assert losses(output)[-1] == pytest.approx(losses(alone)[len(losses(output)) - 1], abs=2e-3)

@@ -5,7 +5,7 @@ columns of its weight, per token, in the compute dtype. Where the root ends in l
 backward of cross-entropy holds 12 bytes of each.
 
 That is what fused kernels for norms and rotary embeddings leave. Written out in plain operations these keep more: the
-example's Llama on the CPU holds 1.4 times as much (`tests/test_plan_activations.py`).
+example's Llama on the CPU holds 1.4 times as much (`tests/planning/test_activations.py`).
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from benchmarks.planned_runs import MOST_MEMORY, MOST_RATE, RUNS, table
 
-PAGE = Path(__file__).parents[1] / "docs" / "planned_runs.md"
+PAGE = Path(__file__).parents[2] / "docs" / "planned_runs.md"
 
 
 def test_plans_are_near_published_runs_or_say_why_not() -> None:

@@ -24,7 +24,7 @@ import pytest
 
 from benchmarks.netns import two_nodes
 from hsdp.examples.options import parse_options
-from tests.documents import ROOT, blocks, commands
+from tests.docs.documents import ROOT, blocks, commands
 from tests.support.share import FULL
 
 PAGE = ROOT / "docs" / "launching.md"

@@ -1,6 +1,6 @@
 """README and docs as programs: their code blocks, commands, tables of output and links.
 
-    python -m tests.documents        # rewrites what commands print, wherever a page shows it
+    python -m tests.docs.documents        # rewrites what commands print, wherever a page shows it
 
 A block is what stands between two fences. Its first line says what it is:
 
@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-ROOT = Path(__file__).parents[1]
+ROOT = Path(__file__).parents[2]
 README = ROOT / "README.md"
 TUTORIAL = ROOT / "docs" / "tutorial.md"
 PAGES = [README, ROOT / "CHANGELOG.md", *sorted((ROOT / "docs").glob("**/*.md"))]

@@ -16,9 +16,9 @@ from pathlib import Path
 import pytest
 
 import hsdp
-from tests.documents import README, ROOT, TUTORIAL, blocks
+from tests.docs.documents import README, ROOT, TUTORIAL, blocks
+from tests.docs.test_documents import losses
 from tests.support.share import FULL
-from tests.test_documents import losses
 
 MINUTES = 60.0
 

@@ -1,6 +1,6 @@
 """What goes wrong on a machine, twenty times each while checkpoints are saved, pruned and loaded on four ranks.
 
-    python -m tests.checkpoint_series --times 20 --log benchmarks/results/checkpoint_series.txt
+    python -m tests.soak.checkpoint_series --times 20 --log benchmarks/results/checkpoint_series.txt
 
     kill          one rank is gone, as by kill -9
     full          the disk is full: a small tmpfs, filled by a file of another's
@@ -457,7 +457,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(line)
         print(line, flush=True)
 
-    command = f"python -m tests.checkpoint_series --times {options.times} --seed {options.seed}"
+    command = f"python -m tests.soak.checkpoint_series --times {options.times} --seed {options.seed}"
     head = [command, in_words(header())]
     with tempfile.TemporaryDirectory(prefix="hsdp-series-") as name, small_disk(Path(name, "disk")) as mount:
         series = Series(mount, options.seed, say)

@@ -17,8 +17,8 @@ def test_it_loads(library: str) -> None:
         pytest.skip(f"{library} is not installed: pip install 'hsdp[ecosystem]'")
     command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
     done = subprocess.run(
-        [*command, "-m", "tests.checkpoint_foreign_run", library],
-        cwd=Path(__file__).parents[1],
+        [*command, "-m", "tests.checkpoint.foreign_run", library],
+        cwd=Path(__file__).parents[2],
         env={**os.environ, "OMP_NUM_THREADS": "1"},
         capture_output=True,
         text=True,

@@ -24,7 +24,7 @@ import hsdp
 import hsdp.planning
 from hsdp.planning import Plan
 from hsdp.tracing import Summary
-from tests.documents import (
+from tests.docs.documents import (
     PAGES,
     README,
     ROOT,
@@ -181,7 +181,7 @@ CONSOLES = [block for page in PAGES for block in blocks(page, "console")]
 @pytest.mark.parametrize("block", CONSOLES, ids=str)
 def test_commands_print_what_is_shown(block: Block) -> None:
     for command, output in shown(block):
-        assert printed(command) == output, f"{block} has drifted: run python -m tests.documents"
+        assert printed(command) == output, f"{block} has drifted: run python -m tests.docs.documents"
 
 
 def test_pages_show_what_commands_print() -> None:

@@ -1,10 +1,10 @@
 """Checkpoints that torchtitan, Lightning and accelerate wrote of FSDP2's models, loaded into hsdp's on another mesh.
 
-    torchrun --nproc-per-node 2 -m tests.checkpoint_foreign_run torchtitan lightning accelerate
+    torchrun --nproc-per-node 2 -m tests.checkpoint.foreign_run torchtitan lightning accelerate
 
 The libraries' own code saves (the extra `ecosystem` brings them); here is nothing but the calls that their users make. What
 was loaded is compared bit for bit with what was saved: parameters, buffers, the optimizer's state and settings.
-tests/test_checkpoint_foreign.py runs it.
+tests/checkpoint/test_foreign.py runs it.
 """
 
 from __future__ import annotations

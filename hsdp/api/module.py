@@ -57,6 +57,8 @@ class HSDPModule(FSDP2Methods):
             )
         if torch.compiler.is_compiling():
             return torch.compiler.disable(_run_between_graphs, recursive=False)(self, args, kwargs)
+        if (compiler := set_compiler(None)) is not None:  # torch 2.11 gives this frame up, and runs it
+            return _run_between_graphs(self, args, kwargs, compiler)
         return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
@@ -350,12 +352,13 @@ class HSDPModule(FSDP2Methods):
             unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
 
-def _run_between_graphs(module: Any, args: Any, kwargs: Any) -> Any:
+def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = None) -> Any:
     """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it.
 
-    hsdp's own frames run as they are, and the module's forward is compiled as the function around it is.
+    hsdp's own frames run as they are, and the module's forward is compiled as the function around it is: by `compiler`, or
+    if that is None by what compiles at present.
     """
-    compiler = set_compiler(None)
+    compiler = set_compiler(None) or compiler
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = set_compiler(compiler)

@@ -15,6 +15,7 @@ import math
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -133,7 +134,7 @@ def build(options: Options, device: torch.device) -> tuple[Llama, Optimizer]:
 
 
 def _make_optimizer(options: Options, model: Llama) -> Optimizer:
-    adamw = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay, "fused": True}
+    adamw: dict[str, Any] = {"lr": options.lr, "betas": (0.9, 0.95), "weight_decay": options.weight_decay, "fused": True}
     if options.optimizer == "adamw":
         return torch.optim.AdamW(model.parameters(), **adamw)
     matrices = [param for param in model.blocks.parameters() if param.ndim == 2]

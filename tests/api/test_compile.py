@@ -131,13 +131,15 @@ def test_a_whole_model_is_compiled_between_its_gathers_as_with_fsdp2(pool2: Pool
 
 
 def _fails_compiled(env: RankEnv) -> None:
-    """A forward that fails leaves the compiler as it was: the next one is compiled, and code outside of it is not."""
+    """A forward that fails leaves the compiler as it was: code behind it is not compiled, and the next forward is right."""
     model: Any = hsdp.fully_shard(Fails(), mesh=env.mesh((2,)))
     before = _compiler()
     with _counted() as told:
         compiled = torch.compile(model, backend="eager")
+        compiled(torch.randn(2, 4)).sum().backward()
         with pytest.raises(KeyError, match="as asked"):
             compiled(torch.randn(2, 4), fails=True)
+        assert _compiler() is before
         compiled(torch.randn(2, 4)).sum().backward()
     assert told["graphs"] >= 1 and _compiler() is before
     check_rest(model)

@@ -9,12 +9,16 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
-from torch.distributed.fsdp._fully_shard._fsdp_common import FSDPMeshInfo, HSDPMeshInfo, ShardPlacementResult
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
 import hsdp
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import check_rest
+
+if not hasattr(fsdp_common, "ShardPlacementResult"):
+    pytest.skip(f"torch {torch.__version__} has no ShardPlacementResult", allow_module_level=True)
+FSDPMeshInfo, HSDPMeshInfo = fsdp_common.FSDPMeshInfo, fsdp_common.HSDPMeshInfo
 
 EXPERTS, DIM = 4, 6
 
@@ -45,10 +49,9 @@ class Block(nn.Module):
 
 
 def _place(infos: dict[str, Any], experts: set[Any]) -> Any:
-    def place(param: nn.Parameter, _experts: Any = experts) -> ShardPlacementResult:
-        return (
-            ShardPlacementResult(Shard(1), infos["efsdp"]) if param in _experts else ShardPlacementResult(None, infos["dp"])
-        )
+    def place(param: nn.Parameter, _experts: Any = experts) -> Any:
+        dim, mesh = (Shard(1), "efsdp") if param in _experts else (None, "dp")
+        return fsdp_common.ShardPlacementResult(dim, infos[mesh])
 
     return place
 

@@ -169,7 +169,8 @@ def test_the_optimizer_shared_out_among_replicas() -> None:
     assert len(extra) == 1 and not [one for one in plan.collectives if one.axis == "replicate" and one.kind == "all-gather"]
     # Each replica's part of the shards, which are half of the two states, goes to every other replica.
     assert extra[0].sent == pytest.approx(fewer / 2 * (replicas - 1), rel=1e-3)
-    tight = _plan(1000, memory=plan.memory.total - 1)
+    plan, shared = _plan(1000, activations=0), _plan(1000, activations=0, over_replicas=True)
+    tight = _plan(1000, activations=0, memory=plan.memory.total - 1)
     assert shared.memory.total < plan.memory.total and "over_replicas=True" in tight.bottleneck
 
 

@@ -67,8 +67,9 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             takes the memory of the gradients once more while it steps.
         over_replicas: share the step out among replicas. Each of R replicas has 1/R of the states and steps 1/R of each
             shard; the stepped parts are then all-gathered over the replicate axis, (R-1)/R of the shards' bytes. What is
-            computed is the same to the last bit. Parameters with too few or too uneven rows are stepped on all replicas.
-            Every rank of a replicate group must step the same parameters. Not together with `flat`.
+            computed is the same to the last bit, as far as a kernel treats all elements of a tensor alike (those that are
+            fused for the CPU do not), and always equal on all replicas. Parameters with too uneven rows
+            are stepped on all replicas. Ranks must step the same parameters. Not together with `flat`.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:

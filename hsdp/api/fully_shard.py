@@ -15,10 +15,9 @@ from torch.distributed.tensor import DTensor
 from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
 from hsdp.api.module import HSDPModule, has_forward, sharded_class
 from hsdp.api.other_meshes import companions, without
-from hsdp.api.select import collect_params, manage
+from hsdp.api.select import asked_once, collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
 from hsdp.offload import OffloadPolicy
-from hsdp.params.dtensors import replicates_implicitly
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.schedule.module_hooks import ModuleHooks, own_state
@@ -28,6 +27,7 @@ from hsdp.unit.lookup import unit_of
 from hsdp.unit.unit import Unit
 from hsdp.weights.module_buffers import modules_with_units
 from hsdp.weights.replica_check import verify
+from hsdp.weights.whole_loads import explain_whole_tensors
 
 M = TypeVar("M", bound="nn.Module | list[nn.Module]")
 
@@ -101,13 +101,13 @@ def fully_shard(
     reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
     ignored, replicated = _identities("ignored_params", ignored_params), _identities("replicate_params", replicate_params)
-    _check_placement_fn(shard_placement_fn)
+    choose = _check_placement_fn(shard_placement_fn)
     name = " + ".join(type(m).__name__ for m in modules)
     found = collect_params(modules, ignored)
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
-    apart = companions(modules, found, axes, shard_placement_fn, name)
-    params = manage(without(found, apart), name, axes, shard_placement_fn, replicated, reshard)
+    apart = companions(modules, found, axes, choose, name)
+    params = manage(without(found, apart), name, axes, choose, replicated, reshard)
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
@@ -182,12 +182,13 @@ def _check_reshard(value: Any, shards: int) -> bool | int | None:
     return False if type(value) is int and value == 1 else value  # a group of one holds everything
 
 
-def _check_placement_fn(choose: Any) -> None:
+def _check_placement_fn(choose: Any) -> PlacementFn | None:
     if not (choose is None or callable(choose)):
         raise TypeError(
             f"fully_shard(shard_placement_fn={choose!r}): expected a function of a parameter that returns Shard(dim) or "
             "None, e.g. lambda param: Shard(1)"
         )
+    return asked_once(choose)
 
 
 T = TypeVar("T")
@@ -236,26 +237,7 @@ def _watch_loads(unit: Unit) -> None:
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
         holder.register_load_state_dict_post_hook(loaded)
-        holder.register_load_state_dict_pre_hook(_explain_whole_tensors)
-
-
-def _explain_whole_tensors(
-    module: nn.Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any], *rest: Any
-) -> None:
-    """Puts a sentence of ours before torch's, which speaks of mixed tensors and operators, where whole ones are loaded."""
-    messages: list[str] = rest[-1]
-    assigns = metadata.get("assign_to_params_buffers", False)  # refused when the module runs
-    if assigns or replicates_implicitly() or any("load_full_state_dict" in told for told in messages):
-        return
-    for name, param in module.named_parameters(recurse=False):
-        value = state.get(prefix + name)
-        if isinstance(param, DTensor) and isinstance(value, Tensor) and not isinstance(value, DTensor):
-            messages.insert(
-                0,
-                f"{prefix + name!r} is a whole tensor {tuple(value.shape)} in the state dict, but sharded in the "
-                "model; load whole tensors with hsdp.checkpoint.load_full_state_dict(model, state_dict), on all ranks",
-            )
-            return
+        holder.register_load_state_dict_pre_hook(explain_whole_tensors)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

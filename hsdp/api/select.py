@@ -154,6 +154,20 @@ def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | N
     return placement.dim % param.ndim, 1
 
 
+def asked_once(choose: PlacementFn | None) -> PlacementFn | None:
+    """The function with its answers kept: it is the user's, and may count its calls or draw from an iterator."""
+    if choose is None:
+        return None
+    answers: dict[tuple[nn.Parameter, int], Any] = {}
+
+    def kept(param: nn.Parameter, shards: int) -> Any:
+        if (param, shards) not in answers:
+            answers[param, shards] = placement_of(choose, param, shards)
+        return answers[param, shards]
+
+    return kept
+
+
 def placement_of(choose: PlacementFn, param: nn.Parameter, shards: int) -> Any:
     """Calls the function with the parameter, and with the number of shard ranks if it asks for that.
 

@@ -15,6 +15,7 @@ from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import storage_key
+from hsdp.weights.whole_loads import explain_whole_tensors
 
 
 class ModelReading:
@@ -158,7 +159,10 @@ def _own_memory(model: nn.Module) -> set[int]:
     """The storages of the model's parameters and buffers; none if hooks or methods of the model change what is loaded."""
     for module in model.modules():
         changes = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
-        if module._load_state_dict_pre_hooks or (changes and not type(module).__module__.startswith("torch.nn.")):
+        # torch wraps hooks; ours only looks.
+        hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
+        hooked = any([hook is not explain_whole_tensors for hook in hooks])
+        if hooked or (changes and not type(module).__module__.startswith("torch.nn.")):
             return set()
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return set()

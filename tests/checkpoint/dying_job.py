@@ -34,7 +34,7 @@ def _dies_after(number: int, victim: int, call: Callable[..., Any]) -> Callable[
 LIVES = [
     mock.patch.object(train_lm, "train_step", _dies_after(7, 1, train_lm.train_step)),
     # The files of the first checkpoint of this life are written, its name is not given yet.
-    mock.patch.object(store, "check_sizes", _dies_after(2, 0, store.check_sizes)),
+    mock.patch.object(store, "check_sizes", _dies_after(1, 0, store.check_sizes)),
 ]
 
 if __name__ == "__main__":

@@ -67,8 +67,8 @@ def test_rule_04_every_shape_is_sharded_right(pool4: Pool, shape: tuple[int, ...
 def check_refused(env: RankEnv) -> None:
     """What cannot be sharded is refused by name, and the module is as it was."""
     model = nn.Linear(4, 4)
-    model.counts = nn.Parameter(torch.zeros(3, dtype=torch.int64), requires_grad=False)
-    with pytest.raises(ValueError, match=r"'counts' of shape \(3,\) has dtype torch.int64"):
+    model.codes = nn.Parameter(torch.zeros(3, dtype=torch.float8_e4m3fn))
+    with pytest.raises(ValueError, match=r"'codes' of shape \(3,\) has dtype torch.float8_e4m3fn and wants gradients"):
         hsdp.fully_shard(model, mesh=env.mesh(2))
     assert type(model) is nn.Linear
     assert type(model.weight) is nn.Parameter

@@ -4,29 +4,18 @@ from __future__ import annotations
 
 import importlib.util
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.torchrun import torchrun
 
 PACKAGE = {"trainer": "lightning", "fabric": "lightning", "accelerate": "accelerate"}
 
 
 def _run(run: str, library: str) -> dict[str, Any]:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    done = subprocess.run(
-        [*command, "-m", "tests.api.ecosystem_run", run, library],
-        cwd=Path(__file__).parents[2],
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=240,
-    )
-    assert done.returncode == 0, done.stdout + done.stderr
-    line = next(line for line in done.stdout.splitlines() if line.startswith("{"))
+    printed = torchrun("tests.api.ecosystem_run", run, library)
+    line = next(line for line in printed.splitlines() if line.startswith("{"))
     told: dict[str, Any] = json.loads(line)
     return told
 

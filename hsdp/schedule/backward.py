@@ -92,6 +92,7 @@ class Backwards(Root):
             # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
             self._keeps_graph = unit.retained = True
             self._graphs.append(weakref.ref(visit))
+            unit.note_shards()
         self._entered.add(unit)
         if visit is None or not unit.open:
             # What is recomputed, be it inside of the unit's own forward, sees what is trained by then.

@@ -245,7 +245,8 @@ class UnshardedParams:
             self.hide()
         if self.residency is Residency.GATHERING:
             self.finish()
-        self._kept_shards = None
+        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `as_kept`
+            self._kept_shards = None
         if self.residency is Residency.UNSHARDED:
             self.residency = Residency.SHARDED
             self._free()
@@ -265,6 +266,7 @@ class UnshardedParams:
         if self.retained:
             self.retained = False
             if self.residency is Residency.SHARDED:
+                self._kept_shards = None
                 self._free()
 
     def reshard_stale(self) -> None:

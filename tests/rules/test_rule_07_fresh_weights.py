@@ -15,7 +15,7 @@ from torch import nn
 
 import hsdp
 from tests.rules.test_rule_14_accumulation import Choosy
-from tests.support.deep import floats, seeded
+from tests.support.deep import Deep, floats, seeded
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
 
@@ -116,3 +116,25 @@ def check_opened(env: RankEnv, before: str, keep: bool | None) -> None:
 @pytest.mark.parametrize("before", BEFORE)
 def test_rule_07_unshard_shows_the_newest_weights(pool2: Pool, before: str, keep: bool | None) -> None:
     pool2.run(check_opened, before, keep)
+
+
+def check_write_behind_a_graph(env: RankEnv, write: bool) -> None:
+    """A graph of gradients reads on what was gathered: a hidden write is told in its backward, behind another pass too."""
+    model = shard(seeded(Deep), env.mesh((2,)), reshard_after_forward=True)
+    x = floats(env.rank).requires_grad_()
+    out = model(x).square().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    model(floats(env.rank, 1)).square().sum().backward()
+    if write:
+        for param in list(model.parameters())[:2]:
+            param.data.mul_(0.5)
+        with pytest.raises(hsdp.StaleParametersError):
+            (out + grad.square().sum()).backward()
+        model.zero_grad()
+    else:
+        (out + grad.square().sum()).backward()
+
+
+@pytest.mark.parametrize("write", [True, False])
+def test_rule_07_writes_behind_a_graph_of_gradients(pool2: Pool, write: bool) -> None:
+    pool2.run(check_write_behind_a_graph, write)

@@ -12,6 +12,7 @@ import re
 import traceback
 import zlib
 from collections import Counter
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +27,7 @@ from tests.soak.actions.fsdp2 import FSDP2
 from tests.soak.actions.models import Planned
 from tests.soak.actions.programs import Action, Program
 from tests.soak.actions.sides import Sharded, Side, Twin, Values, sides_of
+from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
@@ -78,13 +80,22 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
     try:
-        sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
-        _Play(env, program, sharded, twin, verdict).all()
+        with _watched(env, program):
+            sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
+            _Play(env, program, sharded, twin, verdict).all()
     except _Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
     except Exception as error:
         verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
     return verdict
+
+
+def _watched(env: RankEnv, program: Program) -> AbstractContextManager[None]:
+    """On the emulated device: delays that the program's seed chooses, and an AssertionError if there was a race."""
+    if env.device != emulator.NAME:
+        return nullcontext()
+    seed = zlib.crc32(program.seed.encode())
+    return emulator.watched([*emulator.MODES][seed % len(emulator.MODES)], seed % 1000)
 
 
 class _Play:
@@ -229,7 +240,7 @@ class _Play:
             return
         with torch.no_grad():
             for name, param in self.sharded.params.items():
-                param.copy_(self.sharded.like(self.twin.params[name], param))
+                param.copy_(self.sharded.like(self.twin.params[name].to(self.sharded.device), param))
         for facts in self.facts.values():
             facts.add("write")
 
@@ -276,7 +287,7 @@ class _Play:
     def same_values(self, ours: Values, theirs: Values) -> None:
         """Values of one action; told late, as other ranks may have no difference."""
         for (name, mine), (_, other) in zip(ours, theirs, strict=True):
-            mine = mine.full_tensor() if isinstance(mine, DTensor) else mine
+            mine = (mine.full_tensor() if isinstance(mine, DTensor) else mine).cpu()
             if not self.late and not _close(mine, other):
                 self.late = f"{name} differs by {_off(mine, other)} in {self.doing}"
 
@@ -292,8 +303,9 @@ class _Play:
                 wrong.append(f"{name} is a {type(param).__name__}")
                 continue
             shard = self.sharded.shard_of(other.detach(), param)
-            if not _close(param._local_tensor, shard):  # type: ignore[attr-defined]
-                wrong.append(f"value of {name} differs by {_off(param._local_tensor, shard)}")  # type: ignore[attr-defined]
+            mine = param._local_tensor.cpu()  # type: ignore[attr-defined]
+            if not _close(mine, shard):
+                wrong.append(f"value of {name} differs by {_off(mine, shard)}")
             wrong += self._grad_differs(name, param, other)
         alive = torch.tensor([bool(wrong)], dtype=torch.int64)
         dist.all_reduce(alive)
@@ -318,9 +330,8 @@ class _Play:
         # DTensor does not shard what a penalty gives to a parameter with fewer rows than ranks.
         outside = param.grad.placements != param.placements
         shard = grad if outside else self.sharded.shard_of(grad, param)
-        if _close(param.grad._local_tensor, shard):
-            return []
-        return [f"gradient of {name} differs by {_off(param.grad._local_tensor, shard)}"]
+        mine_now = param.grad._local_tensor.cpu()
+        return [] if _close(mine_now, shard) else [f"gradient of {name} differs by {_off(mine_now, shard)}"]
 
     def compare_replicas(self) -> None:
         """Ranks that hold the same shards hold the same bits of them, and of their gradients."""
@@ -371,6 +382,6 @@ def _off(mine: Tensor, other: Tensor) -> str:
 def _bits(tensors: list[Any]) -> int:
     found = 0
     for tensor in tensors:
-        data = b"none" if tensor is None else tensor._local_tensor.detach().contiguous().numpy().tobytes()
+        data = b"none" if tensor is None else tensor._local_tensor.detach().cpu().contiguous().numpy().tobytes()
         found = zlib.crc32(data, found)
     return found

@@ -32,11 +32,13 @@ class Side:
     Attributes:
         ranks: those whose batches it is fed with.
         share: what a loss is multiplied with, so that gradients become the mean over all ranks.
+        device: where it computes.
         slots: by slot and rank, the loss that waits for its backward and the floats that it came from.
     """
 
     ranks: range
     share: float
+    device = "cpu"
 
     def __init__(self, program: Program, model: Any, env: RankEnv) -> None:
         self.program, self.model, self.env = program, model, env
@@ -61,7 +63,10 @@ class Side:
 
     def squares(self, kind: str) -> Tensor:
         """The sum of the squares of all trained parameters."""
-        return sum((p.pow(2).sum() for p in self.params.values() if p.requires_grad), torch.zeros((), dtype=torch.float64))
+        return sum((p.pow(2).sum() for p in self.params.values() if p.requires_grad), self._zero())
+
+    def _zero(self) -> Tensor:
+        return torch.zeros((), dtype=torch.float64, device=self.device)
 
     # -- forward and backward --------------------------------------------------------------------------------------
 
@@ -76,8 +81,8 @@ class Side:
 
     def _loss(self, at: int, rank: int, how: How, call: str) -> tuple[Tensor, Tensor]:
         seeded = torch.Generator().manual_seed(1000 * at + rank)
-        tokens = torch.randint(VOCAB, (2, LENGTH), generator=seeded)
-        floats = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=seeded)
+        tokens = torch.randint(VOCAB, (2, LENGTH), generator=seeded).to(self.device)
+        floats = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=seeded).to(self.device)
         penalised = how.get("loss") == "gradient penalty"
         floats.requires_grad_(bool(how.get("leaf")) or penalised)
         self.model.take_aux()
@@ -176,7 +181,7 @@ class Side:
             if param.grad is None:
                 continue
             seeded = torch.Generator().manual_seed(1000 * at + index)
-            noise = self.like(torch.randn(param.shape, dtype=param.dtype, generator=seeded), param)
+            noise = self.like(torch.randn(param.shape, dtype=param.dtype, generator=seeded).to(self.device), param)
             if kind == "assign":
                 param.grad = param.grad + noise
             else:
@@ -356,6 +361,8 @@ class Sharded(Side):
 
     def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
         self.mesh = env.mesh(program.shape)
+        self.device = env.device
+        model.to(env.device)
         self._shard(program, model)
         super().__init__(program, model, env)
         self.ranks, self.share = range(env.rank, env.rank + 1), 1.0
@@ -396,10 +403,9 @@ class Sharded(Side):
 
     def squares(self, kind: str) -> Tensor:
         params: Any = [p for p in self.params.values() if p.requires_grad]
-        nothing = torch.zeros((), dtype=torch.float64)
         if kind == "full":
-            return sum((p.pow(2).sum().full_tensor() for p in params), nothing)
-        return sum((p.to_local().pow(2).sum() for p in params), nothing)
+            return sum((p.pow(2).sum().full_tensor() for p in params), self._zero())
+        return sum((p.to_local().pow(2).sum() for p in params), self._zero())
 
     def call(self, call: str) -> Any:
         if call.startswith("unshard"):

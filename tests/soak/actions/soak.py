@@ -3,6 +3,7 @@
     python -m tests.soak.actions --programs 20000 --ranks 2 --mesh 1d --seed 0 --log actions.log
     python -m tests.soak.actions --programs 500 --ranks 4 --mesh 2x2 --seed 0 --without max_norm toggles
     python -m tests.soak.actions --programs 500 --ranks 2 --system fsdp2        PyTorch's own, for information
+    python -m tests.soak.actions --programs 500 --device emul --without fused   with delays and a detector of races; or cuda
     python -m tests.soak.actions --show 0:17                                    prints a program
 
 Each class of failures is told with its count, its seeds, and a program of it that was shrunk. See `programs.py`.
@@ -22,6 +23,7 @@ from typing import Any
 from tests.soak.actions.fsdp2 import LEFT_OUT
 from tests.soak.actions.play import run_programs
 from tests.soak.actions.programs import FEATURES, SHAPES, Program, draw, smaller
+from tests.support import device as emulator
 from tests.support.facts import header
 from tests.support.rig import Pool, RemoteError
 
@@ -130,6 +132,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
     parser.add_argument("--mesh", choices=["1d", "2d", "2x2"], default="1d")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--device", default="cpu", help="of the sharded side: cpu, cuda, or emul, the emulated one")
     parser.add_argument("--system", choices=["hsdp", "fsdp2"], default="hsdp")
     parser.add_argument("--without", nargs="*", choices=sorted(FEATURES), default=[])
     parser.add_argument("--only", nargs="*", choices=sorted(FEATURES), help="leave out all other features")
@@ -148,7 +151,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps(told), file=args.log, flush=True)
     start = time.monotonic()
     programs = [draw(f"{args.seed}:{n}", shape, without) for n in range(args.first, args.first + args.programs)]
-    with Pool(args.ranks) as pool:
+    if args.device == emulator.NAME:
+        emulator.build()
+    with Pool(args.ranks, device=args.device) as pool:
         tally = run_all(pool, programs, args.system, args.stop_at)
         print(table(tally, len(programs)), file=args.log, flush=True)
         print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)

@@ -44,7 +44,8 @@ keeping_versions: Callable[[Any], AbstractContextManager[None]] = torch.autograd
 """Inside it, writing to these tensors does not count as a change that a backward would object to."""
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
-"""The number of the autograd node that this thread makes next. The engine runs nodes with higher numbers first."""
+"""The number of the autograd node that this thread makes next. Of nodes that one thread made, the engine runs those with
+higher numbers first. Each thread counts its own: on a device, a recomputation runs on a thread of the engine."""
 
 sequence_number: Callable[[Any], int] = methodcaller("_sequence_nr")
 """The number of an autograd node. Without it nobody can tell which outputs were made inside a forward."""

@@ -7,7 +7,7 @@ import weakref
 import torch
 
 from hsdp.schedule.pipeline import Reduction
-from hsdp.schedule.root import Root, Token, Visit
+from hsdp.schedule.root import Moment, Root, Token, Visit
 from hsdp.torch_private import graph_task, queue_callback
 from hsdp.unit.state import TrainingState, expect, stale
 from hsdp.unit.unit import Unit
@@ -69,15 +69,15 @@ class Backwards(Root):
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
 
-    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: int) -> None:
+    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: Moment) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
         Args:
             unit: the unit.
             visit: the forward whose backward begins; None for a recomputation.
             creates_graph: the backward runs with create_graph=True.
-            node: number of the autograd node that is about to run: the one behind that output, or the one that asked for
-                the recomputation.
+            node: when the autograd node that is about to run was made: the one behind that output, or the one that asked
+                for the recomputation.
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
@@ -134,7 +134,7 @@ class Backwards(Root):
         unit.show()
         self._opened[unit] = (first_node, task)
 
-    def _pass_to(self, unit: Unit, visit: Visit | None, node: int) -> list[Unit]:
+    def _pass_to(self, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
         behind = visit.of if visit is not None else None
         behind = behind or self._behind or self.forward_pass
@@ -191,14 +191,14 @@ class Backwards(Root):
             self._end_visits_behind(self._left(unit)[0])
             self._pass_over(unit)
 
-    def _left(self, unit: Unit) -> tuple[int, Version]:
+    def _left(self, unit: Unit) -> tuple[Moment, Version]:
         """How the forward whose backward runs left a unit: see `Pass.left`."""
         assert self._behind is not None, "an order belongs to a forward"
         left = self._behind.left[unit]
         assert left is not None, f"no gradient can enter unit {unit.name!r}"
         return left
 
-    def _end_visits_behind(self, node: int) -> None:
+    def _end_visits_behind(self, node: Moment) -> None:
         """Ends the visits that are over when an autograd node is about to run.
 
         The engine runs nodes that were made later first. So units whose forward began after the node was made have run

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
-from hsdp.schedule.root import Visit
+from hsdp.schedule.root import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import next_node, running_node, sequence_number
+from hsdp.torch_private import NO_TASK, graph_task, next_node, sequence_number
 from hsdp.unit.state import TrainingState, training_state
 from hsdp.unit.unit import Unit
 
@@ -46,9 +46,9 @@ class ModuleHooks:
         calls = unit.calls
         if runtime is not None and runtime.in_backward():
             # A recomputation: it neither records the order nor closes the unit; the backward around it does.
-            runtime.enter_backward(unit, None, creates_graph=False, node=running_node())
+            runtime.enter_backward(unit, None, creates_graph=False, node=runtime.running())
             args, kwargs = self._cast_inputs(args, kwargs)
-            first_node = next_node()
+            first_node = graph_task(), next_node()
             try:
                 unit.calls = calls + 1
                 output = call(*args, **kwargs)
@@ -63,7 +63,7 @@ class ModuleHooks:
             runtime.depth, unit.calls = depth + 1, calls + 1
             runtime.enter_forward(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
-            first_node = next_node()
+            first_node = NO_TASK, next_node()
             output = call(*args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
             runtime.depth, unit.calls = depth, calls
@@ -77,7 +77,7 @@ class ModuleHooks:
         return output
 
     def after_forward(
-        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: int
+        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: Moment
     ) -> tuple[Any, Visit | None]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
@@ -85,7 +85,7 @@ class ModuleHooks:
             runtime: that of the root.
             output: what the forward returned.
             arguments: what it was called with.
-            first_node: the number that autograd gave, or would have given, to the first node of this forward.
+            first_node: the moment at which autograd made, or would have made, the first node of this forward.
 
         Returns:
             The outputs, and the visit that gradients make which enter the unit; None if they cannot.
@@ -148,14 +148,17 @@ class ModuleHooks:
             )
         return output, tensors
 
-    def _watch(self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, first_node: int) -> Visit | None:
+    def _watch(
+        self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, first_node: Moment
+    ) -> Visit | None:
         """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
         # A recomputation is a part of the backward under way.
         behind = None if runtime.in_backward() else runtime.forward_pass
         visit, watched = Visit(self.unit.forward_version, first_node, behind), False
-        for tensor in tensors + self._left_behind(runtime).tensors(arguments, first_node):
-            for node in entry_nodes(tensor, first_node):
-                node.register_prehook(_entry_hook(self.unit, runtime, visit, sequence_number(node)))
+        made_in, number = first_node
+        for tensor in tensors + self._left_behind(runtime).tensors(arguments, number):
+            for node in entry_nodes(tensor, number):
+                node.register_prehook(_entry_hook(self.unit, runtime, visit, (made_in, sequence_number(node))))
                 watched = True
         return visit if watched else None
 
@@ -188,7 +191,7 @@ def own_state(module: Any) -> ModuleHooks:
     return state
 
 
-def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: int) -> Callable[[Any], None]:
+def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: Moment) -> Callable[[Any], None]:
     def entered(grads: Any) -> None:
         # In a hook the grad mode is the engine's: on only with create_graph=True.
         runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)

@@ -26,10 +26,17 @@ from hsdp.params.ownership import class_name
 from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
-from hsdp.torch_private import NO_TASK, graph_task
+from hsdp.torch_private import NO_TASK, graph_task, running_node
 from hsdp.unit.state import TrainingState
 from hsdp.unit.unit import Schedule, Unit
 from hsdp.unit.unsharded import Residency, Version
+
+Moment = tuple[int, int]
+"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
+
+Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
+What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
+"""
 
 
 class Pass:
@@ -37,7 +44,7 @@ class Pass:
 
     Attributes:
         number: how many there were before.
-        left: the units in the order in which their forwards ended, each with the number of the first autograd node of its
+        left: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
             last one and its version in it; None if no gradient can enter it.
     """
 
@@ -45,7 +52,7 @@ class Pass:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, tuple[int, Version] | None] = {}
+        self.left: dict[Unit, tuple[Moment, Version] | None] = {}
 
 
 class Visit:
@@ -53,13 +60,13 @@ class Visit:
 
     Attributes:
         version: the unit's version in that forward.
-        first_node: number of the first autograd node made inside it.
+        first_node: moment of the first autograd node made inside it.
         of: the root's forward that it was a part of; None for a recomputation.
     """
 
     __slots__ = ("__weakref__", "first_node", "of", "version")
 
-    def __init__(self, version: Version, first_node: int, of: Pass | None) -> None:
+    def __init__(self, version: Version, first_node: Moment, of: Pass | None) -> None:
         self.version = version
         self.first_node = first_node
         self.of = of
@@ -100,7 +107,7 @@ class Root:
         self._keeps_graph = False
         self._tasks: dict[int, weakref.ref[Token]] = {}
         self._reduces = True
-        self._opened: dict[Unit, tuple[int | None, int]] = {}
+        self._opened: dict[Unit, tuple[Moment | None, int]] = {}
         self._generation = -1
         self._shard_guards: list[DivergenceGuard] = []
         self._backward_guards: list[DivergenceGuard] = []
@@ -224,6 +231,15 @@ class Root:
             return False
         self._bury_tasks()
         return bool(self._tasks)
+
+    def running(self) -> Moment:
+        """When the autograd node that asks for a recomputation was made, in a backward of this root."""
+        made_in, this = NO_TASK, graph_task()
+        for task in self._tasks:  # from the outermost one
+            if task == this:
+                break
+            made_in = task
+        return made_in, running_node()
 
     def _bury_tasks(self) -> None:
         """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import threading
+
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
-from tests.support.deep import Deep, collectives, of_kind, seeded, step
+from tests.support.deep import Deep, collectives, floats, of_kind, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, shard
 
@@ -83,3 +85,44 @@ def check_parameters_stay(env: RankEnv) -> None:
 
 def test_rule_13_recompute_does_not_reshard_early(pool2: Pool) -> None:
     pool2.run(check_parameters_stay)
+
+
+class LastFirst(Deep):
+    """The root computes with parameters of its own before what is recomputed."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.last(x))
+        for first in range(0, len(self.blocks), 2):
+            x = checkpoint(self._pair, first, x, use_reentrant=self.recompute)
+        return x
+
+
+def step_on_a_thread(model: nn.Module, rank: int) -> None:
+    """The backward on a thread of its own, whose autograd nodes are numbered from 0; on a device it is the engine's thread."""
+    loss = model(floats(rank)).square().mean()
+    failed: list[BaseException] = []
+
+    def backward() -> None:
+        try:
+            loss.backward()
+        except BaseException as error:
+            failed.append(error)
+
+    thread = threading.Thread(target=backward)
+    thread.start()
+    thread.join()
+    if failed:
+        raise failed[0]
+
+
+def check_numbers(env: RankEnv, reentrant: bool, shape: tuple[int, ...]) -> None:
+    plain, model = (seeded(lambda: LastFirst(reentrant)) for _ in range(2))
+    shard(model, env.mesh(shape), reshard_after_forward=True)
+    for _ in range(2):
+        check_grads(model, plain, step_on_a_thread, env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_rule_13_numbers_of_nodes_are_those_of_a_thread(pool2: Pool, reentrant: bool) -> None:
+    pool2.run(check_numbers, reentrant, (2,))

@@ -231,11 +231,16 @@ def _watch_loads(unit: Unit) -> None:
     """Loading a state dict, into any module that holds one of the unit's parameters, makes them new."""
     this = weakref.ref(unit)
 
+    def loads(*_: object) -> None:
+        if (owner := this()) is not None:
+            owner.join_gather()
+
     def loaded(module: nn.Module, keys: object) -> None:
         if (owner := this()) is not None:
             owner.weights_changed()
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
+        holder.register_load_state_dict_pre_hook(loads)
         holder.register_load_state_dict_post_hook(loaded)
         holder.register_load_state_dict_pre_hook(explain_whole_tensors)
 

@@ -105,6 +105,12 @@ class CommWork:
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
 
+    def __del__(self) -> None:
+        # Nobody waited: a backward failed, and its model went before anything looked at it again. The allocator would hand
+        # out the buffers, which belong to the compute stream, while the side stream still works on them.
+        if self._event is not None and (self._keep is not None or self._finish is not None):
+            _leave(self._event, (self._keep, self._finish))
+
     @property
     def event(self) -> Event:
         """The device event behind the collective's last work; None on the CPU."""
@@ -147,6 +153,15 @@ def wait_for(work: Any, backend: str, divergence_guard: DivergenceGuard | None, 
             f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
             f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
         ) from error
+
+
+_left: list[tuple[Event, Any]] = []
+"""What the collectives of devices used that nobody holds any more, with the events behind them."""
+
+
+def _leave(event: Event, used: Any) -> None:
+    _left[:] = [one for one in _left if not one[0].query()]
+    _left.append((event, used))
 
 
 _abandoned: list[CommWork] = []

@@ -219,6 +219,8 @@ class Backwards(Root):
             unit.check_unwritten()
             if unit.settings.reshard_after_backward:
                 self._release(unit)
+            else:
+                _stay(unit)
 
     def completed(self, unit: Unit) -> None:
         """All gradients of `unit` that this graph task will make on this rank are there."""
@@ -253,6 +255,7 @@ class Backwards(Root):
         if task not in self._tasks:
             return  # of an iteration that was aborted
         del self._tasks[task]
+        self._bury_tasks()  # a task inside of this one may have failed, and its error been caught there
         if not self._tasks:
             try:
                 self._ending = True
@@ -294,6 +297,8 @@ class Backwards(Root):
             if self._keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
                 if unit.residency is Residency.UNSHARDED and not unit.calls:
                     unit.keep()
+            elif unit in self._opened and not unit.settings.reshard_after_backward:
+                _stay(unit)
             elif (unit.residency is Residency.GATHERING and not unit.pinned) or (
                 unit.holds_unsharded and unit.settings.reshard_after_backward and not self._keeps_graph
             ):
@@ -304,3 +309,9 @@ class Backwards(Root):
         self._opened = {}
         self._entered = set()
         self._unfinished = False
+
+
+def _stay(unit: Unit) -> None:
+    """A unit whose visit is over stays whole, also on ranks that passed over it: then its next use gathers on none."""
+    if unit.residency is Residency.GATHERING:
+        unit.finish()

@@ -87,6 +87,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
     refuse_assigned(units, "the optimizer's step")
     for unit in units:
         check_communicated(unit, "the optimizer's step")
+        unit.join_gather()
 
 
 def check_communicated(unit: Unit, before: str) -> None:

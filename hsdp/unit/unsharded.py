@@ -113,8 +113,14 @@ class UnshardedParams:
         except (ExtensionError, DivergenceError):  # nothing is on its way
             self._release()
             raise
+        self._launched(version)
+
+    def _launched(self, version: Version) -> None:
         self.residency = Residency.GATHERING
         self.gathered_version = version
+        if self.retained:
+            # The gather writes the bits that are there, but the graph that reads them comes without another word.
+            self.join_gather()
 
     def _start_gather(self) -> CommWork:
         with self.streams.on("gather"):
@@ -137,8 +143,7 @@ class UnshardedParams:
                 self.streams.note_host_read()
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
             self._gather_work = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
-        self.residency = Residency.GATHERING
-        self.gathered_version = version
+        self._launched(version)
 
     def keep_part(self) -> None:
         """Closes the unit after forward; its parameters stay, sharded over the smaller group, for the backward."""
@@ -196,6 +201,11 @@ class UnshardedParams:
             self.rebuild(loses_sums=True)
             return
         self._release()
+
+    def join_gather(self) -> None:
+        """Whatever the caller's stream does next to the shards comes behind a gather under way, which reads them."""
+        if self._gather_work is not None:
+            self.streams.join(self._gather_work.event)
 
     def _release(self) -> None:
         """Frees what a gather that came to nothing allocated."""

@@ -98,7 +98,7 @@ class LastFirst(Deep):
 
 
 def step_on_a_thread(model: nn.Module, rank: int) -> None:
-    """The backward on a thread of its own, whose autograd nodes are numbered from 0; on a device it is the engine's thread."""
+    """The backward on a thread of its own, whose autograd nodes are numbered from 0; a device has such a thread."""
     loss = model(floats(rank)).square().mean()
     failed: list[BaseException] = []
 

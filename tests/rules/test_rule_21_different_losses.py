@@ -107,6 +107,17 @@ def recomputed_against_expectation(model: nn.Module, rank: int) -> None:
     model.reentrant = False
 
 
+def stays_after_backward(model: nn.Module, rank: int) -> None:
+    """Two forwards, then their backwards. Units stay whole behind the first one, entered by a rank or passed over."""
+    both, one = (loss_of(model, rank, k, even=k == 0) for k in range(2))
+    if isinstance(model, hsdp.HSDPModule):
+        model.set_reshard_after_backward(False)
+    one.backward()
+    both.backward()
+    if isinstance(model, hsdp.HSDPModule):
+        model.set_reshard_after_backward(True)
+
+
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -123,6 +134,7 @@ RUNS = (
     another_backward_failed,
     penalty_and_a_failed_forward,
     recomputed_against_expectation,
+    stays_after_backward,
 )
 
 

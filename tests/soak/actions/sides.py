@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
+from hsdp import debug
 from hsdp.torch_private import set_versions
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
 from tests.soak.actions.programs import Program
@@ -246,7 +247,10 @@ class Side:
         """The parameters that a write goes to.
 
         A rank that holds none of a parameter cannot see that its `.data` was written to, and goes on where others are told.
+        On a device nobody sees it, but in debug mode.
         """
+        if kind in ("data mul_", "local mul_") and self.env.device != "cpu" and not debug.ON:
+            return []
         return [param for _, param in self.chosen(which) if kind == "no_grad mul_" or self.all_hold(param)]
 
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
@@ -427,6 +431,8 @@ class Sharded(Side):
 
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         """torch loses what is assigned to the `.data` of a DTensor: the next forward is refused."""
+        if self.device != "cpu":  # `unshard(async_op=True)` asks for no writes while its gather reads the shards
+            torch.get_device_module(self.device).synchronize()
         super().write(at, kind, which)
         return self.eval(at, {}) if kind == "data set" and self.written(kind, which) else []
 

@@ -235,6 +235,7 @@ class UnshardedParams:
     def check_unwritten(self) -> None:
         """Raises StateError if somebody wrote to the unsharded parameters since they were gathered."""
         if self.residency is Residency.UNSHARDED and (name := self._guard.written()) is not None:
+            self.retained = False  # a graph of gradients would read what was written: it is freed, and gathered for it anew
             raise written(self.name, name)
 
     def undo_writes(self) -> bool:

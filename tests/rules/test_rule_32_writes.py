@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -179,6 +180,30 @@ def test_rule_32_a_forward_that_writes_to_its_weights_is_refused(
     request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, reshard: bool | None, grad: bool
 ) -> None:
     pool_for(request, shape).run(check_written, shape, how, reshard, grad)
+
+
+def check_graph(env: RankEnv, how: str) -> None:
+    """A graph of gradients reads the unsharded weights that another forward writes to: it is refused."""
+    plain, model = seeded(Model), shard(seeded(Model), env.mesh(2))
+    blocks: Any = model.blocks
+    x = floats(env.rank)
+    loss = model(x).square().mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    blocks[1].how = how
+    with pytest.raises(StateError, match=r"unit 'blocks.1'.*(weight|bias)"):
+        model(floats(env.rank, 1))
+    blocks[1].how = ""
+    with pytest.raises(RuntimeError, match="blocks.1|modified by an inplace operation"):
+        (loss + grad.square().sum()).backward()
+    del loss, grad
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of that backward
+        check_grads(model, plain, step, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("how", ["copy_", "data =", "of the bias"])
+def test_rule_32_a_write_beside_a_graph_of_gradients(pool2: Pool, how: str) -> None:
+    pool2.run(check_graph, how)
 
 
 def check_failed(env: RankEnv, shape: tuple[int, ...], how: str) -> None:

@@ -65,7 +65,7 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse(
         "RuntimeError",
         ("backward", "grad"),
-        _any_of("write", "step", "load", "step in backward"),
+        _any_of("write", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
         "the weights that a graph of gradients reads changed: they are gathered anew for others, and autograd says so",
         "modified by an inplace operation",
     ),

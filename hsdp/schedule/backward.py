@@ -212,10 +212,6 @@ class Backwards(Root):
         """A visit of `unit` is over: if it was the last one, so is the unit, whatever this rank used of it."""
         if self.reduce_order.expects(unit):
             return
-        if self.streams.active and unit.remaining.get(self._opened[unit][1], 0) > 0:
-            # On a device, what `autograd.grad(create_graph=True)` made inside of the forward has numbers of the engine's
-            # thread. It runs after what is behind the unit, reads its parameters, and makes the rest of its gradients.
-            return
         if self._reduces and unit.queued and not unit.ready:
             self._make_ready(unit)
         if not self._keeps_graph:

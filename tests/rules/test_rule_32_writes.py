@@ -193,7 +193,7 @@ def check_graph(env: RankEnv, how: str) -> None:
     with pytest.raises(StateError, match=r"unit 'blocks.1'.*(weight|bias)"):
         model(floats(env.rank, 1))
     blocks[1].how = ""
-    with pytest.raises(RuntimeError, match="blocks.1|modified by an inplace operation"):
+    with pytest.raises(RuntimeError, match=r"blocks\.1|modified by an inplace operation"):
         (loss + grad.square().sum()).backward()
     del loss, grad
     with warnings.catch_warnings():

@@ -227,7 +227,7 @@ class _Play:
         if (named and twins is not None) or excuse_for(type(error).__name__, told, action[0], facts) is not None:
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
             return
-        stack = "".join(traceback.format_exception(error))[-1800:]
+        stack = error.__dict__["stack"]
         twin_told = f"; the twin: {type(twins).__name__}: {twins}" if twins is not None else ""
         if isinstance(error, Planned) and twins is None:
             raise _Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
@@ -354,7 +354,10 @@ def _attempt(side: Side, at: int, action: Action) -> tuple[Values, Exception | N
     try:
         return method(at, *action[1:]), None
     except Exception as error:
-        return [], error
+        error.__dict__["stack"] = "".join(traceback.format_exception(error))[-1800:]
+        # While the frames of a forward that raised are alive, torch's checkpoints inside of it catch what others save.
+        error.__context__ = error.__cause__ = None
+        return [], error.with_traceback(None)
 
 
 def _facts_of(how: dict[str, Any]) -> set[str]:

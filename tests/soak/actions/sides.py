@@ -360,6 +360,8 @@ class Sharded(Side):
     """
 
     errors: tuple[type[BaseException], ...] = (hsdp.errors.HSDPError,)
+    stays = False
+    """Whether units stay unsharded after their backward, whatever the program sets."""
     ends_with_errors = False
     """Whether a program ends with the first error that the twin does not have."""
 
@@ -377,6 +379,10 @@ class Sharded(Side):
         for module in units_of(program, model):
             hsdp.fully_shard(module, **options)
         hsdp.fully_shard(model, **options)
+        hows = [action[2] for action in program.actions if action[0] == "forward"]
+        if self.device != "cpu" and any("inner double grad" in how.get("tweaks", {}).values() for how in hows):
+            self.stays = True  # as the limits of hsdp tell users to
+            model.set_reshard_after_backward(False)  # type: ignore[operator]
         hsdp.register_forward_method(model, "infer")
 
     def pending(self) -> bool:
@@ -450,7 +456,7 @@ class Sharded(Side):
     def set(self, at: int, what: str, flag: bool) -> Values:
         if what == "last_backward":
             self.model.set_is_last_backward(flag)
-        else:
+        elif not (self.stays and what == "reshard_after_backward"):
             name = f"set_{'requires_' if what in ('gradient_sync', 'all_reduce') else ''}{what}"
             getattr(self.model, name)(flag)
         return []

@@ -29,6 +29,9 @@ class Excuse:
     message: str = ""
 
 
+DIFFERENT_GRAPHS = "gradient penalty of different heads on a device"
+
+
 def _any_of(*facts: str) -> frozenset[str]:
     return frozenset(facts)
 
@@ -40,6 +43,19 @@ EXCUSES: tuple[Excuse, ...] = (
         _any_of("toggle", "toggled"),
         "a recomputation under hsdp sees the parameters as its forward did; on the twin it saves other tensors",
         "^CheckpointError",
+    ),
+    Excuse(
+        "silent",
+        ("backward",),
+        _any_of("toggle", "toggled"),
+        "with everything frozen, the losses of ranks without the penalty have no graph; the penalty's rank goes on",
+        "does not require grad",
+    ),
+    Excuse(
+        "DivergenceError",
+        ("backward",),
+        _any_of(DIFFERENT_GRAPHS),
+        "on a device, autograd numbers graphs of gradients apart: ranks of different losses enter units in different orders",
     ),
     Excuse(
         "silent",

@@ -70,6 +70,13 @@ plain_access: Callable[[], AbstractContextManager[None]] = torch._C.DisableTorch
 finds that out at every access to `.grad`, `.requires_grad` or a version, which takes longer than the access.
 torch's profiler and masked tensors use it; without it hsdp's host time grows by a tenth."""
 
+chunk_cat: Callable[..., Tensor] = torch._chunk_cat
+"""`chunk_cat(tensors, 0, n, out=(n, m))`: row r is the r-th of n parts of each tensor, cut on dim 0 and padded with zeros.
+
+All of one dtype. FSDP2 fills the input of its reduce-scatter with it; without it the host makes a view and a copy of each
+gradient, which takes it three times as long.
+"""
+
 # -- storages ---------------------------------------------------------------------------------------------------------
 
 storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]

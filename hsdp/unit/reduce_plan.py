@@ -14,6 +14,7 @@ from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, owned
 from hsdp.buffers.layout import Layout, Piece, plan
+from hsdp.torch_private import chunk_cat
 from hsdp.unit.dtype_group import DtypeGroup, row_views, whole_views
 
 _MOST_PLANS = 8
@@ -76,7 +77,18 @@ class ReducePlan:
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
+        self._tiles = self._tiled()
+        with torch.inference_mode(False):
+            # Real memory: chunk_cat's kernel is for tensors without overlaps.
+            self._all_used = torch.ones(self.shards * self.flags, dtype=self.kind.compute, device=self.device)
         self._free_rows: list[Rows] = []
+
+    def _tiled(self) -> list[int] | None:
+        """The packed pieces in order, if cutting each on dim 0 gives its part of every row, with no gaps between parts."""
+        pieces = [(i, self.layout.pieces[i]) for i in self.layout.in_order if not self.layout.pieces[i].direct_reduce]
+        tiles = all(p.spec.dim == 0 and p.spec.merged == 1 and p.numel for _, p in pieces)
+        full = sum(p.numel for _, p in pieces) == self.packed - self.flags
+        return [i for i, _ in pieces] if tiles and full else None
 
     def fill(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
@@ -97,40 +109,58 @@ class ReducePlan:
             inputs.append(_flat(grads[i], pieces[i], dtype, device))
             grads[i] = None
             outputs.append(_cut(buffer, pieces[i].offset, pieces[i].numel))
-        shards = layout.shards
-        if all(used):
-            rows.flags.fill_(1.0)
-            to = rows.even
-            sources = self._all_rows(grads)
-        else:
-            to, sources = [], []
-            for at, was_used in enumerate(used):
-                rows.flags[:, at] = float(was_used)
-            for (i, shape), column in zip(self._even_rows, rows.even, strict=True):
-                grad = grads[i]
-                if grad is None:
-                    column.zero_()
-                else:
-                    to.append(column)
-                    sources.append(_rows(grad, shape))
+        if not self._tile(rows, grads, used):
+            self._copy(rows, grads, used)
+        inputs.append(rows.flat)
+        start = layout.reduce_packed_start
+        outputs.append(_cut(buffer, start, self.packed) if start else buffer)
+        return GroupReduction(self, inputs, outputs, [buffer], used, rows)
+
+    def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
+        """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
+        if self._tiles is None:
+            return False
+        # The kernel for CUDA takes what is dense for row-major: a transposed gradient would be reduced in the wrong order.
+        sources = [self._zeros(i) if (grad := grads[i]) is None else grad.contiguous() for i in self._tiles]
+        try:
+            chunk_cat([*sources, self._all_used], 0, self.shards, out=rows.wide)
+        except RuntimeError:  # sums of earlier micro-batches are of a wider dtype than gradients
+            return False
+        self._mark(rows, used)
+        return True
+
+    @staticmethod
+    def _mark(rows: Rows, used: list[bool]) -> None:
+        for at, was_used in enumerate(used):
+            if not was_used:
+                rows.flags[:, at] = 0.0
+
+    def _zeros(self, index: int) -> Tensor:
+        """What stands for a gradient that is not there; it takes no memory."""
+        return torch.zeros((), dtype=self.kind.compute, device=self.device).expand(self.params[index].spec.shape)
+
+    def _copy(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> None:
+        """Fills the rows parameter by parameter."""
+        to: list[Tensor] = []
+        sources: list[Tensor] = []
+        rows.flags.fill_(1.0)
+        self._mark(rows, used)
+        for (i, shape), column in zip(self._even_rows, rows.even, strict=True):
+            grad = grads[i]
+            if grad is None:
+                column.zero_()
+            else:
+                to.append(column)
+                sources.append(grad.reshape(shape))
         for i, columns in zip(self._odd, rows.odd, strict=True):
             grad = grads[i]
             if grad is None:
                 torch._foreach_zero_(columns)
             else:
-                to = to + columns
-                sources += whole_views(pieces[i], grad, shards)
+                to += columns
+                sources += whole_views(self.layout.pieces[i], grad, self.shards)
         if to:
             torch._foreach_copy_(to, sources)
-        inputs.append(rows.flat)
-        outputs.append(_cut(buffer, layout.reduce_packed_start, self.packed))
-        return GroupReduction(self, inputs, outputs, [buffer], used, rows)
-
-    def _all_rows(self, grads: list[Tensor | None]) -> list[Tensor]:
-        try:
-            return [grads[i].view(shape) for i, shape in self._even_rows]  # type: ignore[union-attr]
-        except RuntimeError:  # some gradient is transposed
-            return [_rows(grads[i], shape) for i, shape in self._even_rows]  # type: ignore[arg-type]
 
     def take_back(self, rows: Rows) -> None:
         """The rows were sent: their memory goes, their views stay for the next reduction."""
@@ -157,7 +187,7 @@ class ReducePlan:
 class Rows:
     """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
 
-    __slots__ = ("even", "flags", "flat", "flat_buffer", "odd")
+    __slots__ = ("even", "flags", "flat", "flat_buffer", "odd", "wide")
 
     def __init__(self, plan: ReducePlan, dtype: torch.dtype, device: torch.device) -> None:
         layout = plan.layout
@@ -165,7 +195,7 @@ class Rows:
         with torch.inference_mode(False):
             self.flat_buffer = FlatBuffer(layout.shards * plan.packed, dtype, device)
             self.flat = self.flat_buffer.tensor
-            rows = self.flat.view(layout.shards, plan.packed)
+            rows = self.wide = self.flat.view(layout.shards, plan.packed)
             columns = [rows[:, p.offset - start : p.offset - start + p.numel] for p in layout.pieces]
             self.flags = rows[:, plan.packed - plan.flags :]
             self.even = [columns[i] for i in plan._even]
@@ -246,11 +276,6 @@ class GroupReduction:
 def _cut(flat: Tensor, start: int, numel: int) -> Tensor:
     """Elements of a 1-D tensor, as slicing gives them, in two thirds of its time on the host."""
     return flat.as_strided((numel,), (1,), start)
-
-
-def _rows(grad: Tensor, shape: tuple[int, int]) -> Tensor:
-    """A gradient as one row per rank."""
-    return grad.reshape(shape)
 
 
 def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -1,0 +1,73 @@
+"""Gradients become the rows of a reduce-scatter: with one operator where it can, else parameter by parameter."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hsdp
+from hsdp.schedule.module_hooks import own_state
+from hsdp.torch_private import chunk_cat
+from hsdp.unit import reduce_plan
+from tests.support.rig import fake_world
+
+SHARDS = 2
+TILES = [(16, 8), (8, 16), (3, 64), (1, 64)]
+"""Shapes whose parts lie side by side; the last two are padded."""
+GAPS = [(16, 8), (5, 3), (4, 4)]
+
+
+class Params(nn.Module):
+    """Parameters of these shapes."""
+
+    def __init__(self, shapes: list[tuple[int, int]]) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
+
+    def forward(self) -> None:
+        """Is not called."""
+
+
+def _as_on_cuda(tensors: list[Tensor], dim: int, chunks: int, out: Tensor) -> Tensor:
+    """torch's kernel for CUDA takes memory that is dense, transposed or not, for row-major."""
+    assert all(t.is_contiguous() or 0 in t.stride() for t in tensors)
+    return chunk_cat(tensors, dim, chunks, out=out)
+
+
+def _gradients(shapes: list[tuple[int, int]], kind: str) -> list[Tensor | None]:
+    grads: list[Any] = [torch.randn(shape) for shape in shapes]
+    if kind == "transposed":
+        grads = [torch.randn(shape[::-1]).t() for shape in shapes]
+    elif kind == "a part of another":
+        grads = [torch.randn(shape[0] + 1, 2 * shape[1])[1:, ::2] for shape in shapes]
+    elif kind == "some missing":
+        grads[0] = grads[-1] = None
+    elif kind == "of two dtypes":
+        grads[1] = grads[1].double()
+    return grads
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "a part of another", "some missing", "of two dtypes"])
+@pytest.mark.parametrize("shapes", [TILES, GAPS], ids=["tiles", "gaps"])
+def test_rows_hold_every_rank_s_part_of_each_gradient(
+    shapes: list[tuple[int, int]], kind: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    torch.manual_seed(0)
+    monkeypatch.setattr(reduce_plan, "chunk_cat", _as_on_cuda)
+    with fake_world(SHARDS) as env:
+        model = hsdp.fully_shard(Params(shapes), mesh=env.mesh((SHARDS,)), comm_policy=hsdp.CommPolicy(fusion="packed"))
+        plan = own_state(model).unit.gradients._plans[0]
+        assert (plan._tiles is None) == (shapes is GAPS)
+        grads = _gradients(shapes, kind)
+        part = plan.fill(list(grads), [grad is not None for grad in grads])
+        rows = part.inputs[-1].view(SHARDS, -1)
+        for at, (grad, piece) in enumerate(zip(grads, plan.layout.pieces, strict=True)):
+            for rank in range(SHARDS):
+                there = rows[rank, piece.offset : piece.offset + piece.rows(rank) * piece.spec.shape[1]]
+                whole = torch.zeros(piece.spec.shape) if grad is None else grad.float()
+                expected = whole[rank * piece.chunk :][: piece.rows(rank)].reshape(-1)
+                assert torch.equal(there, expected), (at, rank)
+                assert rows[rank, plan.layout.numel + at] == float(grad is not None), "whether it was used"

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hsdp.torch_private import sequence_number
+from hsdp.torch_private import STATE_KEY, sequence_number
 
 _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -125,7 +125,7 @@ class SideOutputs:
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
         self._sizes: list[int] = []
-        self._places: list[tuple[int, tuple[str, ...]]] = []
+        self._places: list[tuple[weakref.ref[nn.Module], tuple[str, ...]]] = []
         seen: set[int] = set()
         for module in modules:
             self._collect(module, module.__dict__.get("_hsdp_state"), seen)
@@ -144,20 +144,16 @@ class SideOutputs:
         for argument in arguments:
             if not isinstance(argument, Tensor):
                 found += _made_since(argument, first_node)
-        modules = [ref() for ref in self._modules]
-        attributes = [_NONE if module is None else module.__dict__ for module in modules]
         # Attributes appear with the first forward; from then on the sizes of the dicts tell of new ones.
-        sizes = list(map(len, attributes))
+        sizes = [len(module.__dict__) if (module := ref()) is not None else 0 for ref in self._modules]
         if sizes != self._sizes:
             self._sizes = sizes
-            names = [
-                tuple(name for name, value in held.items() if _may_hold(name, value, module))
-                for module, held in zip(modules, attributes, strict=True)
-            ]
-            self._places = [place for place in enumerate(names) if place[1]]
+            modules = [(ref, module) for ref in self._modules if (module := ref()) is not None]
+            places = [(ref, tuple(_names_that_may_hold(module))) for ref, module in modules]
+            self._places = [place for place in places if place[1]]
         objects: set[int] = set()  # a config or a collector of losses is often that of many modules
-        for at, names_there in self._places:
-            held = attributes[at]
+        for ref, names_there in self._places:
+            held = _NONE if (module := ref()) is None else module.__dict__
             for name in names_there:
                 value = held.get(name)
                 if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
@@ -168,11 +164,15 @@ class SideOutputs:
 
 
 _NONE: dict[str, Any] = {}
-_OF_MODULES = frozenset(nn.Module().__dict__)
+_OF_MODULES = frozenset((*nn.Module().__dict__, STATE_KEY))
 
 
-def _may_hold(name: str, value: Any, module: nn.Module | None) -> bool:
-    if module is None or name in _OF_MODULES or name in module._parameters:
+def _names_that_may_hold(module: nn.Module) -> Iterator[str]:
+    return (name for name, value in module.__dict__.items() if _may_hold(name, value, module))
+
+
+def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
+    if name in _OF_MODULES or name in module._parameters:
         return False
     if value is None or isinstance(value, (Tensor, *_CONTAINERS, dict)):
         return True

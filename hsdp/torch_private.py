@@ -79,9 +79,6 @@ gradient, which takes it three times as long.
 
 # -- storages ---------------------------------------------------------------------------------------------------------
 
-storage_address: Callable[[Tensor], int] = torch._C._storage_address  # type: ignore[attr-defined]
-"""Tells the storage of a tensor, also of one without memory (DTensor's wrapper). CUDA graph trees use it."""
-
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 """Whether a tensor has a storage at all; FakeTensor and CUDA graph trees ask it."""
 

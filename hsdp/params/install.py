@@ -7,12 +7,13 @@ from collections.abc import Sequence
 from operator import attrgetter, is_
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
-from hsdp.torch_private import has_storage, storage_address, storage_key
+from hsdp.torch_private import has_storage, plain_access, storage_key
 
 _local_of = attrgetter("_local_tensor")
 
@@ -33,61 +34,57 @@ class Shadows:
         for param in params:
             if param.unsharded is not None:
                 for part in parts_of(block_of(param.unsharded)):
-                    storage, start = _place_of(part)
-                    self._names.setdefault(storage, []).append((start, param.fqn))
-        self._entries: list[tuple[dict[str, Any], str, ManagedParam]] = []
-        modules: dict[int, tuple[weakref.ref[nn.Module], dict[str, Any], bool]] = {}
+                    self._names.setdefault(storage_key(part), []).append((_start_of(part), param.fqn))
+        self._holders: list[tuple[weakref.ref[nn.Module], str, ManagedParam]] = []
+        self._in_rnns: list[tuple[weakref.ref[nn.Module], str]] = []
         for param in params:
             for module, name in param.holders():
-                entry = modules.setdefault(id(module), (weakref.ref(module), {}, isinstance(module, nn.RNNBase)))
-                entry[1][name] = param.unsharded
-                self._entries.append((entry[1], name, param))
+                ref = weakref.ref(module)
+                self._holders.append((ref, name, param))
+                if isinstance(module, nn.RNNBase):
+                    self._in_rnns.append((ref, name))
                 self._registered.append(module._parameters)
                 self._registered_as.append(name)
                 self._registered_params.append(param.sharded)
-        self._modules = list(modules.values())
-        # What tells a DTensor's own storage, which has no memory, from those of others that are alive.
+        self.choose()
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
         self._locals = [param.local for param in params]
-        self._wrappers = list(map(storage_address, self._sharded))
+        self._wrappers = self._storages()
+
+    def _storages(self) -> list[torch.UntypedStorage]:
+        """The DTensors' own storages, which have no memory."""
+        with plain_access():
+            return list(map(Tensor.untyped_storage, self._sharded))
 
     def choose(self) -> None:
         """Takes the unsharded parameters that forwards are to see from now on (`ManagedParam.choose`)."""
-        for shadows, name, param in self._entries:
-            shadows[name] = param.unsharded
+        self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
 
     def show(self) -> None:
         """Puts the unsharded parameters in front."""
-        for module, shadows, rnn in self._modules:
-            there = module()
-            if there is None:  # users took it out of their model
-                continue
-            there.__dict__.update(shadows)
-            if rnn:
-                for name, unsharded in shadows.items():
-                    refresh_flat_weights(there, name, unsharded)
+        for module, name, unsharded in self._shadows:
+            if (there := module()) is not None:  # else users took it out of their model
+                there.__dict__[name] = unsharded
+        for module, name in self._in_rnns:
+            if (there := module()) is not None:
+                refresh_flat_weights(there, name, there.__dict__[name])
 
     def hide(self) -> None:
         """Takes them away again."""
-        for module, shadows, rnn in self._modules:
-            there = module()
-            if there is None:
-                continue
-            held = there.__dict__
-            for name in shadows:
-                held.pop(name, None)
-            if rnn:
-                for name in shadows:
-                    refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+        for module, name, _ in self._shadows:
+            if (there := module()) is not None:
+                there.__dict__.pop(name, None)
+        for module, name in self._in_rnns:
+            if (there := module()) is not None:
+                refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
-        for part in parts_of(block_of(tensor)):
-            if has_storage(part):
-                storage, start = _place_of(part)
-                if (names := self._names.get(storage)) is not None:
-                    return max((name for name in names if name[0] <= start), default=names[0])[1]
+        for part in (tensor,) if type(tensor) is Tensor else parts_of(block_of(tensor)):
+            if has_storage(part) and (names := self._names.get(storage_key(part))) is not None:
+                start = _start_of(part)
+                return max((name for name in names if name[0] <= start), default=names[0])[1]
         return None
 
     def disturbed(self) -> bool:
@@ -104,17 +101,17 @@ class Shadows:
 
         torch gives such a DTensor another wrapper and leaves its local tensor as it was.
         """
-        now = list(map(storage_address, self._sharded))
-        if now == self._wrappers:
+        now = self._storages()
+        if all(map(is_, now, self._wrappers)):
             return None
         found = None
         for param, sharded, before, after in zip(self._params, self._sharded, self._wrappers, now, strict=True):
-            if before != after and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
+            if before is not after and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
                 found = param.fqn
         self._wrappers = now
         return found
 
 
-def _place_of(tensor: Tensor) -> tuple[int, int]:
-    """The storage that a tensor lies in, and its first byte there."""
-    return storage_key(tensor), int(tensor.storage_offset()) * tensor.itemsize
+def _start_of(tensor: Tensor) -> int:
+    """A tensor's first byte in its storage."""
+    return int(tensor.storage_offset()) * tensor.itemsize

@@ -238,17 +238,20 @@ class Backwards(Root):
             self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
+        if torch.is_grad_enabled():  # with create_graph=True; to ask takes the host a twentieth of `no_grad`
+            with torch.no_grad():
+                self._reduce(unit)
+            return
         unit.state = TrainingState.BACKWARD_POST
         unit.ready = False
         settings = unit.settings
-        with torch.no_grad():
-            if not settings.requires_grad_sync:
-                unit.gradients.stash()
-                return
-            self.pipeline.make_room()
-            parts = unit.gradients.take(not self.root.settings.drains, settings.requires_all_reduce)
-            if parts:
-                self.pipeline.submit(Reduction(unit, parts, settings.requires_all_reduce))
+        if not settings.requires_grad_sync:
+            unit.gradients.stash()
+            return
+        self.pipeline.make_room()
+        parts = unit.gradients.take(not self.root.settings.drains, settings.requires_all_reduce)
+        if parts:
+            self.pipeline.submit(Reduction(unit, parts, settings.requires_all_reduce))
 
     def _end_task(self, task: int, token: Token) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""

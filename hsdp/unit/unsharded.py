@@ -10,7 +10,6 @@ from __future__ import annotations
 import enum
 from operator import attrgetter
 
-import torch
 from torch import Tensor
 
 from hsdp import debug
@@ -164,9 +163,9 @@ class UnshardedParams:
         return self.residency is not Residency.SHARDED or self._kept_version is not None
 
     def _unpack(self) -> None:
-        with torch.no_grad():
-            for group in self.dtype_groups:
-                group.unpack()
+        # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
+        for group in self.dtype_groups:
+            group.unpack()
 
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> WHOLE."""

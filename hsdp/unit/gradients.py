@@ -228,9 +228,9 @@ class Gradients:
     def _drop_frozen(self) -> None:
         """What was frozen since its forward gets no gradient of this backward, as a plain parameter would not."""
         with plain_access():
-            for slot, wanted in enumerate(map(_requires_grad_of, self._sharded)):
-                if not wanted:
-                    self.slots[slot] = None
+            wanted = list(map(_requires_grad_of, self._sharded))
+        if not all(wanted):
+            self.slots = [grad if wants else None for grad, wants in zip(self.slots, wanted, strict=True)]
 
     def _joined(self, slot: int) -> Tensor | None:
         grad, stash = self.slots[slot], self._stash.get(slot)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from operator import attrgetter, or_
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,7 @@ from hsdp.unit.unsharded import NO_VERSION, Residency, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
 _requires_grad_of = attrgetter("requires_grad")
+_STRIDED = torch.strided
 _gradient_edge = torch.autograd.graph.get_gradient_edge
 
 
@@ -145,6 +146,7 @@ class Unit(UnshardedParams):
         self.gradients = Gradients(params)
         self.trainable: tuple[bool, ...] = ()
         self._wanted: tuple[bool, ...] = ()
+        self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
         self.ready = self.queued = False
@@ -308,12 +310,18 @@ class Unit(UnshardedParams):
             wanted = tuple(map(_requires_grad_of, self._sharded))
         if wanted != self._wanted:
             self._show_wanted(wanted)
+            self._note_nodes()
         mask = wanted
         if mask != self.trainable and self.trainable and not (afresh and not self.gradients.is_pending()):
             mask = tuple(map(or_, wanted, self.trainable))
         if mask != self.trainable:
             self.gradients.choose(mask, self.name)
             self.trainable = mask
+            self._note_nodes()
+
+    def _note_nodes(self) -> None:
+        """Notes the nodes at which gradients arrive that take part in reductions."""
+        self._nodes = [param.node for param, trains in zip(self.params, self.trainable, strict=False) if trains]
 
     def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
         for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
@@ -338,15 +346,11 @@ class Unit(UnshardedParams):
 
     def will_get_gradients(self) -> bool:
         """Whether the present graph task will make a gradient of one of the unit's parameters."""
-        return any(wanted and will_execute(param.node) for param, wanted in zip(self.params, self.trainable, strict=True))
+        return any(map(will_execute, self._nodes))
 
     def begin_task(self, task: int) -> None:
         """Asks the engine which of the unit's gradients graph task `task` will make."""
-        count = 0
-        for param, wanted in zip(self.params, self.trainable, strict=True):
-            if wanted and will_execute(param.node):
-                count += 1
-        self.remaining[task] = count
+        self.remaining[task] = sum(map(will_execute, self._nodes))
 
     def _take(self, slot: int, unsharded: Tensor) -> None:
         """A gradient is there: moves it from the unsharded parameter to its slot."""
@@ -358,7 +362,7 @@ class Unit(UnshardedParams):
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
-        if grad.layout is not torch.strided:
+        if grad.layout is not _STRIDED:
             grad = grad.to_dense()  # that of an embedding with sparse=True
         inner = param.inner
         if inner is not None:

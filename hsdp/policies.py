@@ -63,8 +63,10 @@ class CommPolicy:
             packs all; "direct" sends directly whatever can be.
         direct_gather_bytes: smallest size of a rank's piece, in bytes, that "auto" gathers directly.
         direct_reduce_bytes: smallest size of a rank's piece, in bytes, that "auto" reduces directly.
-        prefetch: how many units beyond the current one may be gathered ahead (0: none). A bound on memory too.
-        max_inflight_reduce_scatters: how many reductions may hold their whole gradients at a time (at least 1).
+        prefetch: how many units beyond the current one may be gathered ahead (0: none). A bound on memory too: small units
+            beside large ones hardly count, as long as they have no more bytes than half of the largest.
+        max_inflight_reduce_scatters: how many reductions may hold their whole gradients at a time (at least 1). On a device
+            small ones beside large ones hardly count.
         max_inflight_all_reduces: how many reductions may be queued behind their reduce-scatter (at least 1).
         reduce_scatter_bucket_bytes: reductions of neighbouring units share one reduce-scatter until their whole gradients
             reach this many bytes (0: each goes on its own). Fewer, larger transfers for small units, more memory.

@@ -15,6 +15,7 @@ from typing import NamedTuple
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
+from hsdp.schedule.room import room_for
 
 
 class Verb(enum.Enum):
@@ -118,7 +119,8 @@ class _Rehearsal:
         if unit in self._order:
             at = self._order.index(unit) + 1
             del self._order[:at]
-        for index in (unit, *self._order[:window]):
+        ahead = room_for((self.units[index].total("whole_bytes") for index in self._order), window)
+        for index in (unit, *self._order[:ahead]):
             if index not in self._whole:
                 self._emit(Verb.REGATHER if index in self._parted else Verb.GATHER, index)
                 self._whole.add(index)

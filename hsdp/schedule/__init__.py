@@ -13,6 +13,7 @@
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks
     reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
+    room.py             how many units a window or a bound has room for, whose sizes differ
     pipeline.py         the queue of reductions, carried out
     outputs.py          the tensors through which gradients will enter a module
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from hsdp.schedule.room import room_for
 from hsdp.unit.unit import Unit
 
 
@@ -32,12 +33,12 @@ class GatherOrder:
         self._follows = bool(self._expected)
 
     def visit(self, unit: Unit, window: int) -> list[Unit]:
-        """Records that `unit` is entered; returns the next `window` units, or none once the pass left the order."""
+        """Records that `unit` is entered; returns the window of units behind it, or none once the pass left the order."""
         at = len(self._seen)
         self._seen.append(unit)
         if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
             self._follows = False
-        return self._expected[at + 1 : at + 1 + window] if self._follows else []
+        return _window(self._expected, at + 1, window) if self._follows else []
 
     def is_last(self, unit: Unit) -> bool:
         """Whether `unit` is where a pass that kept to the order ends."""
@@ -111,8 +112,8 @@ class BackwardGatherOrder:
             self._at = place + 1
 
     def next_units(self, window: int) -> list[Unit]:
-        """The `window` units that are gathered next."""
-        return self._expected[self._at : self._at + window]
+        """The units of the window that are gathered next."""
+        return _window(self._expected, self._at, window)
 
     def end(self) -> None:
         """Ends the backward."""
@@ -126,3 +127,8 @@ class BackwardGatherOrder:
         """Gives the backward up: nothing is learnt from it."""
         self._expected, self._places, self._certain, self._entered = [], {}, {}, set()
         self._at = 0
+
+
+def _window(order: list[Unit], at: int, window: int) -> list[Unit]:
+    """The units from place `at` on that are gathered ahead."""
+    return order[at : at + room_for((order[i].whole_bytes for i in range(at, len(order))), window)]

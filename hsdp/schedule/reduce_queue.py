@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from hsdp.policies import CommPolicy
+from hsdp.schedule.room import room_for
 
 
 class Queued(Protocol):
@@ -181,7 +182,10 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     # -- FILLED -> HOLDING -> BUCKETED -> REDUCING -> landed -------------------------------------------------------
 
     def _scatter(self) -> None:
-        while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
+        # With the new one: as the queue is drained from its oldest, its sizes are read from the newest.
+        there = [self._filling, *(bucket.items for bucket in reversed(self._holding))]
+        sizes = [sum(item.scatter_bytes() for item in items) for items in there]
+        while len(self._holding) >= room_for(sizes, self.policy.max_inflight_reduce_scatters):
             self._release()
         items, self._filling = self._filling, []
         bucket = self.start_scatter(items)

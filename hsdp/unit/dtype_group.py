@@ -186,7 +186,7 @@ class DtypeGroup:
     def _arrange_gather(self) -> None:
         layout, compute, device = self.layout, self.kind.compute, self.device
         shards = layout.shards
-        self._flat_buffer = FlatBuffer(-(-layout.whole_numel // self._parts) * self._parts, compute, device)
+        self._flat_buffer = FlatBuffer(self.whole_bytes // compute.itemsize, compute, device)
         for param, piece in zip(self.params, layout.pieces, strict=True):
             param.make_whole(self._flat_buffer.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
         for i in layout.in_order:
@@ -223,6 +223,13 @@ class DtypeGroup:
             self._fill_to.append(own)
         self.outputs.append(output.view(U8))
         self.inputs.append(own.view(U8))
+
+    @property
+    def whole_bytes(self) -> int:
+        """The memory behind the unsharded parameters; none where they alias the shards."""
+        if self.shards == 1:
+            return self.layout.numel * self.kind.compute.itemsize if self._moves else 0
+        return -(-self.layout.whole_numel // self._parts) * self._parts * self.kind.compute.itemsize
 
     @property
     def transient_bytes(self) -> int:

@@ -124,6 +124,7 @@ class Unit(UnshardedParams):
 
         # Unsharded parameters.
         self.dtype_groups: list[DtypeGroup] = []
+        self.whole_bytes = 0
         self.residency = Residency.SHARDED
         self.open = self.pinned = self.retained = False
         self.weights_version = 0
@@ -248,6 +249,7 @@ class Unit(UnshardedParams):
         self._sharded = [param.sharded for param in self.params]
         register(self._sharded, self, self._registered)
         self._wire_signature = 0
+        self.whole_bytes = sum(group.whole_bytes for group in self.dtype_groups)
         self._reads_host = any(group.shard.device != group.device for group in self.dtype_groups)
         for group in self.dtype_groups:
             group.arrange()

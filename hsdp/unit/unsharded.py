@@ -48,6 +48,7 @@ class UnshardedParams:
             depend on it: when a graph is gone, garbage collection decides, on each rank by itself.
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
+        whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
         part_comm: the smaller group over which unsharded parameters stay sharded after forward, if any.
     """
 
@@ -55,6 +56,7 @@ class UnshardedParams:
     params: list[ManagedParam]
     axes: MeshAxes
     dtype_groups: list[DtypeGroup]
+    whole_bytes: int
     residency: Residency
     open: bool
     pinned: bool

@@ -268,13 +268,11 @@ def virtual_model(clock: Clock, mesh: DeviceMesh, times: Durations, units: int, 
     return model
 
 
-def fsdp2_model(monkeypatch: pytest.MonkeyPatch, clock: Clock, mesh: DeviceMesh, times: Durations, units: int) -> Any:
-    """The same chain sharded by FSDP2, its streams and collectives on the clock too (device mode only)."""
+def divert_fsdp2(monkeypatch: pytest.MonkeyPatch, module: Any, start: Callable[[str, list[Tensor]], None]) -> None:
+    """Makes FSDP2 take `module` for its device's, and call `start(kind, tensors)` for each of its collectives."""
     for name in ("collectives", "param_group", "state"):
-        module = importlib.import_module(f"torch.distributed.fsdp._fully_shard._fsdp_{name}")
-        monkeypatch.setattr(module, "_get_device_handle", lambda kind: clock)
-    costs = {"all-gather": times.gather, "reduce-scatter": times.scatter, "all-reduce": times.all_reduce}
-    links = {name: Group(clock, lambda kind, nbytes: costs[kind]) for name in ("shard", "replicate")}
+        part = importlib.import_module(f"torch.distributed.fsdp._fully_shard._fsdp_{name}")
+        monkeypatch.setattr(part, "_get_device_handle", lambda kind: module)
     # torch 2.13 has new names for two of them.
     verbs = {
         "all_gather_single": "all-gather",
@@ -285,13 +283,24 @@ def fsdp2_model(monkeypatch: pytest.MonkeyPatch, clock: Clock, mesh: DeviceMesh,
     }
     for verb, kind in verbs.items():
 
-        def start(*args: Any, kind: str = kind, **kwargs: Any) -> None:
-            link = links["replicate" if kind == "all-reduce" else "shard"]
-            link.starting = (kind, "")
-            link._start([])
+        def started(*args: Any, kind: str = kind, **kwargs: Any) -> None:
+            start(kind, [one for one in (*args, *kwargs.values()) if isinstance(one, Tensor)])
 
         if hasattr(dist, verb):
-            monkeypatch.setattr(dist, verb, start)
+            monkeypatch.setattr(dist, verb, started)
+
+
+def fsdp2_model(monkeypatch: pytest.MonkeyPatch, clock: Clock, mesh: DeviceMesh, times: Durations, units: int) -> Any:
+    """The same chain sharded by FSDP2, its streams and collectives on the clock too (device mode only)."""
+    costs = {"all-gather": times.gather, "reduce-scatter": times.scatter, "all-reduce": times.all_reduce}
+    links = {name: Group(clock, lambda kind, nbytes: costs[kind]) for name in ("shard", "replicate")}
+
+    def start(kind: str, operands: list[Tensor]) -> None:
+        link = links["replicate" if kind == "all-reduce" else "shard"]
+        link.starting = (kind, "")
+        link._start([])
+
+    divert_fsdp2(monkeypatch, clock, start)
     model = nn.Sequential(*(Layer(clock, str(i), times.forward, times.backward) for i in range(units)))
     for module in (*model, model):
         fsdp.fully_shard(module, mesh=mesh)

@@ -1,0 +1,27 @@
+"""What a bound of so many units lets be there at a time, where units have different sizes.
+
+Bounds stand for memory, and for what the work on one unit can hide. Counted by the piece, a block's small attention takes
+the place of its large experts, and a step of a mixture of experts waits for each of them. So small units hardly count: the
+bytes of `bound` + 1/2 of the largest of them may be there. Of equal units those are `bound`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+
+def room_for(sizes: Iterable[int], bound: int) -> int:
+    """For how many of these units there is room, from the first on: at least `bound`, if there are as many.
+
+    Args:
+        sizes: bytes of each, which are the same on all ranks, as what follows from them has to be.
+        bound: how many of the largest of them may be there.
+    """
+    count = total = largest = 0
+    for size in sizes:
+        total += max(size, 1)
+        largest = max(largest, size, 1)
+        if 2 * total > (2 * bound + 1) * largest:
+            break
+        count += 1
+    return count

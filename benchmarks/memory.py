@@ -8,7 +8,8 @@ needs: whole parameters, gradients on their way, buffers of collectives.
 U is one unit gathered: its elements in the compute dtype. It must be the same for any number of layers. Beside it
 stands the formula of docs/formulas.md; FSDP2 runs the same model. The process group is fake (4 ranks): its collectives
 never say that they are done until somebody waits, which is how a slow link looks, so queues fill up to their bounds. With
-`--gloo` four processes run, and hsdp holds what its reduce-scatter of all-to-all and sum receives besides.
+`--gloo` four processes run, and hsdp holds what its reduce-scatter of all-to-all and sum receives besides. With `--device
+emul` they run on the emulated accelerator (tests/support/device), and bytes are those of its allocator.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import argparse
 import gc
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -26,8 +28,9 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, positive, progress, publish, shard
 from hsdp.params.tensor_parallel import block_of
+from tests.support import device as emulator
 from tests.support.counting import LiveBytes
-from tests.support.rig import RankEnv, fake_world, run_procs
+from tests.support.rig import Pool, RankEnv, fake_world
 
 WORLD = 4
 MESHES = {"4": (4,), "2x2": (2, 2)}
@@ -107,6 +110,42 @@ class TransientBytes(LiveBytes):
         return super().live - (_grad_bytes(self._params) - self._landed_before)
 
 
+class AllocatedBytes(TransientBytes):
+    """The same by the counters of the device's allocator, whose peak is read and begun anew around every operator.
+
+    What an operator itself allocates and frees counts too. Memory is freed in the order of the host's calls, as CUDA's is.
+    """
+
+    def __init__(self, params: Sequence[nn.Parameter], device: str) -> None:
+        super().__init__(params)
+        self._module = torch.get_device_module(device)
+        self._landed = self._landed_before
+        self._before = 0
+
+    def __enter__(self) -> AllocatedBytes:
+        gc.collect()
+        self._before = self._module.memory_allocated()
+        self._module.reset_peak_memory_stats()
+        return super().__enter__()  # type: ignore[return-value]
+
+    def __exit__(self, *exc: object) -> None:
+        self._measure()
+        super().__exit__(*exc)  # type: ignore[no-untyped-call]
+
+    @property
+    def live(self) -> int:
+        return self._above(self._module.memory_allocated())
+
+    def _above(self, allocated: int) -> int:
+        return allocated - self._before - (self._landed - self._landed_before)
+
+    def _measure(self) -> None:
+        # Since the last operator no more can have landed than has now: what landed meanwhile was transient until then.
+        self.peak = max(self.peak, self._above(self._module.max_memory_allocated()))
+        self._landed = _grad_bytes(self._params)
+        self._module.reset_peak_memory_stats()
+
+
 def _grad_bytes(params: Sequence[nn.Parameter]) -> int:
     storages = {}
     for param in params:
@@ -116,35 +155,36 @@ def _grad_bytes(params: Sequence[nn.Parameter]) -> int:
     return sum(storages.values())
 
 
-def build(setup: Setup, layers: int, mesh: DeviceMesh) -> nn.Module:
+def build(setup: Setup, layers: int, mesh: DeviceMesh, device: str = "cpu") -> nn.Module:
     """The sharded model."""
     dtype = dtypes_of(setup.precision).get("param_dtype", torch.float32)
-    model = nn.Sequential(*(Layer(dtype) for _ in range(layers)))
+    model = nn.Sequential(*(Layer(dtype) for _ in range(layers))).to(device)
     policy = hsdp.CommPolicy(prefetch=setup.prefetch)
     shard(setup.library, (*model, model), mesh, setup.precision, comm_policy=policy)
     return model
 
 
-def measure(setup: Setup, layers: int, mesh: DeviceMesh) -> Peaks:
+def measure(setup: Setup, layers: int, mesh: DeviceMesh, device: str = "cpu") -> Peaks:
     """Peaks of the third step: the first ones allocate for good and record the order."""
     gc.collect()
-    model = build(setup, layers, mesh)
+    model = build(setup, layers, mesh, device)
     params = list(model.parameters())
-    x = torch.ones(1, 1)
+    counter = TransientBytes if device == "cpu" else partial(AllocatedBytes, device=device)
+    x = torch.ones(1, 1, device=device)
     for _ in range(2):
         model(x).sum().backward()
         model.zero_grad()
-    with TransientBytes(params) as forward:
+    with counter(params) as forward:
         loss = model(x).sum()
     # What forward leaves whole (FSDP2 keeps the last unit) is communication's too: it counts on in backward.
     kept = forward.live
-    with TransientBytes(params) as backward:
+    with counter(params) as backward:
         loss.backward()
     unit = UNIT * setup.gathered_bytes
     return Peaks(layers, forward.peak / unit, (kept + backward.peak) / unit)
 
 
-def formula(setup: Setup) -> tuple[float, float]:
+def formula(setup: Setup, device: str = "cpu") -> tuple[float, float]:
     """docs/formulas.md's bounds in units of U, for forward and backward of hsdp with its default policy but for prefetch.
 
     gathered + gradients being made + reductions that hold whole gradients + shards of reductions under way
@@ -154,7 +194,7 @@ def formula(setup: Setup) -> tuple[float, float]:
     made = 1
     wide = 4 / setup.gathered_bytes  # b_g / b_p
     holding = policy.max_inflight_reduce_scatters
-    queued = policy.max_inflight_all_reduces if setup.replicas > 1 else 0
+    queued = policy.max_inflight_all_reduces if setup.replicas > 1 or device != "cpu" else 0
     return gathered, gathered + made + wide * (holding + (holding + queued) / setup.shards)
 
 
@@ -174,7 +214,7 @@ def run(env: RankEnv, todo: Sequence[Setup], layers: Sequence[int]) -> list[list
     for setup in todo:
         if env.rank == 0:
             progress(f"{setup} ...")
-        found.append([measure(setup, count, env.mesh(MESHES[setup.mesh])) for count in layers])
+        found.append([measure(setup, count, env.mesh(MESHES[setup.mesh]), env.device) for count in layers])
     return found
 
 
@@ -183,7 +223,7 @@ def _largest(peaks: Sequence[Peaks]) -> Peaks:
     return Peaks(peaks[0].layers, max(one.forward for one in peaks), max(one.backward for one in peaks))
 
 
-def table(todo: Sequence[Setup], found: Sequence[Sequence[Peaks]]) -> str:
+def table(todo: Sequence[Setup], found: Sequence[Sequence[Peaks]], device: str = "cpu") -> str:
     """Forward and backward for each number of layers."""
     heads = "  ".join(f"{f'L={peaks.layers}':^13}" for peaks in found[0])
     lines = [
@@ -192,7 +232,7 @@ def table(todo: Sequence[Setup], found: Sequence[Sequence[Peaks]]) -> str:
     ]
     for setup, row in zip(todo, found, strict=True):
         cells = "  ".join(_cell(peaks.pair) for peaks in row)
-        limit = _cell(formula(setup)) if setup.library == "hsdp" else ""
+        limit = _cell(formula(setup, device)) if setup.library == "hsdp" else ""
         lines.append(f"{setup!s:32}  {cells}  {limit}")
     return "\n".join(lines)
 
@@ -205,14 +245,18 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     args = parse(argv)
     todo = list(setups(args))
-    if args.gloo:
-        ranks = run_procs(run, WORLD, todo, args.layers, timeout=600)
+    if args.gloo or args.device != "cpu":
+        if args.device != "cpu":
+            emulator.build()
+        with Pool(WORLD, device=args.device) as pool:
+            ranks = pool.run(run, todo, args.layers, timeout=600)
         # The largest peak of all ranks: they differ by what has arrived when.
         found = [[_largest(peaks) for peaks in zip(*rows, strict=True)] for rows in zip(*ranks, strict=True)]
     else:
         with fake_world(WORLD) as env:
             found = run(env, todo, args.layers)
-    told = f"backend {'gloo' if args.gloo else 'fake'}, {table(todo, found)}"
+    backend = "emulccl, by the device's allocator" if args.device != "cpu" else "gloo" if args.gloo else "fake"
+    told = f"backend {backend}, {table(todo, found, args.device)}"
     rows = [{**asdict(setup), "peaks": [asdict(p) for p in row]} for setup, row in zip(todo, found, strict=True)]
     publish("memory", told, vars(args), args.json, rows=rows)
 
@@ -225,6 +269,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--layers", nargs="+", type=positive, default=[4, 16, 64], help="(default %(default)s)")
     parser.add_argument("--prefetch", nargs="+", type=int, default=[1, 0], help="windows (default %(default)s)")
     parser.add_argument("--gloo", action="store_true", help="four real processes")
+    parser.add_argument("--device", choices=["cpu", emulator.NAME], default="cpu", help="emul: four real processes too")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
     return parser.parse_args(argv)
 

@@ -55,7 +55,7 @@ EXCUSES: tuple[Excuse, ...] = (
         "DivergenceError",
         ("backward",),
         _any_of(DIFFERENT_GRAPHS),
-        "on a device, autograd numbers graphs of gradients apart: ranks of different losses enter units in different orders",
+        "on a device, autograd numbers graphs of gradients apart: ranks of different losses differ in what they enter next",
     ),
     Excuse(
         "silent",

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 
 _NAMES = {torch.float32: "fp32", torch.float64: "fp64", torch.float16: "fp16", torch.bfloat16: "bf16"}
+
+_MOST_LISTED = 12
+"""Ranks, or kinds of them, that a message lists: a person reads no thousand."""
 
 
 def bytes_of(nbytes: float) -> str:
@@ -62,3 +65,20 @@ def together(names: Sequence[str]) -> str:
     parts = zip(*(re.split(r"(\d+)", name) for name in (names[0], names[-1])), strict=True)
     span = "".join(first if first == last else f"{first}..{last}" for first, last in parts)
     return f"{span} (each of {len(names)})"
+
+
+def ranks_of(ranks: Sequence[int]) -> str:
+    """At most a dozen of some ranks, and how many more there are: "[0, 1]", "[0, 1, ..., 11] and 1,012 more"."""
+    first, more = list(ranks[:_MOST_LISTED]), len(ranks) - _MOST_LISTED
+    return f"{first} and {more:,} more" if more > 0 else f"{first}"
+
+
+def kinds_by_rank(doing: Mapping[int, str]) -> str:
+    """What each rank does, ranks that do the same together, the rarest first: "rank(s) [1]: this; rank(s) [0, 2]: that"."""
+    kinds: dict[str, list[int]] = {}
+    for rank, what in doing.items():
+        kinds.setdefault(what, []).append(rank)
+    rarest = sorted(kinds.items(), key=lambda kind: len(kind[1]))
+    listed = "; ".join(f"rank(s) {ranks_of(ranks)}: {what}" for what, ranks in rarest[:_MOST_LISTED])
+    more = len(rarest) - _MOST_LISTED
+    return f"{listed}; and {more:,} more kinds" if more > 0 else listed

@@ -116,9 +116,20 @@ AllgatherOptions = c10d.AllgatherOptions
 """Options of an all-gather; those of the other collectives are public."""
 
 
-def default_store() -> Any:
-    """The store of the default group, which ranks that disagree tell each other over."""
-    return dist.distributed_c10d._get_default_store()
+def own_client() -> tuple[Any, bool]:
+    """The store of the default group, with a client of its own if it has such; and whether nobody else uses the client."""
+    store: Any = dist.distributed_c10d._get_default_store()
+    try:
+        mine = store.clone()
+    except (AttributeError, RuntimeError, NotImplementedError):
+        return store, False
+    return mine, _innermost(mine) is not _innermost(store)
+
+
+def _innermost(store: Any) -> Any:
+    while isinstance(store, c10d.PrefixStore):
+        store = store.underlying_store
+    return store
 
 
 def is_alive(group: ProcessGroup) -> bool:

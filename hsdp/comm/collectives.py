@@ -5,8 +5,9 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
+import struct
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -16,15 +17,23 @@ from torch.distributed import ProcessGroup
 
 from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.groups import backend_name, shared_group, timeout_of
+from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, Named, wait_for
-from hsdp.torch_private import AllgatherOptions, backend_of, is_alive, timeout_of_backend
+from hsdp.torch_private import AllgatherOptions, backend_of
 
 GATHER_ALONE_BYTES = 512 * 1024
 """Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
 
 REDUCE_ALONE_BYTES = 1024 * 1024
 """The same for all-reduces."""
+
+UNGUARDED = frozenset({"fake"})
+"""Backends behind which there are no other ranks."""
+
+ASK_IN_GROUP = frozenset({"gloo", "nccl", "xccl"})
+"""Backends of torch's own groups whose works tell the host when they have ended, so that it can look around meanwhile."""
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
@@ -58,8 +67,8 @@ class Comm:
         self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
-        if group is not None and size > 1 and self.backend != "fake":
-            self.divergence_guard = DivergenceGuard.of(group, rank, size, timeout_of(group, device))
+        if group is not None and size > 1 and self.backend not in UNGUARDED:
+            self.divergence_guard = guard_of(group, rank, size, device)
         self._all_gather_options = _options(AllgatherOptions, streams)
         self._reduce_scatter_options = _options(dist.ReduceScatterOptions, streams)
         self._all_reduce_options = _options(dist.AllreduceOptions, streams)
@@ -208,13 +217,21 @@ class Comm:
         shared = share_calls([tensor.nbytes for tensor in second], alone if self.device.type == "cpu" else 0)
         return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
 
-    def exchange(self, value: Any, owner: Named) -> list[Any]:
-        """Every rank's `value` (plain data), in rank order. Blocking and slow, asks before: for set-up, not for steps."""
+    def all_equal(self, value: object, owner: Named) -> bool:
+        """Whether every rank has the same `value` (plain data). Blocking, asks before: for set-up, not for steps."""
+        return not self.differing([value], owner)
+
+    def differing(self, values: Sequence[object], owner: Named) -> list[int]:
+        """Which of `values` (plain data, as many on every rank) are not the same on all ranks. Blocking, as above."""
         if self.divergence_guard is None:
-            return [value]
-        text = repr(value).encode()
-        if self.divergence_guard.all_equal("set-up", owner.name, hashlib.sha256(text).hexdigest()):
+            return []
+        return self.divergence_guard.differing("set-up", owner.name, [digest_of(value) for value in values])
+
+    def exchange(self, value: Any, owner: Named) -> list[Any]:
+        """Every rank's `value` (plain data), in rank order. It grows with the number of ranks: for errors."""
+        if self.all_equal(value, owner):
             return [value] * self.size
+        text = repr(value).encode()
         # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
         mine = torch.frombuffer(bytearray(text), dtype=torch.uint8).to(self.device)
         sizes = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(self.size)]
@@ -229,8 +246,63 @@ class Comm:
     def broadcast(self, tensor: Tensor, owner: Named) -> None:
         """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
         if self.divergence_guard is not None:
-            self.divergence_guard.all_equal("broadcast", owner.name, "")
+            self.divergence_guard.differing("broadcast", owner.name, [])
             dist.broadcast(tensor, group=self.group, group_src=0)
+
+
+# -- what ranks compare ------------------------------------------------------------------------------------------------
+
+
+def digest_of(value: object) -> int:
+    """62 bits that stand for plain data."""
+    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
+
+
+def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> DivergenceGuard:
+    """The divergence guard of a group: one, however many units and models use the group."""
+    # Groups written in Python may know no other reduction than the sum, and may sum without being asked to.
+    in_group = type(group) is ProcessGroup and backend_name(group, device) in ASK_IN_GROUP
+    this = weakref.ref(group)
+
+    def compare(divergence_guard: DivergenceGuard, values: list[int], answer: Answer) -> list[int]:
+        alive = this()
+        assert alive is not None, "units hold their groups"
+        if not in_group:
+            return _differing_in_gathered(alive, device, values)
+        question = Greatest(alive, device, [*values, *(-value for value in values)])
+        wait_for(question.work, backend_name(alive, device), divergence_guard, answer.number, answer.what, "", answer.op)
+        greatest = question.values()
+        return [i for i in range(len(values)) if greatest[i] != -greatest[i + len(values)]]
+
+    return DivergenceGuard.of(group, rank, size, timeout_of(group, device), compare, in_group)
+
+
+class Greatest:
+    """The greatest of all ranks' 64-bit integers, place by place: starts at once.
+
+    It goes to the backend itself: modes and traces that watch a model's operators are not to see it.
+    """
+
+    def __init__(self, group: ProcessGroup, device: torch.device, values: list[int]) -> None:
+        self._memory = bytearray(struct.pack(f"{len(values)}q", *values))
+        here = torch.frombuffer(self._memory, dtype=torch.int64)
+        self._tensor = here if device.type == "cpu" else here.to(device)
+        options = dist.AllreduceOptions()
+        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
+        self.work: Any = backend_of(group, device).allreduce([self._tensor], options)
+
+    def values(self) -> list[int]:
+        """They, once `work` has ended."""
+        if self._tensor.device.type != "cpu":
+            return list(map(int, self._tensor.tolist()))
+        return list(struct.unpack(f"{self._tensor.numel()}q", self._memory))
+
+
+def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: list[int]) -> list[int]:
+    mine = torch.tensor(values, dtype=torch.int64, device=device)
+    told = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(told, mine, group=group)
+    return [i for i, of_ranks in enumerate(zip(*(one.tolist() for one in told), strict=True)) if len(set(of_ranks)) > 1]
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
@@ -304,7 +376,7 @@ def _start_exchange(
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
     """A `Comm` over these global ranks, which all call it, with a process group of their own, made once for all who ask."""
     streams = Streams(device)
-    group = _shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
+    group = shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
     return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, streams)
 
 
@@ -328,35 +400,10 @@ def twin_of(comm: Comm) -> Comm:
     """
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
-    group = _shared_group("twin", dist.get_process_group_ranks(comm.group))
+    group = shared_group("twin", dist.get_process_group_ranks(comm.group))
     twin = Comm(group, comm.rank, comm.size, comm.device, comm.streams)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
-
-
-def subgroup(group: ProcessGroup, rank: int, size: int) -> ProcessGroup:
-    """The group of `size` neighbouring ranks of `group` that this rank (number `rank` in it) belongs to.
-
-    Every rank of `group` calls it; a group is made once for all who ask for it.
-    """
-    first = rank // size * size
-    return _shared_group("part", dist.get_process_group_ranks(group)[first : first + size])
-
-
-_shared_groups: weakref.WeakKeyDictionary[ProcessGroup, dict[tuple[str, tuple[int, ...]], ProcessGroup]]
-_shared_groups = weakref.WeakKeyDictionary()
-"""By the default group, which is each thread's own where ranks are threads."""
-
-
-def _shared_group(purpose: str, ranks: list[int]) -> ProcessGroup:
-    """The group of some ranks for one purpose; they all call it. Made once, and again if it was destroyed meanwhile."""
-    world = dist.group.WORLD
-    assert world is not None, "groups are made beside a default group"
-    known, key = _shared_groups.setdefault(world, {}), (purpose, tuple(ranks))
-    found = known.get(key)
-    if found is None or not is_alive(found):
-        found = known[key] = dist.new_group(ranks, use_local_synchronization=True)
-    return found
 
 
 def _in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
@@ -380,44 +427,6 @@ def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tens
         pair[0].append(a)
         pair[1].append(b)
     return list(groups.values())
-
-
-def backend_name(group: ProcessGroup, device: torch.device) -> str:
-    """The name of the backend that serves a device in a group: "gloo", "nccl", ...
-
-    A group written in Python, which may have no backends, goes by its own name. It never passes for gloo, whose habits
-    (waiting in ticks, a reduce-scatter that is better avoided) are those of torch's own.
-
-    Raises:
-        ValueError: none does.
-    """
-    if type(group) is not ProcessGroup:
-        own = str(group.name()).lower()
-        return own if own not in ("", "gloo") else type(group).__name__.lower()
-    try:
-        name = backend_of(group, device).name()
-    except RuntimeError as error:
-        raise ValueError(
-            f"fully_shard(mesh=...): the process group of the mesh has no backend for device {device.type!r}; call "
-            "init_process_group with one, e.g. backend='cpu:gloo,cuda:nccl'"
-        ) from error
-    return str(name).lower()
-
-
-def timeout_of(group: ProcessGroup, device: torch.device) -> float:
-    """Seconds after which the group's ranks give up: its own timeout, or that of the default group if it is shorter.
-
-    Groups that `init_device_mesh` makes have torch's 30 minutes, whatever `init_process_group(timeout=...)` was told.
-    """
-    found: list[float] = []
-    for of in (group, dist.group.WORLD):
-        try:
-            timeout = timeout_of_backend(backend_of(of, device)) if of is not None else None
-        except RuntimeError:  # the default group does not serve this device
-            continue
-        if timeout is not None:
-            found.append(timeout.total_seconds())
-    return min(found, default=dist.default_pg_timeout.total_seconds())
 
 
 def _options(kind: Any, streams: Streams) -> Any:

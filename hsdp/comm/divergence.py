@@ -4,14 +4,25 @@ A collective that ranks disagree about hangs, or kills the process (gloo), or ha
 starts one it must know that the others will. It does not ask each time:
 
     known     this op followed when ranks were here before. At each point of the order one op is known, and starts at once.
-    unknown   any other op. Each rank writes its op to the store that the process group was made with, and reads the
-              others'. They differ: every rank raises. They agree: the op is known from now on.
+    unknown   any other op. The ranks ask each other what they are about to do. They differ: every rank raises. They agree:
+              the op is known from now on.
 
 "Here" is a place in the pass under way, and where that is not enough the number of the pass since the last optimizer step:
 an accumulating loop steps after the same pass each time. What ranks must do alike without communicating (an optimizer's
 step, clipping) is told with the op that comes next: a rank that skipped it has another op there. Two ranks that differ
-never both take the known op, so one of them asks. The other, which waits in the known collective, finds the question in
-the store and answers it: both raise.
+never both take the known op, so one of them asks.
+
+How ranks ask depends on what they know:
+
+    in the group    where nothing is known no rank starts anything without asking. So the question is a collective of the
+                    group itself: the greatest and the least of all ranks' digests, 32 bytes, whatever the number of ranks.
+    in the store    where an op is known the others may be in it. The question is written to the store that the process
+                    group was made with; ranks that wait in the known collective find it there and answer: all raise.
+                    The first question of a group is of this kind too: whoever is not there is named, however the backend
+                    deals with a rank that is missing while it connects. Groups that torch did not make ask here only.
+
+What is known is the same on all ranks, as they learn from questions alone; so they choose the same way to ask, or one of
+them is in the store. A pass that is new to everybody has one question in the store at most, and then asks in the group.
 
 A steady training loop is known after two steps (in the second one units are gathered ahead for the first time): nothing is
 sent and no rank waits.
@@ -19,18 +30,18 @@ sent and no rank waits.
 
 from __future__ import annotations
 
-import json
 import weakref
 import zlib
-from contextlib import suppress
-from datetime import timedelta
-from typing import ClassVar, NamedTuple
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import ClassVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
+from hsdp.comm.questions import Answer, Questions
 from hsdp.errors import DivergenceError
-from hsdp.torch_private import default_store
+from hsdp.torch_private import own_client
 
 _MOST_STATES = 1 << 14
 """Bound on what is remembered: a model that takes random branches asks more often instead of growing."""
@@ -38,24 +49,16 @@ _MOST_STATES = 1 << 14
 _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
 
+_GIVES_UP = 0.9
+"""Of the time-out: then a rank gives up a question in the group, before its backend does, which may end the process."""
+
+_MASK = (1 << 62) - 1
+
 STEP, CLIP = 1, 2
 """Events for `DivergenceGuard.note_event`."""
 
-
-class _Answer(NamedTuple):
-    """What a rank wrote to the store: what it is about to do.
-
-    Attributes:
-        number: of that op: how many there have been in the group, this one included.
-        what: the op, for people.
-        op: identifies it; the same integer on all ranks that agree.
-        digest: of what comes with it, for `all_equal`.
-    """
-
-    number: int
-    what: str
-    op: int = 0
-    digest: str = ""
+Compare = Callable[["DivergenceGuard", list[int], Answer], list[int]]
+"""(guard, integers, what comes next) -> the places at which ranks have other integers: a collective of its own."""
 
 
 class DivergenceGuard:
@@ -65,20 +68,23 @@ class DivergenceGuard:
         group: the group; its ranks hold one `DivergenceGuard` each.
         rank, size: this rank's place in it.
         timeout: how long to wait for the other ranks' answers, seconds.
+        compare: a collective that finds out which integers differ between ranks.
+        in_group: it may serve to ask, too.
     """
 
     _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, DivergenceGuard]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float) -> None:
-        store = default_store()
-        # A client of its own: waiting locks the client, and another thread's model must be able to answer meanwhile.
-        with suppress(AttributeError, RuntimeError, NotImplementedError):
-            store = store.clone()
-        self._store = PrefixStore(f"hsdp/{group.group_name}/", store)
-        self._rank = rank
-        self._size = size
+    def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float, compare: Compare, in_group: bool) -> None:
         self.timeout = timeout
-        self._ranks = dist.get_process_group_ranks(group)
+        ranks = dist.get_process_group_ranks(group)
+        self._rank = ranks[rank]
+        # A client of its own: waiting locks the client, and another thread's model must be able to answer meanwhile.
+        store, exclusive = own_client()
+        prefixed = PrefixStore(f"hsdp/{group.group_name}/", store)
+        self._questions = Questions(prefixed, exclusive, self._rank, ranks, timeout)
+        self._compare = compare
+        self._in_group = in_group
+        self._met = False
         self._follows: dict[int, int] = {}
         self._branches: dict[tuple[int, int], int] = {}
         self._state = 0
@@ -86,16 +92,17 @@ class DivergenceGuard:
         self._plan = 0
         self._passes = 0
         self._events = 0
-        self._asked = 0
         self._broken = ""  # what was told then; not the error, which would hold the frames that it passed
         self.count = 0
 
     @classmethod
-    def of(cls, group: ProcessGroup, rank: int, size: int, timeout: float) -> DivergenceGuard:
+    def of(
+        cls, group: ProcessGroup, rank: int, size: int, timeout: float, compare: Compare, in_group: bool
+    ) -> DivergenceGuard:
         """The guard of a process group: one, however many units and models use the group."""
         found = cls.among(group)
         if found is None:
-            found = cls._of_group[group] = cls(group, rank, size, timeout)
+            found = cls._of_group[group] = cls(group, rank, size, timeout, compare, in_group)
         return found
 
     @classmethod
@@ -114,6 +121,7 @@ class DivergenceGuard:
     def note_event(self, event: int) -> None:
         """This rank did something that all must do alike, though nothing is communicated: the next op tells of it."""
         self._events = hash((self._events, event))
+        self._questions.tidy()
 
     def before_collective(self, op: int, kind: str, name: str) -> None:
         """Called before each collective.
@@ -131,7 +139,7 @@ class DivergenceGuard:
         known = self._branches.get((state, self._passes)) if self._branches else None
         known = known or self._follows.get(state)
         if known != told:
-            self._ask(described(kind, name), told)
+            self._ask(Answer(self._rank, self.count, described(kind, name), told), known is not None)
             self._learn(known is None, told)
         self._state = hash((self._plan if begins else state, op))
         if events:
@@ -140,17 +148,23 @@ class DivergenceGuard:
             self._passes = min(self._passes + 1, _MOST_PASSES)
         self._begins = False
 
-    def all_equal(self, kind: str, name: str, digest: str) -> bool:
-        """Always asks the other ranks; returns whether all came with the same `digest`. For set-up, not for steps.
+    def differing(self, kind: str, name: str, values: list[int]) -> list[int]:
+        """Always asks the other ranks; returns which of `values` are not the same on all. For set-up, not for steps.
+
+        Args:
+            kind, name: what the ranks are about to do.
+            values: 62 bits each; as many on every rank.
 
         Raises:
             DivergenceError: the ranks are about to do different things.
         """
         self.count += 1
-        op = hash((zlib.crc32(kind.encode()), self._events))
-        told = self._ask(described(kind, name), op, digest)
+        op = hash((zlib.crc32(kind.encode()), len(values), self._events))
+        answer = Answer(self._rank, self.count, described(kind, name), op)
+        # Until they agree on the op, and so on how many values there are, ranks send as much for any.
+        differs = self._ask(answer, self._state in self._follows, hash(tuple(values)) & _MASK if values else None)
         self._state, self._events = hash((self._state, op)), 0
-        return all(answer.digest == digest for answer in told)
+        return self._compare(self, values, answer) if differs and len(values) > 1 else [0] * differs
 
     def _learn(self, is_new: bool, told: int) -> None:
         if is_new:
@@ -160,75 +174,54 @@ class DivergenceGuard:
             # The last one: a training loop comes back to it after each evaluation, and stays with it.
             self._branches[self._state, self._passes] = told
 
-    def _ask(self, what: str, op: int, digest: str = "") -> list[_Answer]:
-        """What all ranks are about to do, in rank order, if that is the same."""
+    def _ask(self, answer: Answer, is_known: bool, value: int | None = None) -> bool:
+        """Whether `value` is not the same on all ranks; they all are about to do the same. `is_known`: some op is, here."""
         if self._broken:
             raise DivergenceError(self._broken)
-        self._asked += 1
-        keys = [_key(self._asked, rank) for rank in range(self._size)]
-        self._store.set(keys[self._rank], json.dumps(_Answer(self.count, what, op, digest)))
-        try:
-            self._store.wait(keys, timedelta(seconds=self.timeout))
-        except RuntimeError as error:
-            silent = [rank for rank, key in zip(self._ranks, keys, strict=True) if not self._store.check([key])]
-            raise DivergenceError(
-                f"rank {self._ranks[self._rank]} is about to start the {what}, and rank(s) {silent} did not come to the "
-                f"same point within {self.timeout:.0f} s: they raised, stopped, or took another branch"
-            ) from error
-        told = [_Answer(*json.loads(value)) for value in self._store.multi_get(keys)]
-        if any((answer.number, answer.op) != (self.count, op) for answer in told):
-            raise self._divergence(dict(enumerate(told)))
-        # Everybody wrote this question, so everybody has read the one before: the store does not grow.
-        self._store.delete_key(_key(self._asked - 1, self._rank))
-        return told
+        if is_known or not self._met or not self._in_group:
+            with self._breaking():
+                self._questions.ask(answer)
+            self._met = True
+            if value is None:
+                return False
+        differing = self._compare(self, [answer.digest, value or 0], answer)
+        if 0 in differing:
+            with self._breaking():
+                raise self._questions.alarm(answer)
+        return bool(differing)
 
-    def answer_peers(self, count: int, kind: str, name: str) -> None:
+    def answer_peers(self, count: int, kind: str, name: str, asked: int = 0, waited: float = 0.0) -> None:
         """Called from time to time while waiting for op number `count`: answers a rank that asks what comes there.
 
+        Args:
+            count, kind, name: the op, which this rank has started.
+            asked: if not 0: the rank has not, but asks about this op.
+            waited: for how long, seconds.
+
         Raises:
-            DivergenceError: a rank is about to start something else, or was when this one looked before.
+            DivergenceError: a rank is about to start something else, or was when this one looked before; or nobody answers.
         """
         if self._broken:
             raise DivergenceError(self._broken)
-        question = self._asked + 1
-        told: dict[int, _Answer] = {}
-        for rank in range(self._size):
-            key = _key(question, rank)
-            if rank != self._rank and self._store.check([key]):
-                answer = _Answer(*json.loads(self._store.get(key)))
-                if answer.number <= count:
-                    told[rank] = answer
-        if told:
-            told[self._rank] = _Answer(count, described(kind, name))
-            self._store.set(_key(question, self._rank), json.dumps(told[self._rank]))
-            raise self._divergence(told)
+        answer = Answer(self._rank, count, described(kind, name), asked)
+        self._questions.note_wait(answer, waited)
+        if self._questions.asks(count) or (asked and waited > _GIVES_UP * self.timeout):
+            with self._breaking():
+                raise self._questions.alarm(answer)
+
+    @contextmanager
+    def _breaking(self) -> Iterator[None]:
+        """An error inside is that of the group from now on."""
+        try:
+            yield
+        except DivergenceError as error:
+            self._broken = str(error)
+            raise
 
     @property
     def broken(self) -> bool:
         """Whether ranks disagreed: what is under way in the group may never end."""
         return bool(self._broken)
-
-    def _divergence(self, told: dict[int, _Answer]) -> DivergenceError:
-        """The error of the group from now on; ranks that are not in `told` have not answered."""
-        groups: dict[str, list[int]] = {}
-        for rank, global_rank in enumerate(self._ranks):
-            doing = "a known collective, as recorded"
-            if (answer := told.get(rank)) is not None:
-                doing = f"the {answer.what} (its number {answer.number}, variant {answer.op & 0xFFFF:04x})"
-            groups.setdefault(doing, []).append(global_rank)
-        listed = "; ".join(f"rank(s) {ranks}: {doing}" for doing, ranks in groups.items())
-        number = min(answer.number for answer in told.values())
-        self._broken = (
-            f"the ranks disagree about collective number {number} of their group: {listed}. They took different "
-            "branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in different "
-            "sizes; make every rank run the same modules and steps in the same order"
-        )
-        return DivergenceError(self._broken)
-
-
-def _key(question: int, rank: int) -> str:
-    """Where in the store a rank of the group writes its answer to a question."""
-    return f"{question}/{rank}"
 
 
 def described(kind: str, name: str) -> str:

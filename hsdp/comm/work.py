@@ -7,7 +7,6 @@ scale).
 
 from __future__ import annotations
 
-import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -126,26 +125,27 @@ class CommWork:
             self._finish()
 
 
-def wait_for(work: Any, backend: str, divergence_guard: DivergenceGuard | None, count: int, kind: str, name: str) -> None:
-    """Waits for a work of op number `count`, and meanwhile answers ranks that ask about it."""
+def wait_for(
+    work: Any, backend: str, divergence_guard: DivergenceGuard | None, count: int, kind: str, name: str, asked: int = 0
+) -> None:
+    """Waits for a work of op number `count`, and meanwhile answers ranks that ask about it.
+
+    If `asked` is not 0, the work is itself a question about that op: the host waits on every backend.
+    """
     try:
-        if backend != "gloo":
+        if backend != "gloo" and not asked:
             work.wait()
             return
         if divergence_guard is not None and divergence_guard.broken and not work.is_completed():
             divergence_guard.answer_peers(count, kind, name)
-        for tick in itertools.count(1):
-            try:
-                work.wait(_TICK)
-                return
-            except RuntimeError:
-                if work.is_completed():
-                    raise
-                if divergence_guard is None:
-                    continue
-                divergence_guard.answer_peers(count, kind, name)
-                if tick * _TICK.total_seconds() >= divergence_guard.timeout:
-                    raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
+        began = time.monotonic()
+        while not _ends(work, backend):
+            if divergence_guard is None:
+                continue
+            waited = time.monotonic() - began
+            divergence_guard.answer_peers(count, kind, name, asked, waited)
+            if waited >= divergence_guard.timeout:
+                raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
     except RuntimeError as error:
         if isinstance(error, DivergenceError):
             raise
@@ -162,6 +162,27 @@ _left: list[tuple[Event, Any]] = []
 def _leave(event: Event, used: Any) -> None:
     _left[:] = [one for one in _left if not one[0].query()]
     _left.append((event, used))
+
+
+def _ends(work: Any, backend: str) -> bool:
+    """Waits for a work, a tick at most; returns whether it ended."""
+    if backend == "gloo":
+        try:
+            work.wait(_TICK)
+        except RuntimeError:
+            if work.is_completed():
+                raise
+            return False
+        return True
+    # A wait on a device makes the stream wait, not the host.
+    deadline, pause = time.monotonic() + _TICK.total_seconds(), 20e-6
+    while not work.is_completed():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(pause)
+        pause = min(2 * pause, 2e-3)
+    work.wait()
+    return True
 
 
 _abandoned: list[CommWork] = []

@@ -9,7 +9,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from hsdp.api.shard_units import Pattern
-from hsdp.comm.collectives import backend_name
+from hsdp.comm.groups import backend_name
 from hsdp.comm.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import class_name

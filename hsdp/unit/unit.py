@@ -14,7 +14,8 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor, nn
 
-from hsdp.comm.collectives import Comm, subgroup
+from hsdp.comm.collectives import Comm
+from hsdp.comm.groups import subgroup
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork

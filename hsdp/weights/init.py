@@ -27,7 +27,7 @@ from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
 from hsdp.weights.gather import Loan, broadcast, broadcast_all, check_idle, gather, spread, write_first
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units
-from hsdp.weights.replica_check import check_structures, differing, told_by_all, unequal
+from hsdp.weights.replica_check import check_structures, unequal_values
 
 InitFn = Callable[[nn.Module], object]
 
@@ -294,12 +294,8 @@ def _compare(unit: Unit, names: Sequence[str], tensors: Sequence[Tensor]) -> boo
     if unit.replica_policy == "trust":
         return True
     kinds = [(name, tuple(t.shape), str(t.dtype)) for name, t in zip(names, tensors, strict=True)]
-    told = told_by_all((kinds, [fingerprint(t) for t in tensors]), unit)
-    check_structures("init_sharded", "tensor", [kinds for kinds, _ in told])
-    odd = differing([prints for _, prints in told])
-    if odd and unit.replica_policy == "check":
-        raise unequal(f"init_sharded, unit {unit.name!r}", names, odd)
-    return not odd
+    prints = [fingerprint(t) for t in tensors]
+    return not unequal_values(f"init_sharded, unit {unit.name!r}", "tensor", kinds, prints, names, unit)
 
 
 def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -385,7 +381,7 @@ def sync_module_states(model: nn.Module) -> nn.Module:
         spread(unit)
     for unit, tensors in _whole_everywhere(model, units[0]):
         names = [(name, tuple(part.shape), str(part.dtype)) for name, part in tensors]
-        check_structures("sync_module_states", "tensor", told_by_all(names, unit))
+        check_structures("sync_module_states", "tensor", names, unit)
         broadcast_all([part for _, part in tensors], unit)
     return model
 

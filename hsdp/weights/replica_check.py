@@ -11,6 +11,7 @@ from torch import nn
 
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.errors import DivergenceError
+from hsdp.format import ranks_of
 from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
@@ -34,12 +35,9 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
     prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
+    where, structure = f"fully_shard({unit.name})", _structure(unit, buffers)
     # Buffers come along with the parameters: one question, however many there are.
-    told = told_by_all((_structure(unit, buffers), prints), unit)
-    check_structures(f"fully_shard({unit.name})", "parameter, buffer or policy", [structure for structure, _ in told])
-    odd = differing([values for _, values in told])
-    if odd and unit.replica_policy == "check":
-        raise unequal(f"fully_shard({unit.name})", names, odd)
+    odd = unequal_values(where, "parameter, buffer or policy", structure, prints, names, unit)
     count = len(blocks)
     with torch.no_grad():
         for index in odd:  # in one order on all ranks: they were told the same
@@ -77,20 +75,60 @@ def kind_of(buffer: Buffer) -> tuple[tuple[tuple[int, ...], str], ...]:
     return tuple((tuple(part.shape), str(part.dtype)) for part in buffer.parts)
 
 
-def check_structures(what: str, item: str, told: list[list[tuple[Any, ...]]]) -> None:
-    """Raises DivergenceError if the ranks of a mesh, in its order, tell of different models; `item` says what they list."""
-    for rank, structure in enumerate(told):
-        pairs = itertools.zip_longest(told[0], structure, fillvalue="nothing")
+def unequal_values(
+    what: str, item: str, structure: list[tuple[Any, ...]], prints: Sequence[object], names: Sequence[str], unit: Unit
+) -> list[int]:
+    """Which values are not the same on all ranks of the unit's mesh; on every rank the same list.
+
+    Args:
+        what, item: for errors; see `check_structures`.
+        structure: what must be the same on all ranks.
+        prints: fingerprints of the values, and `names` theirs.
+        unit: the unit.
+
+    Raises:
+        DivergenceError: the structures differ, or the values do and the unit's `replica_policy` is "check".
+    """
+    if equal_on_mesh((structure, prints), unit):
+        return []
+    check_structures(what, item, structure, unit)
+    odd = _differing_on_mesh(prints, unit)
+    if odd and unit.replica_policy == "check":
+        raise unequal(what, names, differing(told_by_all(prints, unit)))
+    return odd
+
+
+def equal_on_mesh(value: object, unit: Unit) -> bool:
+    """Whether all ranks of the unit's mesh have the same `value` (plain data): a question along each axis."""
+    row = unit.shard_comm.all_equal(value, unit)
+    return unit.replicate_comm.all_equal((row, value), unit) and row
+
+
+def _differing_on_mesh(prints: Sequence[object], unit: Unit) -> list[int]:
+    """Which of `prints`, as many on every rank of the unit's mesh, are not the same on all of them."""
+    in_row = set(unit.shard_comm.differing(prints, unit))
+    told = ["odd" if index in in_row else value for index, value in enumerate(prints)]
+    return sorted(in_row.union(unit.replicate_comm.differing(told, unit)))
+
+
+def check_structures(what: str, item: str, structure: list[tuple[Any, ...]], unit: Unit) -> None:
+    """Raises DivergenceError if the ranks of the unit's mesh tell of different models; `item` says what they list."""
+    if equal_on_mesh(structure, unit):
+        return
+    told = told_by_all(structure, unit)
+    for rank, other_structure in enumerate(told):
+        pairs = itertools.zip_longest(told[0], other_structure, fillvalue="nothing")
         for index, (first, other) in enumerate(pairs):
             if first != other:
+                ranks = [rank for rank, one in enumerate(told) if one == other_structure]
                 raise DivergenceError(
                     f"{what}: the ranks build different models: {item} {index} is {first} on the mesh's first rank and "
-                    f"{other} on rank {rank} of the mesh; build the same module everywhere, in the same order"
+                    f"{other} on rank(s) {ranks_of(ranks)} of the mesh; build the same module everywhere, in the same order"
                 )
 
 
 def told_by_all(value: object, unit: Unit) -> list[Any]:
-    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For set-up: it is slow."""
+    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For errors: it grows with it."""
     rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(value, unit), unit)
     return [told for row in rows for told in row]
 
@@ -107,7 +145,7 @@ def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
 
 def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> DivergenceError:
     """The error of values that differ where `replica_policy` is "check"."""
-    told = ", ".join(f"{names[index]!r} on ranks {ranks}" for index, ranks in list(odd.items())[:5])
+    told = ", ".join(f"{names[index]!r} on ranks {ranks_of(ranks)}" for index, ranks in list(odd.items())[:5])
     more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
     return DivergenceError(
         f"{what}: values differ from those of the mesh's first rank: {told}{more} of the mesh, and replica_policy='check' "

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor
 
 from hsdp import optim
-from hsdp.comm.collectives import backend_name
+from hsdp.comm.groups import backend_name
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv, run_procs
 from tests.support.sharded import check_rest, shard

@@ -381,7 +381,7 @@ EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceErro
 
 @mutant(EXTRA, kill="RuntimeError|CollectiveError|Hung|Died|ValueError")
 def sets_up_without_asking() -> Any:
-    return mock.patch.object(DivergenceGuard, "all_equal", return_value=False)
+    return mock.patch.object(DivergenceGuard, "differing", return_value=[0])
 
 
 @mutant(Check(rule_21.check_steady_loop, ((2, 2),), world=4), kill="asked")

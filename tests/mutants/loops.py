@@ -111,7 +111,7 @@ def leaves_one_piece_packed() -> Any:
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))
 @mutant(Check(rule_05.check_checked, ((2, 2),), world=4), kill=NOT_REFUSED, name="checks no replicas")
 def believes_all_replicas_to_be_equal() -> Any:
-    return mock.patch.object(hsdp.weights.replica_check, "differing", return_value={})
+    return mock.patch.object(hsdp.weights.replica_check, "unequal_values", return_value=[])
 
 
 @mutant(Check(rule_05.check_meta, ("broadcast",)), kill="AssertionError")

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hsdp
-from hsdp.comm.collectives import timeout_of
+from hsdp.comm.groups import timeout_of
 from tests.support.fragile import PLACES, Fragile, Fuse, fail
 from tests.support.graphs import floats, loss, step
 from tests.support.rig import Pool, RankEnv

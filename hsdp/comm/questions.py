@@ -1,0 +1,286 @@
+"""Questions that the ranks of a group ask each other over the group's store, at a cost that is the same for any group.
+
+    votes   one number, to which every rank adds its vote: what it is about to do. The sum that comes back tells it how
+            many have come before it, and whether they are about to do the same.
+    gate    a key per question. The last rank opens it, the others wait for it.
+    alarm   what the gate says behind a difference or a time-out. Only then each rank writes down what it is about to do;
+            one of them reads all lines and writes the report, which everybody raises.
+
+So a rank that agrees makes two store operations per question, whether there are two ranks or 65,536; the last one of a
+question deletes its gate later, in `tidy`. A rank that waits in a known collective looks once per second at gate and votes.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import time
+from collections import deque
+from collections.abc import Sequence
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+from hsdp.debug import SLOW
+from hsdp.errors import DivergenceError
+from hsdp.format import kinds_by_rank, ranks_of
+
+_PATIENCE = 2.5
+"""Seconds that a report waits for lines: ranks that wait for a collective look at the store once per second."""
+
+_SLOW_PATIENCE = 0.5
+"""Seconds that a report of late ranks waits for others to notice the same."""
+
+_NUMBER_BITS = 10
+"""Of an op's number that a vote tells: no rank is half as many ops ahead of another one in their group."""
+
+_MOST_GATES = 64
+"""Bound on the gates that a rank leaves in the store where nobody tidies up, as in a loop without steps."""
+
+_OPEN, _ALARM = b"open", b"alarm"
+
+
+class Answer(NamedTuple):
+    """What a rank is about to do.
+
+    Attributes:
+        rank: its global rank.
+        number: of that op: how many there have been in the group, this one included.
+        what: the op, for people.
+        op: identifies it; the same integer on all ranks that agree; 0 for a collective that is known and has started.
+    """
+
+    rank: int
+    number: int
+    what: str
+    op: int = 0
+
+    @property
+    def digest(self) -> int:
+        """62 bits that stand for number and op."""
+        return hash((self.number, self.op)) & (1 << 62) - 1
+
+    def __str__(self) -> str:
+        return f"the {self.what} (its number {self.number}, variant {self.op & 0xFFFF:04x})"
+
+
+class Votes(NamedTuple):
+    """How a question stands.
+
+    Attributes:
+        came: how many ranks have.
+        vote: that of all of them; None: they differ, or nobody has come.
+    """
+
+    came: int
+    vote: int | None
+
+
+class Tally:
+    """Puts the votes of all ranks into one number of 63 bits, their sum: each rank adds its vote less its last one.
+
+        | digest of the op | low bits of the op's number | 1 in every other question, else 0: these count who has come |
+
+    All ranks agreed about the last question, so what those hold that have not come is known. The first rank whose vote is
+    another one sees a sum that is no multiple of its own: it knows at once, no two differences cancel before.
+    """
+
+    def __init__(self, size: int) -> None:
+        self._size = size
+        self._bits = size.bit_length()
+        self._mask = (1 << (63 - 2 * self._bits - _NUMBER_BITS)) - 1
+
+    def vote(self, answer: Answer, question: int) -> int:
+        """What a rank holds in the number from this question on."""
+        number = answer.number & (1 << _NUMBER_BITS) - 1
+        return ((answer.digest & self._mask) << _NUMBER_BITS | number) << self._bits | question & 1
+
+    def read(self, total: int, question: int, last: int) -> Votes:
+        """How `question` stands when the number is `total`; `last`: the vote of all ranks in the question before."""
+        low = total & (1 << self._bits) - 1
+        count = low if question & 1 else self._size - low
+        vote, rest = divmod(total - (self._size - count) * last, count or 1)
+        return Votes(count, vote if count and not rest else None)
+
+    def ahead(self, vote: int, number: int) -> int:
+        """How many ops behind op `number` the vote's op comes; negative: before it."""
+        half = 1 << _NUMBER_BITS - 1
+        return ((vote >> self._bits) - number + half) % (2 * half) - half
+
+
+class Roll:
+    """Lines that ranks write into the store, for one of them to read.
+
+    Args:
+        store: where.
+        name: of its keys.
+    """
+
+    def __init__(self, store: Any, name: str) -> None:
+        self._store = store
+        self._name = name
+
+    def sign(self, line: str) -> int:
+        """Adds a line; returns its place: the first is 1."""
+        self._store.append(f"{self._name}/lines", f"{line}\n")
+        return int(self._store.add(f"{self._name}/count", 1))
+
+    def wait(self, count: int, patience: float) -> None:
+        """Waits until there are so many lines, but not for ever (seconds)."""
+        deadline = time.monotonic() + patience
+        while time.monotonic() < deadline and self._store.add(f"{self._name}/count", 0) < count:
+            time.sleep(0.02)
+
+    def lines(self) -> list[str]:
+        """All lines; somebody has signed."""
+        return bytes(self._store.get(f"{self._name}/lines")).decode().splitlines()
+
+
+class Questions:
+    """The questions of one group, one after the other.
+
+    Args:
+        store: the group's own part of a store.
+        exclusive: nobody else uses its client, so its time-out may be set.
+        rank: this rank's global rank.
+        ranks: all of the group.
+        timeout: how long to wait for the others, seconds.
+    """
+
+    def __init__(self, store: Any, exclusive: bool, rank: int, ranks: Sequence[int], timeout: float) -> None:
+        self._store = store
+        self._exclusive = exclusive
+        self._rank = rank
+        self._ranks = ranks
+        self._tally = Tally(len(ranks))
+        self._question = 1
+        self._last = 0
+        self._opened: deque[int] = deque()
+        self._slow_at = 0
+        self.timeout = timeout
+
+    def ask(self, answer: Answer) -> None:
+        """Waits until every rank is about to do the same.
+
+        Raises:
+            DivergenceError: the ranks differ, or some did not come in time.
+        """
+        self.leave(self.arrive(answer), answer)
+
+    def arrive(self, answer: Answer) -> bool:
+        """The first half of `ask`, which does not wait: tells the others; returns whether this rank is the last one.
+
+        Raises:
+            DivergenceError: this rank and those before it differ.
+        """
+        vote = self._tally.vote(answer, self._question)
+        votes = self._tally.read(self._store.add("votes", vote - self._last), self._question, self._last)
+        if votes.vote != vote:
+            raise self.alarm(answer)
+        self._last = vote
+        return votes.came == len(self._ranks)
+
+    def leave(self, is_last: bool, answer: Answer) -> None:
+        """The second half: opens the gate, or waits until somebody does."""
+        if is_last:
+            opened = bytes(self._store.compare_set(self._gate(), "", _OPEN.decode()))
+            self._opened.append(self._question)
+        else:
+            opened = self._wait(answer)
+        if opened != _OPEN:
+            raise self.alarm(answer)
+        self._question += 1
+        if len(self._opened) > _MOST_GATES:
+            self.tidy()
+
+    def tidy(self) -> None:
+        """Deletes the gates that this rank opened and everybody has passed: those before the last question's."""
+        while self._opened and self._opened[0] < self._question - 1:
+            self._store.delete_key(self._gate(self._opened.popleft()))
+
+    def _wait(self, answer: Answer) -> bytes:
+        """What the gate says, once it is open; a rank that waits for too long raises the alarm."""
+        gate, began = self._gate(), time.monotonic()
+        while (left := self.timeout - (waited := time.monotonic() - began)) > 0:
+            self.note_wait(answer, waited)
+            patience = SLOW - waited if waited < SLOW < self.timeout else left
+            try:
+                if self._exclusive:
+                    self._store.set_timeout(timedelta(seconds=patience))
+                else:
+                    self._store.wait([gate], timedelta(seconds=patience))
+                return bytes(self._store.get(gate))
+            except RuntimeError:
+                if time.monotonic() - began - waited < 0.5 * patience:
+                    raise  # the store is gone
+        return bytes(self._store.compare_set(gate, "", _ALARM.decode()))
+
+    def asks(self, number: int) -> bool:
+        """For ranks that are in op `number`: whether one asks about it or an earlier one, or has raised the alarm."""
+        if self._store.check([self._gate()]):
+            return True  # this rank has not come to the question, so nobody can have opened it in peace
+        votes = self._tally.read(self._store.add("votes", 0), self._question, self._last)
+        return votes.came > 0 and (votes.vote is None or self._tally.ahead(votes.vote, number) <= 0)
+
+    def alarm(self, answer: Answer) -> DivergenceError:
+        """What everybody raises where ranks are about to do different things, or some did not come in time.
+
+        The first rank that comes here writes it, of the lines that are there in time.
+        """
+        self._store.compare_set(self._gate(), "", _ALARM.decode())
+        roll = Roll(self._store, "alarm")
+        if roll.sign(json.dumps(answer)) == 1:
+            roll.wait(len(self._ranks), min(_PATIENCE, self.timeout))
+        else:
+            try:
+                self._store.wait(["report"], timedelta(seconds=2 * _PATIENCE))
+                return DivergenceError(bytes(self._store.get("report")).decode())
+            except RuntimeError:  # who was to write it died
+                pass
+        report = self._compose([Answer(*json.loads(line)) for line in roll.lines()])
+        self._store.set("report", report)
+        return DivergenceError(report)
+
+    def _compose(self, lines: list[Answer]) -> str:
+        """What ranks are told that wrote down these lines."""
+        asked = [line for line in lines if line.op]
+        first = min(asked or lines, key=lambda line: line.number)
+        here = [line.rank for line in asked]
+        apart = len({(line.number, line.op) for line in asked}) != 1 or len(here) == len(self._ranks)
+        if apart or any(line.number >= first.number for line in lines if not line.op):
+            return _told_apart(lines, self._ranks, first.number)
+        absent = [rank for rank in self._ranks if rank not in set(here)]
+        return (
+            f"rank(s) {ranks_of(sorted(here))} are about to start the {first.what}, and rank(s) {ranks_of(absent)} "
+            f"did not come to the same point within {self.timeout:.0f} s: they raised, stopped, or took another branch"
+        )
+
+    def note_wait(self, answer: Answer, waited: float) -> None:
+        """This rank has waited for others before `answer` or in it, for so many seconds; HSDP_SLOW says who tells whom."""
+        if waited < SLOW or self._slow_at == answer.number:
+            return
+        self._slow_at = answer.number
+        roll = Roll(self._store, f"slow/{answer.number}")
+        if roll.sign(str(self._rank)) == 1:  # one of those who wait speaks for all
+            time.sleep(_SLOW_PATIENCE)
+            here = set(map(int, roll.lines()))
+            absent = [rank for rank in self._ranks if rank not in here]
+            print(
+                f"hsdp: {len(here)} rank(s) have waited {waited:.1f} s for rank(s) {ranks_of(absent)} in {answer.what} "
+                f"(HSDP_SLOW={SLOW:g})",
+                file=sys.stderr,
+                flush=True,
+            )
+
+    def _gate(self, question: int = 0) -> str:
+        return f"{question or self._question}/gate"
+
+
+def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int) -> str:
+    """Which ranks are about to do what, at op `number` of their group."""
+    doing = dict.fromkeys(ranks, "no answer; they are in a collective that is known, or have stopped")
+    doing.update({line.rank: str(line) for line in lines})
+    return (
+        f"the ranks disagree about collective number {number} of their group: {kinds_by_rank(doing)}. They took different "
+        "branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in different "
+        "sizes; make every rank run the same modules and steps in the same order"
+    )

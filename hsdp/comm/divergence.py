@@ -30,11 +30,12 @@ sent and no rank waits.
 
 from __future__ import annotations
 
+import threading
 import weakref
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
@@ -48,9 +49,6 @@ _MOST_STATES = 1 << 14
 
 _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
-
-_GIVES_UP = 0.9
-"""Of the time-out: then a rank gives up a question in the group, before its backend does, which may end the process."""
 
 _MASK = (1 << 62) - 1
 
@@ -78,8 +76,7 @@ class DivergenceGuard:
         self.timeout = timeout
         ranks = dist.get_process_group_ranks(group)
         self._rank = ranks[rank]
-        # A client of its own: waiting locks the client, and another thread's model must be able to answer meanwhile.
-        store, exclusive = own_client()
+        store, exclusive = _client()
         prefixed = PrefixStore(f"hsdp/{group.group_name}/", store)
         self._questions = Questions(prefixed, exclusive, self._rank, ranks, timeout)
         self._compare = compare
@@ -199,15 +196,21 @@ class DivergenceGuard:
             waited: for how long, seconds.
 
         Raises:
-            DivergenceError: a rank is about to start something else, or was when this one looked before; or nobody answers.
+            DivergenceError: a rank is about to start something else, or was when this one looked before.
         """
         if self._broken:
             raise DivergenceError(self._broken)
         answer = Answer(self._rank, count, described(kind, name), asked)
         self._questions.note_wait(answer, waited)
-        if self._questions.asks(count) or (asked and waited > _GIVES_UP * self.timeout):
+        if self._questions.asks(count):
             with self._breaking():
                 raise self._questions.alarm(answer)
+
+    def alone(self, count: int, kind: str, name: str, asked: int) -> DivergenceError:
+        """The error of a rank that asks in the group, as in `answer_peers`, and has waited for others for too long."""
+        error = self._questions.alarm(Answer(self._rank, count, described(kind, name), asked))
+        self._broken = str(error)
+        return error
 
     @contextmanager
     def _breaking(self) -> Iterator[None]:
@@ -222,6 +225,24 @@ class DivergenceGuard:
     def broken(self) -> bool:
         """Whether ranks disagreed: what is under way in the group may never end."""
         return bool(self._broken)
+
+
+_clients: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[Any, bool]]] = weakref.WeakKeyDictionary()
+"""By default group and thread."""
+
+
+def _client() -> tuple[Any, bool]:
+    """This thread's client of the default group's store, and whether it is hsdp's alone.
+
+    Waiting locks a client, and another thread's model must be able to answer meanwhile. The groups of a thread share one:
+    all ranks are clients of one server, which has a file open for each.
+    """
+    world = dist.group.WORLD
+    assert world is not None, "a guard's group lies in a default group"
+    known, thread = _clients.setdefault(world, {}), threading.get_ident()
+    if thread not in known:
+        known[thread] = own_client()
+    return known[thread]
 
 
 def described(kind: str, name: str) -> str:

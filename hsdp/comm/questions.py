@@ -24,7 +24,7 @@ from hsdp.debug import SLOW
 from hsdp.errors import DivergenceError
 from hsdp.format import kinds_by_rank, ranks_of
 
-_PATIENCE = 2.5
+_PATIENCE = 1.5
 """Seconds that a report waits for lines: ranks that wait for a collective look at the store once per second."""
 
 _SLOW_PATIENCE = 0.5
@@ -244,14 +244,16 @@ class Questions:
         """What ranks are told that wrote down these lines."""
         asked = [line for line in lines if line.op]
         first = min(asked or lines, key=lambda line: line.number)
-        here = [line.rank for line in asked]
-        apart = len({(line.number, line.op) for line in asked}) != 1 or len(here) == len(self._ranks)
-        if apart or any(line.number >= first.number for line in lines if not line.op):
+        started = any(line.number >= first.number for line in lines if not line.op)
+        if started or len({(line.number, line.op) for line in asked}) > 1:
             return _told_apart(lines, self._ranks, first.number)
-        absent = [rank for rank in self._ranks if rank not in set(here)]
+        here = {line.rank for line in asked}
+        # Those who were late come while others write down that they did not wait any longer: the last ones.
+        absent = [rank for rank in self._ranks if rank not in here] or [lines[-1].rank]
         return (
-            f"rank(s) {ranks_of(sorted(here))} are about to start the {first.what}, and rank(s) {ranks_of(absent)} "
-            f"did not come to the same point within {self.timeout:.0f} s: they raised, stopped, or took another branch"
+            f"rank(s) {ranks_of(sorted(here.difference(absent)))} are about to start the {first.what}, and rank(s) "
+            f"{ranks_of(absent)} did not come to the same point within {self.timeout:.0f} s: they raised, stopped, or took "
+            "another branch, or are late"
         )
 
     def note_wait(self, answer: Answer, waited: float) -> None:

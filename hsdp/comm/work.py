@@ -38,6 +38,9 @@ class Carrier(Protocol):
 _TICK = timedelta(seconds=1)
 """How often a rank that waits looks whether another one asks."""
 
+_GIVES_UP = 0.9
+"""Of the time-out: then a rank gives up a question in the group, before its backend does, which may end the process."""
+
 _outstanding: dict[int, weakref.ref[CommWork]] = {}
 """By identity, collectives that were not waited for yet, and some that nobody holds any more."""
 
@@ -144,6 +147,8 @@ def wait_for(
                 continue
             waited = time.monotonic() - began
             divergence_guard.answer_peers(count, kind, name, asked, waited)
+            if asked and waited + _TICK.total_seconds() > _GIVES_UP * divergence_guard.timeout:
+                raise divergence_guard.alone(count, kind, name, asked)
             if waited >= divergence_guard.timeout:
                 raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
     except RuntimeError as error:

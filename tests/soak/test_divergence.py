@@ -1,6 +1,6 @@
 """Ranks that build different models, take different branches or lose step: each gets an error that names unit and ranks.
 
-`benchmarks/results/divergence.log` has a soak of 100 random cases.
+`benchmarks/results/divergence.log` has a soak of 500 random cases.
 """
 
 from __future__ import annotations

@@ -199,7 +199,7 @@ def test_ranks_that_build_different_models_are_told_which_parameter(pool4: Pool,
     for text in pool4.run(_build_differently, what, shape):
         assert re.search("bias" if what == "names" else "weight", text), text
         assert "Linear" in text
-        assert "rank 3" in text
+        assert "rank(s) [3]" in text
 
 
 def _start_from_other_values(env: RankEnv, shape: tuple[int, ...]) -> dict[str, Tensor]:

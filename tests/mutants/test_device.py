@@ -19,6 +19,9 @@ from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
+from hsdp.schedule.root import Visit
+from hsdp.schedule.runtime import Runtime
+from hsdp.torch_private import NO_TASK
 from hsdp.unit.unit import Unit
 from tests.mutants.planting import replaced
 from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
@@ -26,7 +29,7 @@ from tests.support.rig import Pool, RankEnv, RemoteError
 
 Plant = Callable[[], Any]
 MOST_RUNS = 10
-FOUND = r"\d+ races|differ|not close|memory is gone"
+FOUND = r"\d+ races|differ|not close|memory is gone|modified by an inplace operation"
 MUTANTS: dict[str, tuple[Plant, str, Shape, str]] = {}
 
 
@@ -237,6 +240,24 @@ def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
 @mutant("the recommended loop", TWO_AXES)
 def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
     return _unjoined("reduce-scatter")
+
+
+@mutant("a model that goes after an exception", mode="slow comm")
+def buffers_of_a_collective_that_nobody_waits_for_are_given_back() -> Any:
+    return mock.patch.object(CommWork, "__del__", lambda comm_work: None)
+
+
+@mutant("recomputed behind parameters of the root")
+def autograd_nodes_of_all_threads_are_taken_to_be_numbered_alike() -> Any:
+    def change(enter: Callable[..., None]) -> Callable[..., None]:
+        def go(runtime: Runtime, unit: Unit, visit: Visit | None, creates_graph: bool, node: tuple[int, int]) -> None:
+            if visit is not None:
+                visit.first_node = NO_TASK, visit.first_node[1]
+            enter(runtime, unit, visit, creates_graph, (NO_TASK, node[1]))
+
+        return go
+
+    return replaced(Runtime, "enter_backward", change)
 
 
 def _mutated(env: RankEnv, name: str, seed: int) -> None:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
-from tests.support.deep import Deep, collectives, floats, of_kind, seeded, step
+from tests.support.deep import Deep, RootFirst, collectives, floats, of_kind, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, shard
 
@@ -87,16 +87,6 @@ def test_rule_13_recompute_does_not_reshard_early(pool2: Pool) -> None:
     pool2.run(check_parameters_stay)
 
 
-class LastFirst(Deep):
-    """The root computes with parameters of its own before what is recomputed."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = torch.tanh(self.last(x))
-        for first in range(0, len(self.blocks), 2):
-            x = checkpoint(self._pair, first, x, use_reentrant=self.recompute)
-        return x
-
-
 def step_on_a_thread(model: nn.Module, rank: int) -> None:
     """The backward on a thread of its own, whose autograd nodes are numbered from 0; a device has such a thread."""
     loss = model(floats(rank)).square().mean()
@@ -116,7 +106,7 @@ def step_on_a_thread(model: nn.Module, rank: int) -> None:
 
 
 def check_numbers(env: RankEnv, reentrant: bool, shape: tuple[int, ...]) -> None:
-    plain, model = (seeded(lambda: LastFirst(reentrant)) for _ in range(2))
+    plain, model = (seeded(lambda: RootFirst(reentrant)) for _ in range(2))
     shard(model, env.mesh(shape), reshard_after_forward=True)
     for _ in range(2):
         check_grads(model, plain, step_on_a_thread, env.rank, env.world_size)

@@ -7,6 +7,7 @@ which must be what the same program returns on a CPU mesh of the same ranks.
 from __future__ import annotations
 
 import functools
+import gc
 import tempfile
 from collections.abc import Callable
 from contextlib import nullcontext
@@ -28,6 +29,7 @@ from hsdp.examples.int8_gather import quantise
 from hsdp.params.dtensors import as_dtensor
 from tests.params import test_tensor_parallel as tp
 from tests.support import device as emulator
+from tests.support.deep import RootFirst, floats, seeded
 from tests.support.fragile import Fragile, fail
 from tests.support.graphs import tokens
 from tests.support.models import MLP, Batch, Case, PartlyUsed, make_case, regression
@@ -609,6 +611,36 @@ def _after_an_exception(env: RankEnv, shape: Shape) -> Found:
         found.update({f"{where} {name}": grad for name, grad in full_grads(model).items()})
         model.zero_grad()
     return found
+
+
+@program()
+def _a_model_that_goes_after_an_exception(env: RankEnv, shape: Shape) -> Found:
+    """Its reductions are under way when its memory is there for the next model."""
+
+    def build() -> Any:
+        torch.manual_seed(3)
+        return shard(Fragile().double(), env.mesh(shape))
+
+    def step(model: Any) -> None:
+        model(tokens(env.rank, 0).to(env.device)).square().sum().backward()
+
+    fail("backward before 0", ValueError, lambda: step(build()))
+    gc.collect()
+    model = build()
+    step(model)
+    return dict(full_grads(model))
+
+
+@program()
+def _recomputed_behind_parameters_of_the_root(env: RankEnv, shape: Shape) -> Found:
+    """The recomputed forwards make their autograd nodes on a thread of the engine, which numbers them from 0."""
+    model: Any = shard(seeded(lambda: RootFirst(recompute=True)), env.mesh(shape), reshard_after_forward=True)
+    ahead = torch.zeros(1, requires_grad=True)
+    for _ in range(5000):  # this thread is ahead of the engine's, as it is in a training loop
+        ahead = ahead * 1.0
+    for k in range(2):
+        model(floats(env.rank, k).detach().to(env.device).requires_grad_()).square().mean().backward()
+    return dict(full_grads(model))
 
 
 @program()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.actions.programs import FEATURES, SHAPES, Action, draw, smaller
+from tests.soak.actions.programs import FEATURES, SHAPES, Action, Program, draw, smaller
 from tests.soak.actions.soak import run_all, table
 from tests.support.rig import Pool
 from tests.support.share import share
@@ -12,11 +12,27 @@ from tests.support.share import share
 
 @pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 600), (2, "2d", 120), (4, "2d", 120)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
-    pool: Pool = request.getfixturevalue(f"pool{ranks}")
-    count = share(count)
-    programs = [draw(f"ci:{number}", SHAPES[mesh][ranks]) for number in range(count)]
+    _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], share(count))
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 90), (4, "2d", 45)])
+def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
+    """With delays, and without races."""
+    _check(request.getfixturevalue(f"device{ranks}"), SHAPES[mesh][ranks], share(count))
+
+
+def test_programs_that_found_something_on_the_emulated_device(device2: Pool) -> None:
+    """Recomputations, a task that fails inside of one, gathers beside an optimizer's step or a graph of gradients."""
+    _run(device2, [draw(seed, (2,)) for seed in ("e:1", "e:34", "e:87", "e:158", "f:157", "f:203", "c2:1")])
+
+
+def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
+    _run(pool, [draw(f"ci:{number}", shape) for number in range(count)])
+
+
+def _run(pool: Pool, programs: list[Program]) -> None:
     tally = run_all(pool, programs, stop_at=4)
-    assert not tally.failures, f"{table(tally, count)}\n" + "\n".join(
+    assert not tally.failures, f"{table(tally, len(programs))}\n" + "\n".join(
         f"{program}\n{told}" for found in tally.failed.values() for program, told in found
     )
 

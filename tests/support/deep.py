@@ -47,6 +47,16 @@ class Deep(nn.Module):
         return x
 
 
+class RootFirst(Deep):
+    """The root computes with parameters of its own before the units."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = torch.tanh(self.last(x))
+        for first in range(0, len(self.blocks), 2):
+            x = checkpoint(self._pair, first, x, use_reentrant=self.recompute)
+        return x
+
+
 def seeded(build: Callable[[], nn.Module]) -> nn.Module:
     """A model in float64, the same at every call and on every rank."""
     with torch.random.fork_rng(devices=[]):

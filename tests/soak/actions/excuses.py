@@ -29,9 +29,6 @@ class Excuse:
     message: str = ""
 
 
-DIFFERENT_GRAPHS = "gradient penalty of different heads on a device"
-
-
 def _any_of(*facts: str) -> frozenset[str]:
     return frozenset(facts)
 
@@ -50,12 +47,6 @@ EXCUSES: tuple[Excuse, ...] = (
         _any_of("toggle", "toggled"),
         "with everything frozen, the losses of ranks without the penalty have no graph; the penalty's rank goes on",
         "does not require grad",
-    ),
-    Excuse(
-        "DivergenceError",
-        ("backward", "forward", "eval", "step", "clip"),
-        _any_of(DIFFERENT_GRAPHS),
-        "on a device, autograd numbers graphs of gradients apart: ranks of different losses differ in what they enter next",
     ),
     Excuse(
         "silent",

@@ -118,7 +118,7 @@ class ReducePlan:
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
         """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
-        if self._tiles is None:
+        if not self._tiles:  # none: there are gaps; empty: all goes directly, but the flags
             return False
         # The kernel for CUDA takes what is dense for row-major: a transposed gradient would be reduced in the wrong order.
         sources = [self._zeros(i) if (grad := grads[i]) is None else grad.contiguous() for i in self._tiles]

@@ -111,7 +111,7 @@ class CommWork:
         # Nobody waited: a backward failed, and its model went before anything looked at it again. The allocator would hand
         # out the buffers, which belong to the compute stream, while the side stream still works on them.
         if self._event is not None and (self._keep is not None or self._finish is not None):
-            _leave(self._event, (self._keep, self._finish))
+            _keep_until(self._event.query, (self._keep, self._finish))
 
     @property
     def event(self) -> Event:
@@ -160,15 +160,6 @@ def wait_for(
         ) from error
 
 
-_left: list[tuple[Event, Any]] = []
-"""What the collectives of devices used that nobody holds any more, with the events behind them."""
-
-
-def _leave(event: Event, used: Any) -> None:
-    _left[:] = [one for one in _left if not one[0].query()]
-    _left.append((event, used))
-
-
 def _ends(work: Any, backend: str) -> bool:
     """Waits for a work, a tick at most; returns whether it ended."""
     if backend == "gloo":
@@ -190,13 +181,18 @@ def _ends(work: Any, backend: str) -> bool:
     return True
 
 
-_abandoned: list[CommWork] = []
+_kept: list[tuple[Callable[[], bool], Any]] = []
+"""What collectives use that nobody waits for any more, and whether they have ended."""
+
+
+def _keep_until(ended: Callable[[], bool], used: Any) -> None:
+    _kept[:] = [one for one in _kept if not one[0]()]
+    _kept.append((ended, used))
 
 
 def abandon(comm_work: CommWork) -> None:
     """Keeps the buffers of a collective that nobody waits for any more until its collective has ended."""
-    _abandoned[:] = [other for other in _abandoned if not other.done()]
-    _abandoned.append(comm_work)
+    _keep_until(comm_work.done, comm_work)
     _outstanding.pop(id(comm_work), None)
 
 

@@ -17,8 +17,7 @@ from __future__ import annotations
 import copy
 import functools
 import heapq
-from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -35,6 +34,7 @@ from hsdp.planning.schedule import Event as Planned
 from hsdp.planning.schedule import Verb
 from hsdp.planning.timing import Predicted
 from hsdp.planning.traffic import Wires
+from tests.support.device_module import DeviceModule
 from tests.support.rig import fake_world
 from tests.support.virtual import divert_fsdp2, use_device
 
@@ -98,7 +98,7 @@ class Event:
         return self
 
 
-class Recorder:
+class Recorder(DeviceModule[Stream, Event]):
     """Notes what is put on streams; also the device module that the libraries find.
 
     Attributes:
@@ -110,24 +110,7 @@ class Recorder:
     def __init__(self) -> None:
         self.works: list[Work] = []
         self.communicators: list[Communicator] = []
-        self._streams: list[Stream] = []
-        self._current = [self.Stream()]
-
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
-        self._streams.append(Stream(self))
-        return self._streams[-1]
-
-    def Event(self, enable_timing: bool = False) -> Event:
-        return Event(self)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._current[-1]
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self._current.append(stream)
-        yield
-        self._current.pop()
+        super().__init__(lambda: Stream(self), lambda: Event(self))
 
     def add(self, kind: str, units: tuple[int, ...], resource: str, duration: float, behind: Iterable[Work] = ()) -> Work:
         """Puts work on the current stream, `behind` more than what that holds."""

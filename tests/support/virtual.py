@@ -13,8 +13,7 @@ A group's collectives share its link: one at a time, in the order in which they 
 from __future__ import annotations
 
 import importlib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal
 
@@ -29,6 +28,7 @@ import hsdp
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
 from tests.support.best_step import Durations
+from tests.support.device_module import DeviceModule
 
 Mode = Literal["host", "device"]
 Cost = Callable[[str, int], float]
@@ -93,7 +93,7 @@ class Event:
         return 1e3 * (later.time - self.time)
 
 
-class Clock:
+class Clock(DeviceModule[Stream, Event]):
     """The host's time and the device's streams; also the device module that the engine finds.
 
     Attributes:
@@ -106,27 +106,7 @@ class Clock:
         self.now = 0.0
         self.trace: list[Span] = []
         self.groups: list[Group] = []
-        self._compute = Stream(self)
-        self._current = [self._compute]
-        self._streams = [self._compute]
-
-    # -- as a device module ------------------------------------------------------------------------------------
-
-    def Stream(self, device: Any = None, priority: int = 0) -> Stream:
-        self._streams.append(Stream(self))
-        return self._streams[-1]
-
-    def Event(self, enable_timing: bool = False) -> Event:
-        return Event(self)
-
-    def current_stream(self, device: Any = None) -> Stream:
-        return self._current[-1]
-
-    @contextmanager
-    def stream(self, stream: Stream) -> Iterator[None]:
-        self._current.append(stream)
-        yield
-        self._current.pop()
+        super().__init__(lambda: Stream(self), lambda: Event(self))
 
     # -- passing time ------------------------------------------------------------------------------------------
 

@@ -119,7 +119,7 @@ class HSDPModule(FSDP2Methods):
             async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
                 unsharded parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
                 changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
-                `p.data` meanwhile.
+                `p.data` meanwhile: on a device nobody notices.
 
         Raises:
             StateError: inside `full_params`.
@@ -134,6 +134,7 @@ class HSDPModule(FSDP2Methods):
             return None
         for unit in units:
             if unit.residency is Residency.SHARDED:
+                unit.note_shards()  # before the gather: what is written to them from here on was not gathered
                 unit.launch()
             unit.pinned = True
         return handle

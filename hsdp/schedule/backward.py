@@ -114,7 +114,7 @@ class Backwards(Root):
                 self._end_visits_behind(node)
         # Behind what all ranks do before they come here: an error finds them at one point.
         version = unit.version
-        if visit is not None and (visit.version != version or not (unit in self._opened or unit.as_kept())):
+        if (visit is not None and visit.version != version) or not (unit in self._opened or unit.as_kept()):
             raise stale(unit)
         self._backward.move_to(unit)
         if begins:

@@ -323,6 +323,6 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
-    from tests.mutants.engine import actions  # under its own name, where the workers find what is sent to them
+    from tests.mutants import actions  # under its own name, where the workers find what is sent to them
 
     sys.exit(min(actions.main(), 100))

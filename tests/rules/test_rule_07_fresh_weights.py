@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
@@ -138,3 +139,37 @@ def check_write_behind_a_graph(env: RankEnv, write: bool) -> None:
 @pytest.mark.parametrize("write", [True, False])
 def test_rule_07_writes_behind_a_graph_of_gradients(pool2: Pool, write: bool) -> None:
     pool2.run(check_write_behind_a_graph, write)
+
+
+def check_recomputation_behind_a_graph(env: RankEnv) -> None:
+    """A recomputation comes first to a unit that a graph of gradients reads: it must look as an output's gradient does."""
+    model = shard(seeded(partial(Deep, recompute=False)), env.mesh((2,)))
+    x = floats(env.rank).requires_grad_()
+    out = model(x).square().sum()
+    (grad,) = torch.autograd.grad(out, x, create_graph=True)
+    model.blocks[0].weight.data.mul_(0.5)  # type: ignore[operator, union-attr]
+    with pytest.raises(hsdp.StaleParametersError):
+        (out + grad.square().sum()).backward()
+
+
+def test_rule_07_a_recomputation_behind_a_graph_of_gradients(pool2: Pool) -> None:
+    pool2.run(check_recomputation_behind_a_graph)
+
+
+def check_write_behind_an_unshard(env: RankEnv, waited: bool) -> None:
+    """What `unshard(async_op=True)` gathered serves forwards until the shards change, also where only bits tell it."""
+    plain = seeded(Deep)
+    model = shard(copy.deepcopy(plain), env.mesh((2,)))
+    first: Any = model.blocks[0]
+    handle = first.unshard(async_op=True)
+    if waited:
+        handle.wait()
+    for module in (model, plain):
+        for param in module.parameters():
+            param.data.mul_(0.5)
+    torch.testing.assert_close(model(floats(env.rank)), plain(floats(env.rank)), rtol=1e-11, atol=1e-11)
+
+
+@pytest.mark.parametrize("waited", [True, False])
+def test_rule_07_writes_behind_an_asynchronous_unshard(pool2: Pool, waited: bool) -> None:
+    pool2.run(check_write_behind_an_unshard, waited)

@@ -109,7 +109,7 @@ class _Play:
     def __init__(self, env: RankEnv, program: Program, sharded: Sharded, twin: Twin, verdict: Verdict) -> None:
         self.env, self.program, self.sharded, self.twin, self.verdict = env, program, sharded, twin, verdict
         self.zeroed = False  # a zero gradient and none are the same from now on
-        self.synced = True
+        self.levels = {"gradient_sync": True, "all_reduce": True}
         self.runs_on = False  # reductions may run on behind a backward: their sums are not in `.grad` yet
         self.facts: dict[int, set[str]] = {}  # by slot, what has happened since its forward, and in it
         self.uneven_slots: set[int] = set()
@@ -146,15 +146,17 @@ class _Play:
             return not pending  # what is visible is scaled, and sums are not
         if kind == "noise":
             return not pending and not self.zeroed  # zeros may stand where no rank used a parameter
-        if kind == "set" and action[1] in ("gradient_sync", "all_reduce"):
-            self.synced = action[2]
+        if kind == "set" and action[1] in self.levels:
+            self.levels["all_reduce"] = action[2]  # FSDP2's `set_requires_gradient_sync` switches both
+            if action[1] == "gradient_sync":
+                self.levels["gradient_sync"] = action[2]
         if kind == "set" and action[1] == "last_backward":
             self.runs_on = self.runs_on or not action[2]
         if kind == "backward" and "penalty" in action[2] and action[2].get("hook", ("",))[0] == "step":
             return False  # autograd hands on the penalty's gradient first: the optimizer steps before the units' backward
         if kind == "backward" and "hook" in action[2]:
             # Hooks on sharded parameters run when gradients are complete, the twin's in each backward.
-            return self.synced and not pending and action[2].get("context", "") in ("", "last")
+            return all(self.levels.values()) and not pending and action[2].get("context", "") in ("", "last")
         if kind == "penalty":
             return any(p.requires_grad for p in self.twin.params.values())
         return True
@@ -273,14 +275,14 @@ class _Play:
             told = action[2]["hook"][0] + " in backward"
         if kind == "toggle" or kind == "unshard":
             self.always.add(kind + "d" * (kind[-1] == "e") + "ed" * (kind[-1] != "e"))
+        how = action[2] if kind == "forward" else action[1] if kind == "eval" else {}
+        mine |= _facts_of(how)
         for slot, facts in self.facts.items():
             if slot not in self.slots_of(action):
                 facts.add(told)
-                facts |= _facts_of(action[2]) & {"copy_ renorm", "data renorm"} if kind == "forward" else set()
-        if kind in ("forward", "eval"):
-            how = action[2] if kind == "forward" else action[1]
-            mine |= _facts_of(how) | ({f"call {action[3]}"} if kind == "forward" else set())
+                facts |= _facts_of(how) & {"copy_ renorm", "data renorm"}
         if kind == "forward":
+            mine.add(f"call {action[3]}")
             self.facts[action[1]] = set(mine - {"forward"})
             return mine
         if kind == "backward":

@@ -314,13 +314,15 @@ class Twin(Side):
     def remember(self) -> None:
         """Keeps parameters and gradients."""
         self._kept = [
-            (p.detach().clone(), p._version, None if p.grad is None else p.grad.clone(), p.requires_grad)
+            (p.data, p.detach().clone(), p._version, None if p.grad is None else p.grad.clone(), p.requires_grad)
             for p in self.params.values()
         ]
 
     def forget(self) -> None:
         """Takes back what has happened since; graphs of earlier forwards must not see it."""
-        for param, (value, version, grad, flag) in zip(self.params.values(), self._kept, strict=True):
+        for param, (memory, value, version, grad, flag) in zip(self.params.values(), self._kept, strict=True):
+            if param.data_ptr() != memory.data_ptr():
+                param.data = memory  # which is what graphs of earlier forwards read
             if not torch.equal(param.data, value):
                 param.data.copy_(value)
                 set_versions((param,), (version,))

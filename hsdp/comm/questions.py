@@ -16,7 +16,7 @@ import json
 import sys
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -61,6 +61,29 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         return f"the {self.what} (its number {self.number}, variant {self.op & 0xFFFF:04x})"
+
+
+class Late(NamedTuple):
+    """Ranks that others wait for.
+
+    Attributes:
+        waiting: how many ranks wait.
+        seconds: for how long the one has that tells it.
+        absent: global ranks of those they wait for.
+        what: the op that they wait at, for people.
+    """
+
+    waiting: int
+    seconds: float
+    absent: tuple[int, ...]
+    what: str
+
+    def __str__(self) -> str:
+        return f"{self.waiting} rank(s) have waited {self.seconds:.1f} s for rank(s) {ranks_of(self.absent)} in {self.what}"
+
+
+late_listeners: list[Callable[[Late], None]] = []
+"""Called on the rank that tells of ranks which others wait for."""
 
 
 class Votes(NamedTuple):
@@ -265,13 +288,10 @@ class Questions:
         if roll.sign(str(self._rank)) == 1:  # one of those who wait speaks for all
             time.sleep(_SLOW_PATIENCE)
             here = set(map(int, roll.lines()))
-            absent = [rank for rank in self._ranks if rank not in here]
-            print(
-                f"hsdp: {len(here)} rank(s) have waited {waited:.1f} s for rank(s) {ranks_of(absent)} in {answer.what} "
-                f"(HSDP_SLOW={SLOW:g})",
-                file=sys.stderr,
-                flush=True,
-            )
+            late = Late(len(here), waited, tuple(rank for rank in self._ranks if rank not in here), answer.what)
+            print(f"hsdp: {late} (HSDP_SLOW={SLOW:g})", file=sys.stderr, flush=True)
+            for listener in late_listeners:
+                listener(late)
 
     def _gate(self, question: int = 0) -> str:
         return f"{question or self._question}/gate"

@@ -23,6 +23,7 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.comm.collectives import Comm
+from hsdp.comm.questions import Late, late_listeners
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, Named
 from hsdp.schedule.module_hooks import ModuleHooks
@@ -77,6 +78,7 @@ class Recorder:
         self._names: list[str] = []
         self._undo: list[tuple[Any, str]] = []
         self._hooks: list[Any] = []
+        self._late: list[Late] = []
         self._begin: Moment
         self._end: Moment
 
@@ -99,6 +101,7 @@ class Recorder:
             register_optimizer_step_pre_hook(self._before_optimizer_step),
             register_optimizer_step_post_hook(self._after_optimizer_step),
         ]
+        late_listeners.append(self._late.append)
         return self
 
     def __exit__(self, *_: object) -> None:
@@ -107,6 +110,7 @@ class Recorder:
             delattr(owner, name)
         for hook in self._hooks:
             hook.remove()
+        late_listeners.remove(self._late.append)
         _traced.difference_update(self._units)
         forget_works(self)
         self._names = [unit.name for unit in self._units]
@@ -336,6 +340,7 @@ class Recorder:
             memory=[(at - self._begin[0], nbytes) for at, nbytes in self._memory],
             units=self._names,
             device=self._device,
+            late=tuple(self._late),
         )
 
     def _seconds(self, moment: Moment) -> float:

@@ -6,6 +6,8 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Literal
 
+from hsdp.comm.questions import Late
+
 Track = Literal["host", "compute", "gather", "scatter", "replicate"]
 Interval = tuple[float, float]
 
@@ -56,6 +58,7 @@ class Recording:
         memory: (seconds, bytes) of gather buffers, unsharded gradients and reduction buffers, whenever they changed.
         units: names of all units, in the model's order.
         device: kind of device.
+        late: with HSDP_SLOW, ranks that others waited for, as far as it was this rank that told of them.
     """
 
     spans: list[Span]
@@ -64,6 +67,7 @@ class Recording:
     memory: list[tuple[float, int]]
     units: list[str]
     device: str
+    late: tuple[Late, ...] = ()
     _by_track: dict[str, list[Span]] = field(default_factory=dict, repr=False, compare=False)
 
     def track(self, track: Track) -> list[Span]:
@@ -82,7 +86,7 @@ class Recording:
         ]
         iterations = [at - start for at in self.iterations if start <= at < end]
         memory = [(at - start, nbytes) for at, nbytes in self.memory if start <= at <= end]
-        return Recording(spans, iterations, end - start, memory, self.units, self.device)
+        return Recording(spans, iterations, end - start, memory, self.units, self.device, self.late)
 
     def started(self) -> list[Span]:
         """The spans of all collectives."""

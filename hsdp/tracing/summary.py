@@ -6,6 +6,7 @@ from collections import defaultdict
 from dataclasses import dataclass
 from itertools import pairwise
 
+from hsdp.comm.questions import Late
 from hsdp.format import several
 from hsdp.planning import Plan
 from hsdp.tracing.spans import COLLECTIVES, WORKING, Recording, Span, intersection, length, union
@@ -64,6 +65,7 @@ class Summary:
         overlap: the share of these in which the compute track worked: neither waited nor did nothing. 1: all is hidden.
         peak_bytes: most bytes of gather buffers, unsharded gradients and reduction buffers at a time.
         units: the slowest first.
+        late: with HSDP_SLOW, ranks that others waited for, as far as it was this rank that told of them.
     """
 
     seconds: float
@@ -74,6 +76,7 @@ class Summary:
     overlap: float
     peak_bytes: int
     units: list[UnitTimes]
+    late: tuple[Late, ...] = ()
 
     def __str__(self) -> str:
         exposed = sum(one.exposed for one in self.collectives.values())
@@ -93,6 +96,7 @@ class Summary:
         for unit in self.units[:_MOST_UNITS]:
             kinds = ", ".join(f"{kind} {_ms(s)}" for kind, s in sorted(unit.by_kind.items(), key=lambda pair: -pair[1]))
             lines.append(f"  {unit.name:{width}}  {_ms(unit.total):>8}: {kinds}")
+        lines += map(str, self.late)
         return "\n".join(lines)
 
     def _counted(self) -> str:
@@ -140,6 +144,7 @@ def summarize(recording: Recording) -> Summary:
         overlap=length(intersection(under_way, working)) / seconds if seconds else 1.0,
         peak_bytes=max((nbytes for _, nbytes in recording.memory), default=0),
         units=_units(recording, compute),
+        late=recording.late,
     )
 
 

@@ -12,6 +12,7 @@ import pytest
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh
 
+import hsdp
 from hsdp.comm import questions, work
 from tests.support.deep import Deep, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -34,8 +35,8 @@ class Told(io.StringIO):
         self._store.wait(["told"], timedelta(seconds=20))
 
 
-def be_late(env: RankEnv, steps: int) -> str:
-    """One rank is late after so many steps; what this rank prints."""
+def be_late(env: RankEnv, steps: int) -> tuple[str, str]:
+    """One rank is late after so many steps; what this rank prints, and the summary of its trace."""
     step(shard(seeded(Deep), DeviceMesh.from_group(dist.new_group(), "cpu")), env.rank)  # what is slow the first time
     group = dist.new_group()
     told = Told(group)
@@ -52,14 +53,18 @@ def be_late(env: RankEnv, steps: int) -> str:
                 if env.rank == LATE:
                     told.wait()
             model = shard(model, DeviceMesh.from_group(group, "cpu")) if k == 0 else model
-            step(model, env.rank, k)
-    return told.getvalue()
+            with hsdp.trace(model) as traced:
+                step(model, env.rank, k)
+    return told.getvalue(), str(traced.summary())
 
 
 @pytest.mark.parametrize("steps", [0, 1, 4], ids=["first question", "asked in the group", "known collective"])
 def test_a_late_rank_is_named_once(pool4: Pool, steps: int) -> None:
-    printed = "".join(pool4.run(be_late, steps))
+    outcomes = pool4.run(be_late, steps)
+    printed = "".join(text for text, _ in outcomes)
     assert printed.count("HSDP_SLOW=0.5") == 1
     assert printed.startswith("hsdp: 3 rank(s) have waited 0.")
     assert f"for rank(s) [{LATE}] in " in printed
     assert "unit" in printed
+    traced = [summary for text, summary in outcomes if text]
+    assert steps == 0 or printed.removeprefix("hsdp: ").split(" (HSDP")[0] in traced[0]

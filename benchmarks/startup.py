@@ -1,0 +1,373 @@
+"""`python -m benchmarks.startup`: what it takes W ranks to agree that they start alike, by simulation.
+
+One rank runs hsdp on the fake backend (`tests/support/cluster.py`), wraps a model and trains for three steps: that gives
+the number of questions that go to the store. Then W clients ask as many of a real TCPStore. They share a few processes,
+which make the clients' operations one after the other: the work of all clients is in the time, on as many cores as there
+are processes, and the server's on one more or the same.
+
+    operations  store operations of all ranks, counted; the formula: 2 per rank and question, and those that delete gates
+    seconds     from the first vote until the last rank has left the last question; the formula: operations times the
+                seconds of one, which are measured at the smallest W of each kind of mesh
+
+Questions in the group (an all-reduce of 32 bytes each) are counted and not timed: there is no group. Clients share
+connections, and connecting is not timed: torch connects every rank to this server, and hsdp once more.
+
+`--what wrap`: the time of `fully_shard` for many units on the fake backend, beside FSDP2's in the same run.
+
+`--what failure`: one rank of many differs, is late, or is dead at the first question: who is told what, after how long,
+for how many store operations. Each rank is a thread with a connection of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import asdict, dataclass
+from datetime import timedelta
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore, TCPStore, fsdp
+
+import hsdp
+from benchmarks.harness import positive, progress, publish
+from hsdp.comm.questions import Answer, Questions
+from tests.support.cluster import Cluster
+from tests.support.counted_store import CountedStore
+from tests.support.rig import fake_world
+
+FLAT = (16, 64, 256, 1024, 4096, 16384)
+REPLICAS = (8, 16, 64, 256)
+SHARDS = 64
+CONNECTIONS = 4
+"""Of a process to the server."""
+
+TIMEOUT = 600.0
+DIM = 8
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What one rank asked while it started.
+
+    Attributes:
+        in_store: questions in the store.
+        in_group: questions in the group.
+        operations: store operations of the rank.
+    """
+
+    in_store: int
+    in_group: int
+    operations: int
+
+
+def named(shape: Sequence[int]) -> str:
+    """A mesh, for people."""
+    return " x ".join(map(str, shape))
+
+
+def ask_as_rank(shape: Sequence[int], units: int, rank: int) -> Asked:
+    """Wraps a model of so many units and trains it for three steps, as one rank of a simulated cluster."""
+    model = nn.Sequential(*(nn.Linear(DIM, DIM) for _ in range(units)))
+    cluster = Cluster()
+    with fake_world(torch.Size(shape).numel(), rank) as env, cluster.guarded() as store:
+        mesh = env.mesh(shape)
+        for unit in model:
+            hsdp.fully_shard(unit, mesh=mesh)
+        hsdp.fully_shard(model, mesh=mesh)
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.zeros(1, DIM)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return Asked(cluster.in_store, cluster.in_group, store.taken())
+
+
+# -- the simulated cluster ---------------------------------------------------------------------------------------------
+
+
+def groups_of(rank: int, shape: Sequence[int]) -> list[tuple[str, range]]:
+    """A rank's groups, by name, with their ranks."""
+    shards, world = shape[-1], torch.Size(shape).numel()
+    first = rank // shards * shards
+    found = [(f"shard {first}", range(first, first + shards))]
+    if len(shape) == 2:
+        found.append((f"replicate {rank % shards}", range(rank % shards, world, shards)))
+    return found
+
+
+def serve(pipe: Any) -> None:
+    """A process with the server."""
+    server = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
+    pipe.send(server.port)
+    pipe.recv()
+
+
+def take_part(pipe: Any, port: int, ranks: range, shape: tuple[int, ...], count: int) -> None:
+    """A process with the clients of some ranks: asks `count` questions in each of a rank's groups, counts operations."""
+    patience = timedelta(seconds=TIMEOUT)
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=patience)
+    connections = [store.clone() for _ in range(CONNECTIONS)]
+    calls: Counter[str] = Counter()
+    asking: list[list[tuple[int, Questions]]] = [[] for _ in shape]
+    for rank in ranks:
+        client = connections[rank % CONNECTIONS]
+        for axis, (name, members) in enumerate(groups_of(rank, shape)):
+            counted = CountedStore(name, PrefixStore(name, client), calls)
+            asking[axis].append((rank, Questions(counted, True, rank, members, TIMEOUT)))
+    pipe.send(0)
+    pipe.recv()
+    for number in range(1, count + 1):
+        for axis_asks in asking:
+            came = []
+            for rank, questions in axis_asks:
+                answer = Answer(rank, number, "simulated question", number)
+                came.append((questions.arrive(answer), questions, answer))
+            # Who came last opens the gate. It goes first: each rank would go on by itself.
+            for is_last, questions, answer in sorted(came, key=lambda one: not one[0]):
+                questions.leave(is_last, answer)
+                questions.tidy()
+    pipe.send([calls.total()])
+    pipe.recv()
+
+
+def simulate(shape: tuple[int, ...], questions: int, processes: int) -> tuple[float, int]:
+    """Seconds and store operations of all ranks of a mesh, for so many questions in each of their groups."""
+    shares = _shares(torch.Size(shape).numel(), processes)
+    seconds, operations = _together([(take_part, (ranks, shape, questions)) for ranks in shares])
+    return seconds, sum(operations)
+
+
+def _shares(world: int, processes: int) -> list[range]:
+    """Each process's ranks."""
+    return [range(index * world // processes, (index + 1) * world // processes) for index in range(processes)]
+
+
+def _together(parts: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> tuple[float, list[Any]]:
+    """Runs each part, a function with its arguments behind a pipe and the server's port, in a process of its own.
+
+    Returns the seconds from the start of all until the last one has answered, and what they answered, lists put together.
+    """
+    context: Any = multiprocessing.get_context("spawn")
+    mine, theirs = context.Pipe()
+    running = [(context.Process(target=serve, args=(theirs,), daemon=True), mine)]
+    running[0][0].start()
+    port = mine.recv()
+    for target, arguments in parts:
+        mine, theirs = context.Pipe()
+        process = context.Process(target=target, args=(theirs, port, *arguments), daemon=True)
+        process.start()
+        running.append((process, mine))
+    clients = [pipe for _, pipe in running[1:]]
+    for pipe in clients:
+        pipe.recv()
+    began = time.perf_counter()
+    for pipe in clients:
+        pipe.send(None)
+    answers = [answer for pipe in clients for answer in pipe.recv()]
+    seconds = time.perf_counter() - began
+    for process, pipe in running:
+        pipe.send(None)
+        process.join()
+    return seconds, answers
+
+
+def operations_by_formula(shape: Sequence[int], questions: int) -> int:
+    """Each of n ranks of a group adds its vote and comes to the gate; those that open gates delete all but the last two."""
+    world = torch.Size(shape).numel()
+    return sum(world // size * (2 * size * questions + max(questions - 2, 0)) for size in shape)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One mesh: what was measured, and what the formulas say."""
+
+    mesh: str
+    ranks: int
+    questions: int
+    operations: int
+    operations_expected: int
+    seconds: float
+    seconds_expected: float
+
+    def __str__(self) -> str:
+        return (
+            f"{self.mesh:>9} {self.ranks:6} {self.questions:9} {self.operations:10} {self.operations_expected:10} "
+            f"{self.operations / self.ranks:8.2f} {self.seconds:9.3f} {self.seconds_expected:9.3f}"
+        )
+
+
+def measure(args: argparse.Namespace, questions: int) -> list[Row]:
+    """A row per mesh, the smallest of each kind first."""
+    flat = [(size,) for size in FLAT if size <= args.most]
+    grid = [(size, SHARDS) for size in REPLICAS if size * SHARDS <= args.most]
+    rows = []
+    for shapes in (flat, grid):
+        each = 0.0
+        for shape in shapes:
+            progress(f"{shape} ...")
+            seconds, operations = min(simulate(shape, questions, args.processes) for _ in range(args.rounds))
+            each = each or seconds / operations
+            expected = operations_by_formula(shape, questions)
+            world = torch.Size(shape).numel()
+            rows.append(Row(named(shape), world, questions, operations, expected, seconds, expected * each))
+    return rows
+
+
+def agree(args: argparse.Namespace) -> None:
+    """Measures and reports how ranks agree."""
+    lines = [f"questions of one rank in fully_shard and three steps; {args.units} units and the root"]
+    questions = 0
+    for shape in ((args.engine,), (args.engine // SHARDS, SHARDS)):
+        world = torch.Size(shape).numel()
+        for rank in (0, world // 2, world - 1):
+            asked = ask_as_rank(shape, args.units, rank)
+            questions = max(questions, -(-asked.in_store // len(shape)))
+            lines.append(
+                f"{named(shape):>9}, rank {rank:5}: {asked.in_store} in the store, {asked.operations} operations, "
+                f"{asked.in_group} in the group"
+            )
+    lines.append("     mesh  ranks questions operations    formula per rank   seconds   formula")
+    rows = measure(args, questions)
+    publish("startup", "\n".join([*lines, *map(str, rows)]), vars(args), args.json, rows=[asdict(row) for row in rows])
+
+
+# -- one rank fails ------------------------------------------------------------------------------------------------------
+
+
+class Told(NamedTuple):
+    """What came of one rank's question.
+
+    Attributes:
+        seconds: until it went on or raised.
+        operations: store operations that it made.
+        error: what it raised, or "".
+    """
+
+    seconds: float
+    operations: int
+    error: str
+
+
+def ask_with_failing(pipe: Any, port: int, ranks: range, world: int, how: str, late: float, timeout: float) -> None:
+    """A process with ranks, each a thread, which ask one question together; the rank in the middle of the world fails."""
+    failing = world // 2
+    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
+    asks = {rank: (Counter[str](), store.clone()) for rank in ranks if how != "dead" or rank != failing}
+    start = threading.Event()
+
+    def ask(rank: int) -> Told:
+        calls, client = asks[rank]
+        questions = Questions(CountedStore(how, PrefixStore(how, client), calls), True, rank, range(world), timeout)
+        fails = rank == failing
+        start.wait()
+        began = time.monotonic()
+        if fails and how == "late":
+            time.sleep(late)
+        error = ""
+        try:
+            questions.ask(Answer(rank, 1, "all-gather of unit 'blocks.0'", 2 if fails and how == "differs" else 1))
+        except hsdp.DivergenceError as raised:
+            error = str(raised)
+        return Told(time.monotonic() - began, calls.total(), error)
+
+    with ThreadPoolExecutor(max(1, len(asks))) as threads:
+        running = [threads.submit(ask, rank) for rank in asks]
+        pipe.send(0)
+        pipe.recv()
+        start.set()
+        pipe.send([one.result() for one in running])
+    pipe.recv()
+
+
+def fail(args: argparse.Namespace) -> None:
+    """Measures and reports what ranks are told of one that fails."""
+    world, lines, rows = args.engine, [], []
+    for how in ("differs", "late", "dead"):
+        told: list[Told] = _together(
+            [
+                (ask_with_failing, (ranks, world, how, args.late, args.timeout if how == "dead" else 2 * args.late))
+                for ranks in _shares(world, args.processes)
+            ]
+        )[1]
+        seconds, operations = [one.seconds for one in told], [one.operations for one in told]
+        texts = Counter(one.error for one in told)
+        lines.append(
+            f"{how:>8}: {sum(bool(one.error) for one in told)} of {world} ranks raise; after {min(seconds):.1f} to "
+            f"{max(seconds):.1f} s; store operations per rank {sum(operations) / len(told):.2f}, at most {max(operations)}"
+        )
+        lines += [f"          {count} x {text}" for text, count in texts.most_common() if text]
+        rows.append({"how": how, "seconds": seconds, "operations": operations, "texts": dict(texts)})
+    publish("startup --what failure", "\n".join(lines), vars(args), args.json, rows=rows)
+
+
+# -- fully_shard -------------------------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A unit with so many weights."""
+
+    def __init__(self, params: int) -> None:
+        super().__init__()
+        self.weights = nn.ParameterList(nn.Parameter(torch.zeros(DIM, DIM)) for _ in range(params))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """The sum of its products, for those who want to run it."""
+        return torch.stack([x @ weight for weight in self.weights]).sum(0)
+
+
+def wrap(args: argparse.Namespace) -> None:
+    """Measures and reports how long `fully_shard` takes; hsdp and FSDP2 take turns, the best round of each counts."""
+    took: dict[str, list[float]] = {"hsdp": [], "FSDP2": []}
+    with fake_world(args.engine) as env:
+        mesh = env.mesh((args.engine,))
+        for _ in range(args.rounds):
+            for name, fully_shard in (("hsdp", hsdp.fully_shard), ("FSDP2", fsdp.fully_shard)):
+                model = nn.Sequential(*(Wide(args.params) for _ in range(args.units)))
+                began = time.process_time()
+                for unit in model:
+                    fully_shard(unit, mesh=mesh)
+                fully_shard(model, mesh=mesh)
+                took[name].append(time.process_time() - began)
+                progress(f"{name} {took[name][-1]:.2f} s")
+                del model
+    ours, theirs = (min(took[name]) for name in took)
+    publish(
+        "startup --what wrap",
+        f"fully_shard of {args.units} units x {args.params} parameters on {args.engine} ranks, CPU seconds: "
+        f"hsdp {ours:.2f}, FSDP2 {theirs:.2f}, ratio {ours / theirs:.2f}",
+        vars(args),
+        args.json,
+        **took,
+    )
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    parser = argparse.ArgumentParser(
+        prog="python -m benchmarks.startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--what", choices=("agree", "wrap", "failure"), default="agree", help="to measure (default %(default)s)"
+    )
+    parser.add_argument("--units", type=positive, default=100, help="of the model (default %(default)s)")
+    parser.add_argument("--params", type=positive, default=10, help="of a unit, for wrap (default %(default)s)")
+    parser.add_argument("--processes", type=positive, default=2, help="that share the clients (default %(default)s)")
+    parser.add_argument("--rounds", type=positive, default=3, help="the best one counts (default %(default)s)")
+    parser.add_argument("--most", type=positive, default=max(FLAT), help="ranks (default %(default)s)")
+    parser.add_argument("--engine", type=positive, default=1024, help="ranks around the one that runs hsdp (%(default)s)")
+    parser.add_argument("--late", type=float, default=60.0, help="seconds of the late rank (default %(default)s)")
+    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for the dead rank (default %(default)s)")
+    parser.add_argument("--json", metavar="FILE", help="write everything measured here")
+    args = parser.parse_args(argv)
+    {"agree": agree, "wrap": wrap, "failure": fail}[args.what](args)
+
+
+if __name__ == "__main__":
+    main()

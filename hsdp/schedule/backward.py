@@ -102,15 +102,15 @@ class Backwards(Root):
         unit.state = TrainingState.BACKWARD_PRE
         first_node = None if visit is None else visit.first_node
         begins = visit is not None and (unit not in self._opened or self._opened[unit][0] != first_node)
-        # A unit that is open may begin another visit: that of an earlier forward.
-        passed = self._pass_to(unit, visit, node) if begins or not unit.open else []
+        # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
+        comes = begins or visit is None
+        passed = self._pass_to(unit, visit, node) if comes or not unit.open else []
         # What comes behind the node is over on every rank, before this one gathers ahead.
-        ends = begins or visit is None
-        if ends:
+        if comes:
             self._end_visits_behind(node)
         for other in passed:
             self._pass_over(other)
-            if ends:
+            if comes:
                 self._end_visits_behind(node)
         # Behind what all ranks do before they come here: an error finds them at one point.
         version = unit.version
@@ -120,7 +120,7 @@ class Backwards(Root):
         if begins:
             self.reduce_order.visit(unit)
         if unit.open:
-            if begins:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
+            if comes:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
                 self._launch(self._ahead(unit))
             if visit is not None or unit not in self._opened:
                 self._opened[unit] = (first_node, task)

@@ -77,6 +77,17 @@ def two_forwards_one_backward(model: nn.Module, rank: int) -> None:
     (first + loss_of(model, rank, 1, skip=True)).backward()
 
 
+def recomputed_while_open(model: nn.Module, rank: int) -> None:
+    """The recomputed block is open since the later forward when the earlier one's, behind a head of some ranks, begins.
+
+    Behind it comes a block without gradients, which was closed meanwhile and is gathered again.
+    """
+    model.blocks[0].requires_grad_(False)  # type: ignore[operator, union-attr]
+    first, second = (model(floats(rank, k), []) for k in range(2))
+    (first[rank % 2].square().sum() + sum(out.square().sum() for out in second)).backward()
+    model.blocks[0].requires_grad_(True)  # type: ignore[operator, union-attr]
+
+
 def another_backward_failed(model: nn.Module, rank: int) -> None:
     """A backward raised before that of another forward: the order of the reductions is that of the forwards."""
     fails, second = loss_of(model, rank, even=True, how="raises in backward"), loss_of(model, rank, 1)
@@ -131,6 +142,7 @@ class _Raises(torch.autograd.Function):
 RUNS = (
     beside_a_recomputation,
     two_forwards_one_backward,
+    recomputed_while_open,
     another_backward_failed,
     penalty_and_a_failed_forward,
     recomputed_against_expectation,

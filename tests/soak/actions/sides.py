@@ -158,7 +158,9 @@ class Side:
         for rank in self.ranks:
             loss, floats = self.slots[slot][rank]
             if floats.requires_grad:
-                told = [*torch.autograd.grad(loss, floats, retain_graph=True)] if rank == self.env.rank else told
+                # Of all ranks: a recomputation in it may leave something behind, such as another hook.
+                found = torch.autograd.grad(loss, floats, retain_graph=True)
+                told = [*found] if rank == self.env.rank else told
         return [("gradient of the input", value) for value in told]
 
     def eval(self, at: int, how: How) -> Values:

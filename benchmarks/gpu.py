@@ -68,11 +68,11 @@ class Blocks(nn.Module):
         )
         self.blocks = nn.ModuleList(Block(config) for _ in range(sizes.layers))
         angles = torch.outer(torch.arange(sizes.length).float(), torch.ones(sizes.width // sizes.heads // 2))
-        self.register_buffer("reduce_order", torch.polar(torch.ones_like(angles), angles), persistent=False)
+        self.register_buffer("rotations", torch.polar(torch.ones_like(angles), angles), persistent=False)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
-            x = block(x, self.reduce_order)
+            x = block(x, self.rotations)
         return x
 
 

@@ -35,7 +35,7 @@ def _make_writer(path: str, letter: str, mesh: DeviceMesh) -> Step:
 
 
 def test_contenders_take_turns_in_fresh_processes(tmp_path: Path) -> None:
-    path = tmp_path / "reduce_order"
+    path = tmp_path / "turns"
     a, b = (Contender(letter, partial(_make_writer, str(path), letter)) for letter in "ab")
     row = compare("mesh 2", (2,), a, b, Plan(rounds=2, steps=3, warmup=1))
     assert path.read_text() == "ab" + "aaabbb" * 2

@@ -46,28 +46,28 @@ class Attention(nn.Module):
         self.qkv = nn.Linear(config.width, 3 * config.width, bias=False)
         self.out = nn.Linear(config.width, config.width, bias=False)
 
-    def forward(self, x: Tensor, reduce_order: Tensor) -> Tensor:
-        """`[batch, len, width]` in and out; `reduce_order` is `complex64 [len, head_width / 2]`."""
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
+        """`[batch, len, width]` in and out; `rotations` is `complex64 [len, head_width / 2]`."""
         batch, length, width = x.shape
         qkv = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads)
         queries, keys, values = qkv.unbind(dim=2)
         mixed = F.scaled_dot_product_attention(
-            _rotate(queries, reduce_order).transpose(1, 2),
-            _rotate(keys, reduce_order).transpose(1, 2),
+            _rotate(queries, rotations).transpose(1, 2),
+            _rotate(keys, rotations).transpose(1, 2),
             values.transpose(1, 2),
             is_causal=True,
         )
         return self.out(mixed.transpose(1, 2).reshape(batch, length, width))  # type: ignore[no-any-return]
 
 
-def _rotate(x: Tensor, reduce_order: Tensor) -> Tensor:
+def _rotate(x: Tensor, rotations: Tensor) -> Tensor:
     """Rotary embedding (Su et al. 2021): each pair of neighbouring channels turned by its position's angle.
 
     `[batch, len, heads, head_width]` in and out. A complex product is one kernel where sines and cosines
     take six; it does not exist in bf16, which makes the detour through fp32.
     """
     pairs = torch.view_as_complex(x.float().unflatten(-1, (-1, 2)))
-    return torch.view_as_real(pairs * reduce_order[:, None]).flatten(-2).type_as(x)
+    return torch.view_as_real(pairs * rotations[:, None]).flatten(-2).type_as(x)
 
 
 class SwiGLU(nn.Module):
@@ -94,16 +94,16 @@ class Block(nn.Module):
         self.mlp_norm = nn.RMSNorm(config.width, eps=1e-5)
         self.mlp = SwiGLU(config)
 
-    def forward(self, x: Tensor, reduce_order: Tensor) -> Tensor:
+    def forward(self, x: Tensor, rotations: Tensor) -> Tensor:
         """`[batch, len, width] -> [batch, len, width]`."""
-        x = x + self.attention(self.attention_norm(x), reduce_order)
+        x = x + self.attention(self.attention_norm(x), rotations)
         return x + self.mlp(self.mlp_norm(x))  # type: ignore[no-any-return]
 
 
 class Llama(nn.Module):
     """Tokens `int64 [batch, len]` to logits `[batch, len, vocab]`, where `len <= config.max_len`."""
 
-    reduce_order: Tensor
+    rotations: Tensor
 
     def __init__(self, config: LlamaConfig) -> None:
         super().__init__()
@@ -113,7 +113,7 @@ class Llama(nn.Module):
         self.norm = nn.RMSNorm(config.width, eps=1e-5)
         self.head = nn.Linear(config.width, config.vocab, bias=False)
         # Not persistent: it follows from the sizes, so a checkpoint has parameters and nothing else.
-        self.register_buffer("reduce_order", _rotary_turns(config), persistent=False)
+        self.register_buffer("rotations", _rotations(config), persistent=False)
         self._init_weights()
 
     @torch.no_grad()
@@ -135,11 +135,11 @@ class Llama(nn.Module):
             raise ValueError(f"{length} tokens are more than max_len {self.config.max_len}")
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x, self.reduce_order[:length])
+            x = block(x, self.rotations[:length])
         return self.head(self.norm(x))  # type: ignore[no-any-return]
 
 
-def _rotary_turns(config: LlamaConfig) -> Tensor:
+def _rotations(config: LlamaConfig) -> Tensor:
     """`exp(i * position * frequency)`: `complex64 [max_len, head_width / 2]`."""
     head_width = config.width // config.heads
     exponents = torch.arange(0, head_width, 2, dtype=torch.float32) / head_width

@@ -12,6 +12,7 @@
     runtime.py          forwards, optimizer steps, `flush`: start reading here
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks
+    passes.py           what lives for one forward or one backward, and ends with it
     reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
     room.py             how many units a window or a bound has room for, whose sizes differ
     pipeline.py         the queue of reductions, carried out

@@ -8,7 +8,7 @@ A rank whose loss does not reach a unit passes over it in backward: it gathers t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from hsdp.schedule.room import room_for
 from hsdp.unit.unit import Unit
@@ -58,7 +58,7 @@ class GatherOrder:
 
 
 class BackwardGatherOrder:
-    """The order in which units are gathered in one backward, and where this rank is in it.
+    """What is known about the units that backwards gather, from one to the next.
 
     Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
     what the last backward showed, and at first they are expected.
@@ -68,20 +68,34 @@ class BackwardGatherOrder:
     """
 
     def __init__(self) -> None:
-        self._expected: list[Unit] = []
-        self._places: dict[Unit, int] = {}
-        self._certain: dict[Unit, bool] = {}
-        self._entered: set[Unit] = set()
         self._absent: set[Unit] = set()
-        self._at = 0
         self.plan = 0
 
-    def begin(self, units: Iterable[tuple[Unit, bool]]) -> None:
-        """Starts a backward over `units` that have to be gathered, with whether gradients can enter each."""
-        self._certain = dict(units)
-        self._expected = [unit for unit, certain in self._certain.items() if certain or unit not in self._absent]
-        self._places = {unit: place for place, unit in enumerate(self._expected)}
-        self._entered = set()
+    def begin(self, units: Iterable[tuple[Unit, bool]]) -> BackwardGathers:
+        """The backward of a forward begins, with `units` to be gathered, and whether gradients can enter each."""
+        return BackwardGathers(dict(units), self._absent)
+
+    def end(self, gathers: BackwardGathers) -> None:
+        """That backward is over."""
+        self._absent -= gathers.entered
+        self._absent.update(u for u, certain in gathers.certain.items() if not certain and u not in gathers.entered)
+        if gathers.expected:
+            self.plan = hash(tuple(unit.op for unit in gathers.expected))
+
+
+class BackwardGathers:
+    """The order in which units are gathered in the backward of one forward, and where this rank is in it.
+
+    Attributes:
+        certain: the units, and whether gradients can enter each; `expected`: those that are expected, in order.
+        entered: those that this rank has entered.
+    """
+
+    def __init__(self, certain: dict[Unit, bool], absent: Collection[Unit]) -> None:
+        self.certain = certain
+        self.expected = [unit for unit, sure in certain.items() if sure or unit not in absent]
+        self.entered: set[Unit] = set()
+        self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
 
     def expects(self, unit: Unit) -> bool:
@@ -93,17 +107,17 @@ class BackwardGatherOrder:
 
         There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
         """
-        self._entered.add(unit)
+        self.entered.add(unit)
         place = self._places.get(unit, -1)
         return self._between(place) if place > self._at else []
 
     def rest(self) -> list[Unit]:
         """The units that are left, and that other ranks may have entered."""
-        return self._between(len(self._expected))
+        return self._between(len(self.expected))
 
     def _between(self, stop: int) -> list[Unit]:
-        between = self._expected[self._at : stop]
-        return [unit for unit in between if self._certain[unit] and unit not in self._entered]
+        between = self.expected[self._at : stop]
+        return [unit for unit in between if self.certain[unit] and unit not in self.entered]
 
     def move_to(self, unit: Unit) -> None:
         """`unit` is entered or passed over now."""
@@ -113,20 +127,7 @@ class BackwardGatherOrder:
 
     def next_units(self, window: int) -> list[Unit]:
         """The units of the window that are gathered next."""
-        return _window(self._expected, self._at, window)
-
-    def end(self) -> None:
-        """Ends the backward."""
-        self._absent -= self._entered
-        self._absent.update(u for u, certain in self._certain.items() if not certain and u not in self._entered)
-        if self._expected:
-            self.plan = hash(tuple(unit.op for unit in self._expected))
-        self.cancel()
-
-    def cancel(self) -> None:
-        """Gives the backward up: nothing is learnt from it."""
-        self._expected, self._places, self._certain, self._entered = [], {}, {}, set()
-        self._at = 0
+        return _window(self.expected, self._at, window)
 
 
 def _window(order: list[Unit], at: int, window: int) -> list[Unit]:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 
 from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
-from hsdp.schedule.root import Moment, Visit
+from hsdp.schedule.passes import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, next_node, sequence_number
 from hsdp.unit.state import TrainingState, training_state

@@ -22,8 +22,59 @@ from hsdp.unit.unit import Unit
 _MOST_RECORDS = 64
 
 
+class ReduceTurns:
+    """The turns of one backward, which drops them at its end.
+
+    Args:
+        expected: how many visits each unit will have, in the order of the turns.
+    """
+
+    def __init__(self, expected: dict[Unit, int]) -> None:
+        self.expected = expected
+        self.visits: dict[Unit, int] = {}
+        self._queue = deque(expected)
+        self._waiting = set(expected)
+        self._ready: set[Unit] = set()
+        self._again: list[Unit] = []
+
+    def visit(self, unit: Unit) -> None:
+        """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before."""
+        self._ready.discard(unit)
+        self.visits[unit] = self.visits.get(unit, 0) + 1
+        if unit not in self._waiting and unit in self.expected:
+            self._waiting.add(unit)
+            self._again.append(unit)
+
+    def awaits(self, unit: Unit) -> bool:
+        """Whether `unit` has a turn to come."""
+        return unit in self._waiting
+
+    def expects(self, unit: Unit) -> bool:
+        """Whether `unit` will be visited again before its turn."""
+        return unit in self._waiting and self.visits.get(unit, 0) < self.expected[unit]
+
+    def lacks(self, unit: Unit) -> bool:
+        """Whether `unit` has a turn to come and was not told to be complete."""
+        return unit in self._waiting and unit not in self._ready
+
+    def complete(self, unit: Unit) -> Iterator[Unit]:
+        """`unit` is complete; the units whose turn has come by that."""
+        self._ready.add(unit)
+        queue = self._queue
+        while queue and queue[0] in self._ready and not self.expects(queue[0]):
+            first = queue.popleft()
+            self._waiting.discard(first)
+            self._ready.discard(first)
+            yield first
+
+    def left(self) -> Iterator[Unit]:
+        """The units whose turn did not come, and behind them those that were visited after theirs."""
+        yield from self._queue
+        yield from self._again
+
+
 class ReduceOrder:
-    """The turns of one root's units.
+    """The turns of one root's units, from one backward to the next.
 
     Attributes:
         awaited: forwards of the root whose backward, by what the program did, is still to come.
@@ -33,10 +84,6 @@ class ReduceOrder:
         self.awaited = 0
         self._entered: dict[Unit, bool] = {}  # with gradients? Without, it may be recomputed: that counts for the order
         self._calls: dict[Unit, int] = {}
-        self._visits: dict[Unit, int] = {}
-        self._expected: dict[Unit, int] = {}
-        self._queue: deque[Unit] = deque()
-        self._again: list[Unit] = []
         self._before: tuple[dict[Unit, bool], dict[Unit, int]] = {}, {}
         self._retained = False
 
@@ -64,58 +111,25 @@ class ReduceOrder:
 
     # -- backward ------------------------------------------------------------------------------------------------
 
-    def begin(self, answers: bool) -> None:
+    def begin(self, answers: bool) -> ReduceTurns:
         """The root's backward begins. Called inside its graph task.
 
         `answers`: it is that of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
         """
-        self._queue = deque(unit for unit in reversed(self._entered) if any(unit.trainable))
-        self._again, self._visits, self._expected = [], {}, {}
-        for unit in self._queue:
-            unit.queued = True
-            calls = self._calls[unit]
-            self._expected[unit] = unit.visits.get(calls, calls)
         # With its graph kept, the same forward may have another backward.
         self._retained = retains_graph()
         if answers and not self._retained:
             self.awaited = max(0, self.awaited - 1)
+        calls = self._calls
+        return ReduceTurns({u: u.visits.get(calls[u], calls[u]) for u in reversed(self._entered) if any(u.trainable)})
 
-    def visit(self, unit: Unit) -> None:
-        """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before."""
-        unit.ready = False
-        self._visits[unit] = self._visits.get(unit, 0) + 1
-        if not unit.queued and unit in self._expected:
-            unit.queued = True
-            self._again.append(unit)
-
-    def expects(self, unit: Unit) -> bool:
-        """Whether `unit` will be visited again before its turn."""
-        return unit.queued and self._visits.get(unit, 0) < self._expected[unit]
-
-    def take(self) -> Iterator[Unit]:
-        """The units whose turn has come."""
-        queue = self._queue
-        while queue and queue[0].ready and not self.expects(queue[0]):
-            unit = queue.popleft()
-            unit.queued = False
-            yield unit
-
-    def end(self) -> list[Unit]:
+    def end(self, turns: ReduceTurns) -> list[Unit]:
         """The backward is over. Returns the units still to be reduced: not those that ran without gradients only."""
-        left = [unit for unit in (*self._queue, *self._again) if self._entered[unit] or unit.remaining]
-        for unit in self._expected:
-            calls, visits = self._calls[unit], self._visits.get(unit, 0)
+        for unit in turns.expected:
+            calls, visits = self._calls[unit], turns.visits.get(unit, 0)
             if len(unit.visits) > _MOST_RECORDS:
                 unit.visits.clear()
             unit.visits[calls] = visits
             if not self._retained:
                 self._calls[unit] = max(0, calls - visits)
-        self.clear()
-        return left
-
-    def clear(self) -> None:
-        """Forgets the backward under way."""
-        for unit in self._expected:
-            unit.queued = False
-        self._queue.clear()
-        self._again, self._expected = [], {}
+        return [unit for unit in turns.left() if self._entered[unit] or unit.remaining]

@@ -24,56 +24,13 @@ from hsdp.errors import HSDPError
 from hsdp.format import dotted
 from hsdp.params.ownership import class_name
 from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
+from hsdp.schedule.passes import BackwardPass, Moment, Pass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node
 from hsdp.unit.state import TrainingState
 from hsdp.unit.unit import Schedule, Unit
 from hsdp.unit.unsharded import Residency, Version
-
-Moment = tuple[int, int]
-"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
-
-Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
-What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
-"""
-
-
-class Pass:
-    """One forward of the root.
-
-    Attributes:
-        number: how many there were before.
-        left: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
-            last one and its version in it; None if no gradient can enter it.
-    """
-
-    __slots__ = ("left", "number")
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-        self.left: dict[Unit, tuple[Moment, Version] | None] = {}
-
-
-class Visit:
-    """One forward of a unit, as its backward needs to know it. The forward's autograd graph holds it, and lives as long.
-
-    Attributes:
-        version: the unit's version in that forward.
-        first_node: moment of the first autograd node made inside it.
-        of: the root's forward that it was a part of; None for a recomputation.
-    """
-
-    __slots__ = ("__weakref__", "first_node", "of", "version")
-
-    def __init__(self, version: Version, first_node: Moment, of: Pass | None) -> None:
-        self.version = version
-        self.first_node = first_node
-        self.of = of
-
-
-class Token:
-    """Lives as long as the engine means to call back at the end of a graph task."""
 
 
 class Root:
@@ -83,7 +40,9 @@ class Root:
         generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
-        turns: the order in which units come to it.
+        reduce_order: the order in which units come to it.
+        forward_pass: the last forward that began.
+        backward: the backward under way, or one that failed and was not noticed yet.
         depth: forward calls under way.
     """
 
@@ -95,19 +54,12 @@ class Root:
         self.units: list[Unit] = []
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
-        self._forward = GatherOrder()
-        self._backward = BackwardGatherOrder()
+        self._forward_order = GatherOrder()
+        self._backward_order = BackwardGatherOrder()
         self.reduce_order = ReduceOrder()
         self.forward_pass = Pass(0)
-        self._behind: Pass | None = None  # the forward whose backward runs at present
-        self._entered: set[Unit] = set()
+        self.backward: BackwardPass | None = None
         self._graphs: list[weakref.ref[Visit]] = []
-        self._unfinished = False
-        self._ending = False
-        self._keeps_graph = False
-        self._tasks: dict[int, weakref.ref[Token]] = {}
-        self._reduces = True
-        self._opened: dict[Unit, tuple[Moment | None, int]] = {}
         self._generation = -1
         self._shard_guards: list[DivergenceGuard] = []
         self._backward_guards: list[DivergenceGuard] = []
@@ -191,7 +143,7 @@ class Root:
 
     def recover(self, reason: str = "a backward pass failed") -> None:
         """Forgets a backward that failed, if one did since. Whatever looks at gradients or begins a pass asks for it."""
-        if self._unfinished:
+        if self.backward is not None:
             self.abort(reason)
 
     def abort(self, reason: str) -> None:
@@ -211,14 +163,8 @@ class Root:
                 if param.trained is not None:
                     param.trained.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
-            unit.ready = False
-        self._tasks.clear()
-        self.reduce_order.clear()
-        self._opened = {}
-        self._entered = set()
-        self._forward.cancel()
-        self._backward.cancel()
-        self._unfinished = False
+        self._forward_order.cancel()
+        self.backward = None
 
     def _roll_back(self, at_once: bool = False) -> None:
         with torch.no_grad():
@@ -227,25 +173,27 @@ class Root:
 
     def in_backward(self) -> bool:
         """Whether the caller runs inside a backward of this root (a recomputation, say)."""
-        if not self._tasks or graph_task() == NO_TASK:
+        backward = self.backward
+        if backward is None or not backward.tasks or graph_task() == NO_TASK:
             return False
-        self._bury_tasks()
-        return bool(self._tasks)
+        bury_tasks(backward)
+        return bool(backward.tasks)
 
     def running(self) -> Moment:
         """When the autograd node that asks for a recomputation was made, in a backward of this root."""
         made_in, this = NO_TASK, graph_task()
-        for task in self._tasks:  # from the outermost one
+        for task in () if self.backward is None else self.backward.tasks:  # from the outermost one
             if task == this:
                 break
             made_in = task
         return made_in, running_node()
 
-    def _bury_tasks(self) -> None:
-        """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
-        for task, token in list(self._tasks.items()):
-            if token() is None:
-                del self._tasks[task]
+
+def bury_tasks(backward: BackwardPass) -> None:
+    """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
+    for task, token in list(backward.tasks.items()):
+        if token() is None:
+            del backward.tasks[task]
 
 
 def _guards(comms: Iterable[Comm]) -> list[DivergenceGuard]:

@@ -12,8 +12,8 @@ import torch
 
 from hsdp.comm.divergence import STEP
 from hsdp.schedule.backward import Backwards
+from hsdp.schedule.passes import Pass, Visit
 from hsdp.schedule.pipeline import Reduction
-from hsdp.schedule.root import Pass, Visit
 from hsdp.unit.state import TrainingState, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Residency
@@ -40,8 +40,8 @@ class Runtime(Backwards):
                 unit.reshard_stale()
             elif unit.holds_unsharded:
                 unit.reshard()
-        self._forward.begin()
-        plan = hash((self._forward.plan, self._backward.plan, torch.is_grad_enabled()))
+        self._forward_order.begin()
+        plan = hash((self._forward_order.plan, self._backward_order.plan, torch.is_grad_enabled()))
         for divergence_guard in self._shard_guards:
             divergence_guard.begin_pass(plan)
 
@@ -50,7 +50,7 @@ class Runtime(Backwards):
         self.reduce_order.enter(unit)
         unit.begin_forward(afresh=not self.reduce_order.awaited)
         unit.state = TrainingState.FORWARD
-        ahead = self._forward.visit(unit, unit.comm_policy.prefetch)
+        ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
         self._gather(unit, unit.forward_version)
         for other in ahead if chosen is None else chosen:
@@ -94,7 +94,7 @@ class Runtime(Backwards):
             else:
                 unit.reshard()
             return
-        last = unit.settings.reshard_after_forward is None and self._forward.is_last(unit)
+        last = unit.settings.reshard_after_forward is None and self._forward_order.is_last(unit)
         if self._stays(unit) or hidden or last:
             unit.keep()
         else:
@@ -107,7 +107,7 @@ class Runtime(Backwards):
 
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
-        self._forward.end()
+        self._forward_order.end()
         self.reduce_order.end_forward()
         grad = torch.is_grad_enabled()
         for unit in self.units:
@@ -122,7 +122,7 @@ class Runtime(Backwards):
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
-        self._forward.cancel()
+        self._forward_order.cancel()
         self.reduce_order.forget_forward()
         for unit in self.units:
             unit.ran.clear()
@@ -133,7 +133,7 @@ class Runtime(Backwards):
 
         Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
         """
-        if not self._ending and not self.in_backward():
+        if not (self.backward is not None and self.backward.ending) and not self.in_backward():
             self.recover()
             if len(self.pipeline):
                 self.drain()
@@ -160,7 +160,7 @@ class Runtime(Backwards):
     def stepped(self) -> None:
         """An optimizer stepped parameters of this root: every rank does, between the same passes."""
         # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
-        if not self._unfinished:
+        if self.backward is None:
             self.reduce_order.awaited = 0  # what was forward before would be stale
             for unit in self.units:
                 if unit.retained and not unit.calls:

@@ -63,8 +63,8 @@ class Schedule(Protocol):
         """Whether the backward under way has entered `unit`."""
         ...
 
-    def enter_task(self) -> int:
-        """Joins the graph task under way; returns its number."""
+    def enter_task(self) -> None:
+        """Joins the graph task under way."""
         ...
 
     def completed(self, unit: Unit) -> None:
@@ -89,8 +89,6 @@ class Unit(UnshardedParams):
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
-        ready: its gradients are complete and wait for the unit's turn to be reduced.
-        in_turn: in the backward under way it has a turn to come.
         visits: how often backwards visited it, by the number of its forwards that waited for theirs.
     """
 
@@ -151,7 +149,6 @@ class Unit(UnshardedParams):
         self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
-        self.ready = self.queued = False
 
         # Communication.
         self.streams = Streams(axes.device)

@@ -1,6 +1,6 @@
 """The unsharded parameters of a unit: gathered, shown to forwards, freed, and guarded against writes of others.
 
-    SHARDED --launch--> GATHERING --finish--> WHOLE --reshard--> SHARDED
+    SHARDED --launch--> GATHERING --finish--> UNSHARDED --reshard--> SHARDED
 
 A unit is *open* when its unsharded parameters lie in front of the sharded ones in their modules.
 """
@@ -170,7 +170,7 @@ class UnshardedParams:
             group.unpack()
 
     def finish(self) -> None:
-        """Waits for the gather: GATHERING -> WHOLE."""
+        """Waits for the gather: GATHERING -> UNSHARDED."""
         assert self._gather_work is not None and self.residency is Residency.GATHERING, (
             f"unit {self.name!r} is not gathering"
         )

@@ -33,7 +33,7 @@ from hsdp.examples.corpus import (
     ngram_cross_entropy,
 )
 from hsdp.examples.launch import EXIT_BAD_INPUT, EXIT_INTERRUPTED, JobError, StopSignal, run_job
-from hsdp.examples.llama import Llama, LlamaConfig, _rotary_turns, _rotate, generate
+from hsdp.examples.llama import Llama, LlamaConfig, _rotate, _rotations, generate
 from hsdp.examples.logs import open_log
 from hsdp.examples.options import FINAL_LR_FRACTION, parse_options
 from hsdp.examples.picture import Curve, Level, loss_picture
@@ -179,9 +179,9 @@ class TestLlama:
         assert all(not torch.equal(before[i], after[i]) for i in range(6, 10))
 
     def test_rotary_scores_depend_on_the_distance_alone(self) -> None:
-        reduce_order = _rotary_turns(SMALL)
+        rotations = _rotations(SMALL)
         query, key = torch.randn(2, 1, 1, 1, 8).expand(2, 1, SMALL.max_len, 1, 8)
-        turned_query, turned_key = _rotate(query, reduce_order)[0, :, 0], _rotate(key, reduce_order)[0, :, 0]
+        turned_query, turned_key = _rotate(query, rotations)[0, :, 0], _rotate(key, rotations)[0, :, 0]
         scores = turned_query @ turned_key.T
         for distance in range(3):
             diagonal = scores.diagonal(distance)

@@ -32,6 +32,7 @@ from hsdp.schedule.outputs import SideOutputs
 from hsdp.schedule.pipeline import Reduction, ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
+from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.landing import run_hooks
 from hsdp.unit.rollback import Undo
@@ -105,22 +106,22 @@ planted("whole parameters kept after a failed forward")(gives(Root, "_reshard_al
 
 @planted("a fill with NaN skipped, and the gather of backward with it")
 def _no_fill() -> AbstractContextManager[Any]:
-    """Memory of a gather that is not waited for: with the fill it is NaN, without it what lay there."""
+    """A backward reads memory that no gather has filled: with the fill it is NaN, without it what lay there, zeros say."""
 
-    def change(show: Callable[..., Any]) -> Callable[..., Any]:
-        def early(unit: Unit) -> None:
-            if unit.residency is hsdp.unit.unit.Residency.SHARDED and unit.runtime is not None and unit.runtime._tasks:
-                unit.launch()
+    def change(gather: Callable[..., Any]) -> Callable[..., Any]:
+        def gathered(unit: Unit, version: Any, looked: bool = False) -> None:
+            is_new = unit.residency is hsdp.unit.unit.Residency.SHARDED
+            gather(unit, version, looked)
+            if is_new and graph_task() != NO_TASK:
                 unit.finish()
                 for group in unit.dtype_groups:
                     for param in group.params:
                         if param.unsharded is not None:
                             param.unsharded.data.zero_()
-            show(unit)
 
-        return early
+        return gathered
 
-    return replaced(Unit, "show", change)
+    return replaced(Root, "_gather", lambda gather: staticmethod(change(gather)))
 
 
 # -- requires_grad --------------------------------------------------------------------------------------------------

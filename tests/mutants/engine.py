@@ -32,6 +32,7 @@ from hsdp.comm.work import CommWork
 from hsdp.examples.int8_gather import Int8Weight
 from hsdp.params.tensor_parallel import Inner
 from hsdp.planning.layouts import GroupPlan, UnitPlan
+from hsdp.schedule.passes import BackwardPass
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.schedule.runtime import Runtime
@@ -227,9 +228,11 @@ def reduces_at_the_end_only() -> Any:
 @mutant(Check(rule_11.check_ranks_reduce_in_one_order), kill="DivergenceError|AssertionError")
 def reduces_out_of_turn() -> Any:
     def at_once(runtime: Runtime, unit: Unit) -> None:
-        if unit.queued:
-            runtime.reduce_order._queue.remove(unit)
-            unit.queued = False
+        assert runtime.backward is not None
+        turns = runtime.backward.turns
+        if turns.awaits(unit):
+            turns._queue.remove(unit)
+            turns._waiting.discard(unit)
         runtime._reduce(unit)
 
     return mock.patch.object(Runtime, "completed", at_once)
@@ -242,11 +245,7 @@ def reduces_at_the_first_gradient() -> Any:
 
 @mutant(Check(rule_12.check_interleaved, ("F F B B",)), kill="DivergenceError")
 def sweeps_in_the_first_backward_only() -> Any:
-    def end(reduce_order: ReduceOrder) -> list[Unit]:
-        reduce_order.clear()
-        return []
-
-    return mock.patch.object(ReduceOrder, "end", end)
+    return mock.patch.object(ReduceOrder, "end", return_value=[])
 
 
 @mutant(Check(rule_28.check_heads, ((2,), True, 1)), kill="DivergenceError")
@@ -258,9 +257,10 @@ def waits_for_gradients_that_a_rank_never_makes() -> Any:
 def reduces_after_each_reentrant_checkpoint() -> Any:
     def anew(completed: Callable[..., Any]) -> Callable[..., Any]:
         def wrapped(runtime: Runtime, unit: Unit) -> None:
-            opened, runtime._opened = runtime._opened, {}
+            assert runtime.backward is not None
+            opened, runtime.backward.opened = runtime.backward.opened, {}
             completed(runtime, unit)
-            runtime._opened = opened
+            runtime.backward.opened = opened
 
         return wrapped
 
@@ -269,19 +269,23 @@ def reduces_after_each_reentrant_checkpoint() -> Any:
 
 @mutant(Check(rule_12.check_interleaved, ("F F B F B B, other units",)), kill="DivergenceError")
 def forgets_forwards_at_the_first_backward() -> Any:
-    return replaced(
-        ReduceOrder,
-        "begin",
-        lambda begin: lambda reduce_order, answers: (begin(reduce_order, answers), setattr(reduce_order, "awaited", 0)),
-    )
+    def change(begin: Callable[..., Any]) -> Callable[..., Any]:
+        def forgets(reduce_order: ReduceOrder, answers: bool) -> Any:
+            turns = begin(reduce_order, answers)
+            reduce_order.awaited = 0
+            return turns
+
+        return forgets
+
+    return replaced(ReduceOrder, "begin", change)
 
 
 @mutant(Check(rule_11.check_case, ("several outputs", (2,))))
 def does_not_sweep() -> Any:
     def change(end: Callable[..., Any]) -> Callable[..., Any]:
-        def swept(runtime: Runtime) -> None:
-            runtime._reduces = False
-            end(runtime)
+        def swept(runtime: Runtime, backward: BackwardPass) -> None:
+            backward.reduces = False
+            end(runtime, backward)
 
         return swept
 
@@ -303,7 +307,7 @@ def ignores_used_flags() -> Any:
 
 @mutant(Check(rule_11.check_forward_alone_leaves_no_prefetch), kill="AssertionError")
 def leaves_prefetched_units_behind() -> Any:
-    return mock.patch.object(Runtime, "end_forward", lambda runtime: runtime._forward.end())
+    return mock.patch.object(Runtime, "end_forward", lambda runtime: runtime._forward_order.end())
 
 
 @mutant(Check(rule_12.check_input_gradients), kill="AssertionError")
@@ -337,8 +341,7 @@ def keeps_shadows_after_a_failure() -> Any:
 @mutant(Check(rule_20.check_failed_backward, ((2,),)), kill="Error")
 def does_not_abort_a_failed_iteration() -> Any:
     def forget(runtime: Runtime, reason: str) -> None:
-        runtime._unfinished = False
-        runtime._tasks.clear()
+        runtime.backward = None
 
     return mock.patch.object(Runtime, "abort", forget)
 

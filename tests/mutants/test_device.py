@@ -18,8 +18,8 @@ import hsdp.unit.gradients
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
+from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
-from hsdp.schedule.root import Visit
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK
 from hsdp.unit.unit import Unit

@@ -232,8 +232,8 @@ def inject(
     done, wrong = {}, []
     for index, point in enumerate(points):
         calls = subject.count(point)
-        reduce_order = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
-        for at in reduce_order:
+        chosen = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
+        for at in chosen:
             try:
                 subject.fail(point, at, behind)
                 if at < stride + 2:  # slow: a collective for each parameter
@@ -242,7 +242,7 @@ def inject(
             except Exception as error:
                 wrong.append(f"call {at} of {point} raised, then {type(error).__name__}: {error}".partition("\n")[0])
                 subject = Subject(env, shape, recompute)
-        done[point] = len(reduce_order)
+        done[point] = len(chosen)
     assert not wrong, "\n".join(wrong)
     return done
 

@@ -14,13 +14,13 @@ from tests.support.rig import Pool
 from tests.support.share import share
 
 
-@settings(max_examples=share(200))
+@settings(max_examples=share(120))
 @given(runs(2))
 def test_schedules_on_two_ranks(pool2: Pool, args: tuple[Any, ...]) -> None:
     pool2.run(run_schedule, *args)
 
 
-@settings(max_examples=share(100))
+@settings(max_examples=share(60))
 @given(runs(4))
 def test_schedules_on_four_ranks(pool4: Pool, args: tuple[Any, ...]) -> None:
     pool4.run(run_schedule, *args)

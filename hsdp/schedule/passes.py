@@ -1,0 +1,85 @@
+"""What lives for one forward or one backward of a root: each an object, made at its start and dropped at its end."""
+
+from __future__ import annotations
+
+import weakref
+
+from hsdp.schedule.gather_order import BackwardGathers
+from hsdp.schedule.reduce_order import ReduceTurns
+from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import Version
+
+Moment = tuple[int, int]
+"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
+
+Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
+What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
+"""
+
+
+class Pass:
+    """One forward of the root.
+
+    Attributes:
+        number: how many there were before.
+        left: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
+            last one and its version in it; None if no gradient can enter it.
+    """
+
+    __slots__ = ("left", "number")
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+        self.left: dict[Unit, tuple[Moment, Version] | None] = {}
+
+
+class Visit:
+    """One forward of a unit, as its backward needs to know it. The forward's autograd graph holds it, and lives as long.
+
+    Attributes:
+        version: the unit's version in that forward.
+        first_node: moment of the first autograd node made inside it.
+        of: the root's forward that it was a part of; None for a recomputation.
+    """
+
+    __slots__ = ("__weakref__", "first_node", "of", "version")
+
+    def __init__(self, version: Version, first_node: Moment, of: Pass | None) -> None:
+        self.version = version
+        self.first_node = first_node
+        self.of = of
+
+
+class Token:
+    """Lives as long as the engine means to call back at the end of a graph task."""
+
+
+class BackwardPass:
+    """One backward of the root, from its first hook on. If it fails it is there until somebody notices, and drops it.
+
+    Args:
+        reduces: its first graph task accumulates into unsharded parameters; that of `autograd.grad` does not.
+        turns: whose turn it is to be reduced.
+
+    Attributes:
+        tasks: the graph tasks under way, the outermost first; each token lives until its task ends or fails.
+        keeps_graph: it runs with create_graph=True: unsharded parameters are part of its own graph.
+        opened: the units whose visits are under way, with the moment of the forward's first node (None: recomputed only)
+            and the graph task that opened them.
+        entered: the units that it has entered at all.
+        behind: the forward whose backward runs at present, with the order of its gathers; None before the first one.
+        ending: its last graph task is over, and what is left is swept.
+    """
+
+    __slots__ = ("behind", "ending", "entered", "gathers", "keeps_graph", "opened", "reduces", "tasks", "turns")
+
+    def __init__(self, reduces: bool, turns: ReduceTurns) -> None:
+        self.tasks: dict[int, weakref.ref[Token]] = {}
+        self.reduces = reduces
+        self.turns = turns
+        self.keeps_graph = False
+        self.opened: dict[Unit, tuple[Moment | None, int]] = {}
+        self.entered: set[Unit] = set()
+        self.behind: Pass | None = None
+        self.gathers: BackwardGathers | None = None
+        self.ending = False

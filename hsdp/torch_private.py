@@ -16,6 +16,7 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -76,6 +77,12 @@ chunk_cat: Callable[..., Tensor] = torch._chunk_cat
 All of one dtype. FSDP2 fills the input of its reduce-scatter with it; without it the host makes a view and a copy of each
 gradient, which takes it three times as long.
 """
+
+
+def is_profiling() -> bool:
+    """Whether torch's profiler runs; torch's own optimizers read the same flag. Without it labels would cost the host."""
+    return profiler._is_profiler_enabled
+
 
 # -- storages ---------------------------------------------------------------------------------------------------------
 

@@ -18,9 +18,10 @@ from torch.distributed import ProcessGroup
 from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
+from hsdp.comm.labels import Named, labels
 from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import CommWork, Named, wait_for
+from hsdp.comm.work import CommWork, wait_for
 from hsdp.torch_private import AllgatherOptions, backend_of
 
 GATHER_ALONE_BYTES = 512 * 1024
@@ -89,6 +90,7 @@ class Comm:
         """A collective without a collective: `finish`, with the waiting of the others."""
         return CommWork(self, kind, owner, [], None, finish)
 
+    @labels
     def all_gather(
         self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
     ) -> CommWork:
@@ -105,6 +107,7 @@ class Comm:
             works += _start_gather(group, outs, ins, self._all_gather_options)
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
+    @labels
     def reduce_scatter(
         self,
         owner: Named,
@@ -133,6 +136,7 @@ class Comm:
         self._sum_in_place(group, works, replicated)
         return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
 
+    @labels
     def all_reduce(
         self, owner: Named, op: int, tensors: list[Tensor], finish: Callable[[], object] | None = None
     ) -> CommWork:
@@ -142,12 +146,14 @@ class Comm:
         self._sum_in_place(group, works, tensors)
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
+    @labels
     def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> CommWork:
         """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
         group = self._ready(op, "all-to-all", owner)
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs))
 
+    @labels
     def exchange_parts(
         self, owner: Named, op: int, output: Tensor, received: list[int], sent: Tensor, sizes: list[int]
     ) -> CommWork:

@@ -20,7 +20,8 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import CommWork, Named
+from hsdp.comm.labels import Named
+from hsdp.comm.work import CommWork
 
 
 class CompressedAllReduce:

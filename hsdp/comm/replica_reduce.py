@@ -12,7 +12,8 @@ from typing import Protocol
 from torch import Tensor
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import CommWork, Named
+from hsdp.comm.labels import Named
+from hsdp.comm.work import CommWork
 
 
 class ReplicaReduce(Protocol):

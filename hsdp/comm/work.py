@@ -17,14 +17,9 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hsdp.comm.divergence import DivergenceGuard, described
+from hsdp.comm.labels import Named, labelled
 from hsdp.comm.streams import Event, Streams
 from hsdp.errors import CollectiveError, DivergenceError
-
-
-class Named(Protocol):
-    """Whatever a collective is for; its name appears in errors."""
-
-    name: str
 
 
 class Carrier(Protocol):
@@ -102,7 +97,7 @@ class CommWork:
         if self._comm.streams.active:
             self._comm.streams.join(self._event)
         elif self._works is not None:
-            self._settle()
+            labelled(f"wait {self.kind}", self.name, self._settle)
         _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import Moment, Visit
@@ -51,7 +52,7 @@ class ModuleHooks:
             first_node = graph_task(), next_node()
             try:
                 unit.calls = calls + 1
-                output = call(*args, **kwargs)
+                output = labelled("forward", unit.name, call, *args, **kwargs)
             finally:
                 unit.calls = calls
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
@@ -64,7 +65,7 @@ class ModuleHooks:
             runtime.enter_forward(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = NO_TASK, next_node()
-            output = call(*args, **kwargs)
+            output = labelled("forward", unit.name, call, *args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
             runtime.depth, unit.calls = depth, calls
             self._leave(module, runtime, visit)

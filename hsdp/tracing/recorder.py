@@ -23,9 +23,10 @@ from torch import Tensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.comm.collectives import Comm
+from hsdp.comm.labels import Named
 from hsdp.comm.questions import Late, late_listeners
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import CommWork, Named
+from hsdp.comm.work import CommWork
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.tracing.events import Entry, Mark, Moment, Op, WorkRecord

@@ -24,8 +24,8 @@ from torch.distributed import fsdp
 
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Piece
+from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
-from hsdp.comm.work import Named
 from hsdp.errors import ExtensionError, HSDPError
 from hsdp.params.param import ManagedParam, rows_of
 from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of

@@ -3,7 +3,7 @@
     python -m tests.soak.actions --programs 20000 --ranks 2 --mesh 1d --seed 0 --log actions.log
     python -m tests.soak.actions --programs 500 --ranks 4 --mesh 2x2 --seed 0 --without max_norm toggles
     python -m tests.soak.actions --programs 500 --ranks 2 --system fsdp2        PyTorch's own, for information
-    python -m tests.soak.actions --programs 500 --device emul --without fused   with delays and a detector of races; or cuda
+    python -m tests.soak.actions --programs 500 --device emul          with delays and a detector of races; or cuda
     python -m tests.soak.actions --show 0:17                                    prints a program
 
 Each class of failures is told with its count, its seeds, and a program of it that was shrunk. See `programs.py`.

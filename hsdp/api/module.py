@@ -134,8 +134,8 @@ class HSDPModule(FSDP2Methods):
             return None
         for unit in units:
             if unit.residency is Residency.SHARDED:
-                unit.note_shards()  # before the gather: what is written to them from here on was not gathered
                 unit.launch()
+                unit.note_shards()  # what is written to them from here on was not gathered
             unit.pinned = True
         return handle
 

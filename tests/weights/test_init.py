@@ -256,6 +256,9 @@ def _refused(env: RankEnv) -> None:
         init_sharded(bare, 3)  # type: ignore[arg-type]
     with pytest.raises(StateError, match="on the meta device; call hsdp"):
         sync_module_states(bare)
+    for asynchronous in (False, True):
+        with pytest.raises(StateError, match="on the meta device; call hsdp"):
+            bare.unshard(async_op=asynchronous)  # type: ignore[operator]
     with pytest.raises(StateError, match="on the meta device; call hsdp"), full_params(bare):
         pass
     real = hsdp.fully_shard(nn.Linear(2, 2), mesh=mesh)

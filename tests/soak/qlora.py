@@ -1,5 +1,7 @@
 """QLoRA on HSDP 2 x 2: adapters over a 4-bit base of torchao's NF4Tensor, against one device.
 
+The twin is in fp32, with the base's values as NF4Tensor gives them back: both sides round alike, and differ by sums' order.
+
     python -m tests.soak.qlora          needs torchao with NF4Tensor (0.14 has it, 0.18 has not)
 
 Prints, for each rank, how many bytes of the base it holds, and the largest differences from the twin.

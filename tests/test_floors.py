@@ -216,6 +216,26 @@ def test_the_engine_reads_no_environment_and_has_no_device_ifs() -> None:
                 assert not re.search(r"is_cuda|torch\.cuda\b", source), f"{name} has a device's own code"
 
 
+_REGISTRY = re.compile(
+    r"^(?P<name>\w+): (?:weakref\.)?(?:dict|list|set|Weak\w+)\b.*= *(?:\{\}|\[\]|set\(\)|(?:weakref\.)?Weak\w+\(\))$"
+    r"|^    (?P<of_class>\w+): ClassVar\[(?!type|str)",
+    re.MULTILINE,
+)
+
+
+def test_what_lives_as_long_as_the_process_is_told() -> None:
+    """Registries of modules and classes: docs/architecture.md says of each what it knows and when entries end."""
+    told = (ROOT / "docs" / "architecture.md").read_text()
+    for name, text in _sources().items():
+        for found in _REGISTRY.finditer(text):
+            registry = found["name"] or found["of_class"]
+            path = f"{name.removeprefix('hsdp.').replace('.', '/')}.py"
+            row = next((line for line in told.splitlines() if f"`{path}: " in line and registry in line), None)
+            assert row is not None or registry.strip("_").isupper(), (
+                f"{path}: {registry} is in no row of docs/architecture.md"
+            )
+
+
 def test_files_and_functions_stay_readable() -> None:
     sources = _sources()
     long = {name: lines for name, text in sources.items() if (lines := text.count("\n")) > MOST_LINES}

@@ -12,8 +12,6 @@ are laid out as if the shards were.
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
@@ -32,15 +30,13 @@ class CompositeGroup(ExtensionGroup):
     The shard buffer holds bytes. A rank that has fewer rows than the first one holds as many, so that all send alike.
     """
 
-    def __init__(self, *args: Any, **kwargs: Any) -> None:
-        super().__init__(*args, **kwargs)
-        self._offsets: list[list[int]] = []
-        self._full: dict[int, Tensor] = {}
+    _offsets: list[list[int]]
+    _full: dict[int, Tensor]
 
     def allocate(self, device: torch.device) -> None:
         """Makes the shard buffer, for compute on `device`."""
         self.device = device
-        offset, self._offsets = 0, []
+        offset, self._offsets, self._full = 0, [], {}
         for index, param in enumerate(self.params):
             starts = []
             for part in parts_of(self._rows(index, param)):

@@ -12,9 +12,8 @@ Gradients of unsharded parameters are reduced as any others.
 from __future__ import annotations
 
 import inspect
-import weakref
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -23,16 +22,17 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 
 from hsdp.buffers.flat_buffer import FlatBuffer
-from hsdp.buffers.layout import Piece
+from hsdp.buffers.layout import Piece, Thresholds
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import ExtensionError, HSDPError
+from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam, rows_of
 from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions
-from hsdp.unit.dtype_group import U8, DtypeGroup
+from hsdp.unit.dtype_group import U8, DtypeGroup, GroupKey
 
 
 class ExtensionGroup(DtypeGroup):
@@ -45,8 +45,19 @@ class ExtensionGroup(DtypeGroup):
         policy: the unit's dtypes, about which a subclass may ask.
     """
 
-    def __init__(self, *args: Any, unit: weakref.ref[Named], policy: MixedPrecisionPolicy) -> None:
-        super().__init__(*args)
+    def __init__(
+        self,
+        kind: GroupKey,
+        params: list[ManagedParam],
+        slots: list[int],
+        axes: MeshAxes,
+        thresholds: Thresholds,
+        parts: int,
+        offload: OffloadPolicy,
+        unit: Callable[[], Named | None],
+        policy: MixedPrecisionPolicy,
+    ) -> None:
+        super().__init__(kind, params, slots, axes, thresholds, parts, offload)
         self._unit = unit
         # Subclasses are written for FSDP2, and get what it would give them.
         self._policy = fsdp.MixedPrecisionPolicy(
@@ -159,7 +170,7 @@ class _Member:
 
     def __init__(
         self,
-        unit: weakref.ref[Named],
+        unit: Callable[[], Named | None],
         param: ManagedParam,
         piece: Piece,
         axes: MeshAxes,
@@ -250,7 +261,7 @@ class _Member:
 
 
 @contextmanager
-def naming(unit: weakref.ref[Named], fqn: str, source: Tensor, method: str) -> Iterator[None]:
+def naming(unit: Callable[[], Named | None], fqn: str, source: Tensor, method: str) -> Iterator[None]:
     """Errors of a subclass's own code, inside it, are ExtensionErrors that tell whose they are."""
     try:
         yield

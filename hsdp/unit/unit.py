@@ -234,11 +234,13 @@ class Unit(UnshardedParams):
             thresholds = thresholds_for(
                 self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
             )
-            args = (kind, [self.params[s] for s in slots], slots, self.axes, thresholds, self._parts, self.offload)
-            group = DtypeGroup(*args)
+            params, axes, parts, offload = [self.params[slot] for slot in slots], self.axes, self._parts, self.offload
             if kind.extension:
                 made_of = CompositeGroup if kind.composite else ExtensionGroup
-                group = made_of(*args, unit=weakref.ref(self), policy=self.mp_policy)
+                this, policy = weakref.ref(self), self.mp_policy
+                group: DtypeGroup = made_of(kind, params, slots, axes, thresholds, parts, offload, this, policy)
+            else:
+                group = DtypeGroup(kind, params, slots, axes, thresholds, parts, offload)
             group.allocate(device)
             self.dtype_groups.append(group)
 

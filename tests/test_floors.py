@@ -1,4 +1,4 @@
-"""The house: imports only go down, one file talks to `torch.distributed`, files stay readable, the frame is there."""
+"""The house: imports only go down, one file starts the engine's collectives, files stay readable, the frame is there."""
 
 from __future__ import annotations
 

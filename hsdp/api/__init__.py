@@ -5,6 +5,7 @@
     fsdp2.py          what scripts written for FSDP2 call beside them
     shard_units.py    `shard_units`: which modules of a model become units
     select.py         which parameters a unit gets, and how each of them is cut
+    other_meshes.py   parameters that `shard_placement_fn` puts on another mesh
     describe.py       `describe`, and what `print(model)` shows
 
 May import everything but `planning` and `tracing`, which look at sharded models from outside.

@@ -11,5 +11,6 @@
     replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
     custom.py            users' own all-gather and reduce-scatter
 
-May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`.
+May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`;
+how the host waits for it, into `work.py`.
 """

@@ -1,4 +1,4 @@
-"""The only file that talks to `torch.distributed`: starts collectives, gives back collectives, knows backends' habits."""
+"""Starts the engine's collectives, returns them as `CommWork`, and knows backends' habits; work.py waits for them."""
 
 from __future__ import annotations
 

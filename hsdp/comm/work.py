@@ -1,4 +1,4 @@
-"""A *collective*: a collective under way.
+"""A *communication work*: a collective under way.
 
 On a device its work was enqueued on a side stream and `wait` makes the current stream wait for an event. On the CPU the
 backend's threads carry it and `wait` blocks the host until it is done, then runs what has to follow it (a local sum, a

@@ -6,6 +6,7 @@
     placement.py          `least_padding`: which dim to cut
     tensor_parallel.py    parameters that tensor parallelism has cut already
     subclass.py           tensor subclasses that hold plain tensors
+    boxes.py              which part of a DTensor each rank holds
     dtensors.py           DTensors made without communication
 
 May import `comm.mesh` and `buffers`.

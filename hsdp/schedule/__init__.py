@@ -7,6 +7,8 @@
                      gradients -----> completed ----------> whose turn? ----> submit: reduce-scatter -> all-reduce -> land
     optimizer        optimizer_hooks  (joins what is under way; afterwards weights have a new version)
 
+    module_hooks.py     from a module's call, and from autograd, to the runtime
+    optimizer_hooks.py  what an optimizer's step means to units
     root.py             the units below one root, what they share, and what becomes of them when an iteration fails
     backward.py         a backward: which units it entered, which visits are over
     runtime.py          forwards, optimizer steps, `flush`: start reading here

@@ -3,7 +3,8 @@
     forward     as recorded in the last pass, until this one deviates: prefetches guess, and ranks agree on the guess
     backward    the reverse of the forwards behind it: known before it begins, whatever a rank's own loss uses
 
-A rank whose loss does not reach a unit passes over it in backward: it gathers the unit for those that do, and lets it go.
+A rank whose loss does not reach a unit passes over it in backward: it joins the all-gather that the others need, and
+reshards.
 """
 
 from __future__ import annotations

@@ -7,8 +7,8 @@
 What comes next is decided in reduce_queue.py and carried out here. On a device the all-reduce of a reduction is enqueued on
 its own stream behind the event of its reduce-scatter, at once. On the CPU the host must see the reduce-scatter done first.
 It waits for it at a fixed point, when a later reduction needs its place: then all ranks start the collectives of a group in
-one order, among each other and among the user's own. So it is with landings: what has landed when a user's hook runs,
-when gradients come from elsewhere or when a backward fails is the same on all ranks, to the bit.
+one order, among each other and among the user's own. Landings, too, come at fixed points: whatever has landed when a
+user's hook runs, or when a backward fails, is the same on all ranks, bit for bit.
 """
 
 from __future__ import annotations

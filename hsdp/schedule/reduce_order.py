@@ -3,10 +3,11 @@
     forward     0  1  2          units as they are entered
     backward    2  1  0          each is reduced in its turn, once the last of its visits is over
 
-A *visit* is the backward of one forward of a unit. A rank knows when its own gradients of a unit are complete, and then
-reduces at once. One that used none of the unit's parameters, or used them in some of its visits only, cannot know it so;
-it goes by the visits, which all ranks make alike. How many there will be is what there was the last time that as many
-forwards waited for theirs, and at first all of those. Visited after its turn, a unit is reduced again at the end.
+A *visit* is the backward of one forward of a unit. When a rank has all its own gradients of a unit, the unit is complete,
+and is reduced as soon as its turn comes. A rank that used the parameters in none or only some of the visits cannot tell
+from its gradients: for it the unit is complete after its last visit, and all ranks make the same visits. The number of
+visits is taken to be what it was the last time the same number of forwards awaited their backward; the first time, one
+per forward. A unit that is visited after its turn is reduced again at the end.
 """
 
 from __future__ import annotations

@@ -1,8 +1,9 @@
-"""What a bound of so many units lets be there at a time, where units have different sizes.
+"""How many units of different sizes a bound of N units admits at a time.
 
-Bounds stand for memory, and for what the work on one unit can hide. Counted by the piece, a block's small attention takes
-the place of its large experts, and a step of a mixture of experts waits for each of them. So small units hardly count: the
-bytes of `bound` + 1/2 of the largest of them may be there. Of equal units those are `bound`.
+Bounds stand for memory, and for what the work on one unit can hide. If every unit counted as one, a block's small
+attention would use up a place that its large experts need, and a step of a mixture of experts would wait for each of
+them. So small units hardly count: the bytes of `bound` + 1/2 of the largest of them may be there. Of equal units those
+are `bound`.
 """
 
 from __future__ import annotations

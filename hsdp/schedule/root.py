@@ -1,10 +1,11 @@
 """A root: the units below it, what they share, and what becomes of them all when an iteration fails.
 
-    Root         the units, and memory of unsharded parameters              this file
+    Root         the units, what they share, recovery                       this file
     Backwards    one backward after another                             backward.py
     Runtime      forwards, optimizer steps, what users call             runtime.py
 
-One object has all three: a failed backward is forgotten by whoever comes next, and each part is a floor of its own.
+`Runtime` inherits from `Backwards`, and that from `Root`: each must be able to clear up behind a failed backward, and calls
+only those above itself in this list.
 """
 
 from __future__ import annotations

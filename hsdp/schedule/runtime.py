@@ -1,7 +1,7 @@
-"""The runtime of one root: the only place where units meet.
+"""The runtime of one root: its forwards, the optimizer's steps between them, and `flush`.
 
-It keeps the order in which units run, gathers ahead along it, decides whose turn it is to reduce, and tells one
-iteration from the next, so that nothing of a failed or abandoned one survives.
+Its backwards are in backward.py; what all of them share, and recovery, in root.py. A new forward first clears what a failed
+iteration left.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     unit.py               the unit: start reading here
     unsharded.py          its unsharded parameters: gathered, installed, freed
-    dtype_group.py        the part of its parameters that shares dtypes, and so buffers (extension_group.py: subclasses)
+    dtype_group.py        the part of its parameters that shares dtypes, and so buffers (extension_group.py: subclasses with
+                          FSDP2's gather hooks; composite_group.py: subclasses around several tensors)
     reduce_plan.py        how gradients become the operands of a reduce-scatter
     gradients.py          this rank's gradients, from autograd to `.grad` (landing.py, rollback.py, zero_grad.py)
     write_guard.py        nobody but hsdp writes to unsharded parameters

@@ -1,4 +1,4 @@
-"""What a unit is doing, and the errors of a call that comes at another moment than it can be carried out at.
+"""What a unit is doing, and the errors of calls that come in the wrong state.
 
 IDLE --forward--> FORWARD --> IDLE --backward--> BACKWARD_PRE --gradients complete--> BACKWARD_POST --> IDLE
 IDLE --full_params--> FULL_PARAMS --> IDLE

@@ -4,6 +4,7 @@
     full_params.py       `full_params`, `gathered_apply`: users read and write full parameters
     gather.py            the gathers and writes behind both
     replica_check.py     ranks begin with the same parameters, or are told that they do not
+    whole_loads.py       whole tensors in `load_state_dict`: what to do instead
     module_buffers.py    modules' buffers, of which each rank has all
 
 May import `schedule` and what is below it. Nothing here runs inside a forward or a backward.

@@ -12,7 +12,7 @@ from tests.support.rig import Outcome, Pool
 from tests.support.share import FULL
 
 GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
-_CHOSEN = list(MUTANTS) if FULL else list(MUTANTS)[::2]
+_CHOSEN = list(MUTANTS) if FULL else list(MUTANTS)[::3]
 _CHECKS = list(dict.fromkeys(MUTANTS[name].check for name in _CHOSEN))
 
 

@@ -1,4 +1,4 @@
-"""How many of their cases long tests run: of random ones a third by default, of planted bugs half; all with HSDP_FULL=1."""
+"""How many of their cases long tests run: of random ones and of planted bugs a third by default; all with HSDP_FULL=1."""
 
 from __future__ import annotations
 

@@ -13,23 +13,18 @@ Questions in the group (an all-reduce of 32 bytes each) are counted and not time
 connections, and connecting is not timed: torch connects every rank to this server, and hsdp once more.
 
 `--what wrap`: the time of `fully_shard` for many units on the fake backend, beside FSDP2's in the same run.
-
-`--what failure`: one rank of many differs, is late, or is dead at the first question: who is told what, after how long,
-for how many store operations. Each rank is a thread with a connection of its own.
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
-import threading
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -238,75 +233,6 @@ def agree(args: argparse.Namespace) -> None:
     publish("startup", "\n".join([*lines, *map(str, rows)]), vars(args), args.json, rows=[asdict(row) for row in rows])
 
 
-# -- one rank fails ------------------------------------------------------------------------------------------------------
-
-
-class Told(NamedTuple):
-    """What came of one rank's question.
-
-    Attributes:
-        seconds: until it went on or raised.
-        operations: store operations that it made.
-        error: what it raised, or "".
-    """
-
-    seconds: float
-    operations: int
-    error: str
-
-
-def ask_with_failing(pipe: Any, port: int, ranks: range, world: int, how: str, late: float, timeout: float) -> None:
-    """A process with ranks, each a thread, which ask one question together; the rank in the middle of the world fails."""
-    failing = world // 2
-    store = TCPStore("127.0.0.1", port, is_master=False, wait_for_workers=False, timeout=timedelta(seconds=TIMEOUT))
-    asks = {rank: (Counter[str](), store.clone()) for rank in ranks if how != "dead" or rank != failing}
-    start = threading.Event()
-
-    def ask(rank: int) -> Told:
-        calls, client = asks[rank]
-        questions = Questions(CountedStore(how, PrefixStore(how, client), calls), True, rank, range(world), timeout)
-        fails = rank == failing
-        start.wait()
-        began = time.monotonic()
-        if fails and how == "late":
-            time.sleep(late)
-        error = ""
-        try:
-            questions.ask(Answer(rank, 1, "all-gather of unit 'blocks.0'", 2 if fails and how == "differs" else 1))
-        except hsdp.DivergenceError as raised:
-            error = str(raised)
-        return Told(time.monotonic() - began, calls.total(), error)
-
-    with ThreadPoolExecutor(max(1, len(asks))) as threads:
-        running = [threads.submit(ask, rank) for rank in asks]
-        pipe.send(0)
-        pipe.recv()
-        start.set()
-        pipe.send([one.result() for one in running])
-    pipe.recv()
-
-
-def fail(args: argparse.Namespace) -> None:
-    """Measures and reports what ranks are told of one that fails."""
-    world, lines, rows = args.engine, [], []
-    for how in ("differs", "late", "dead"):
-        told: list[Told] = _together(
-            [
-                (ask_with_failing, (ranks, world, how, args.late, args.timeout if how == "dead" else 2 * args.late))
-                for ranks in _shares(world, args.processes)
-            ]
-        )[1]
-        seconds, operations = [one.seconds for one in told], [one.operations for one in told]
-        texts = Counter(one.error for one in told)
-        lines.append(
-            f"{how:>8}: {sum(bool(one.error) for one in told)} of {world} ranks raise; after {min(seconds):.1f} to "
-            f"{max(seconds):.1f} s; store operations per rank {sum(operations) / len(told):.2f}, at most {max(operations)}"
-        )
-        lines += [f"          {count} x {text}" for text, count in texts.most_common() if text]
-        rows.append({"how": how, "seconds": seconds, "operations": operations, "texts": dict(texts)})
-    publish("startup --what failure", "\n".join(lines), vars(args), args.json, rows=rows)
-
-
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
@@ -353,20 +279,16 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument(
-        "--what", choices=("agree", "wrap", "failure"), default="agree", help="to measure (default %(default)s)"
-    )
+    parser.add_argument("--what", choices=("agree", "wrap"), default="agree", help="to measure (default %(default)s)")
     parser.add_argument("--units", type=positive, default=100, help="of the model (default %(default)s)")
     parser.add_argument("--params", type=positive, default=10, help="of a unit, for wrap (default %(default)s)")
     parser.add_argument("--processes", type=positive, default=2, help="that share the clients (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=3, help="the best one counts (default %(default)s)")
     parser.add_argument("--most", type=positive, default=max(FLAT), help="ranks (default %(default)s)")
     parser.add_argument("--engine", type=positive, default=1024, help="ranks around the one that runs hsdp (%(default)s)")
-    parser.add_argument("--late", type=float, default=60.0, help="seconds of the late rank (default %(default)s)")
-    parser.add_argument("--timeout", type=float, default=20.0, help="seconds for the dead rank (default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
     args = parser.parse_args(argv)
-    {"agree": agree, "wrap": wrap, "failure": fail}[args.what](args)
+    {"agree": agree, "wrap": wrap}[args.what](args)
 
 
 if __name__ == "__main__":

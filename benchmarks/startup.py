@@ -21,7 +21,7 @@ import argparse
 import multiprocessing
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
 from typing import Any
@@ -128,35 +128,22 @@ def take_part(pipe: Any, port: int, ranks: range, shape: tuple[int, ...], count:
             for is_last, questions, answer in sorted(came, key=lambda one: not one[0]):
                 questions.leave(is_last, answer)
                 questions.tidy()
-    pipe.send([calls.total()])
+    pipe.send(calls.total())
     pipe.recv()
 
 
 def simulate(shape: tuple[int, ...], questions: int, processes: int) -> tuple[float, int]:
     """Seconds and store operations of all ranks of a mesh, for so many questions in each of their groups."""
-    shares = _shares(torch.Size(shape).numel(), processes)
-    seconds, operations = _together([(take_part, (ranks, shape, questions)) for ranks in shares])
-    return seconds, sum(operations)
-
-
-def _shares(world: int, processes: int) -> list[range]:
-    """Each process's ranks."""
-    return [range(index * world // processes, (index + 1) * world // processes) for index in range(processes)]
-
-
-def _together(parts: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> tuple[float, list[Any]]:
-    """Runs each part, a function with its arguments behind a pipe and the server's port, in a process of its own.
-
-    Returns the seconds from the start of all until the last one has answered, and what they answered, lists put together.
-    """
+    world = torch.Size(shape).numel()
     context: Any = multiprocessing.get_context("spawn")
     mine, theirs = context.Pipe()
     running = [(context.Process(target=serve, args=(theirs,), daemon=True), mine)]
     running[0][0].start()
     port = mine.recv()
-    for target, arguments in parts:
+    for index in range(processes):
+        ranks = range(index * world // processes, (index + 1) * world // processes)
         mine, theirs = context.Pipe()
-        process = context.Process(target=target, args=(theirs, port, *arguments), daemon=True)
+        process = context.Process(target=take_part, args=(theirs, port, ranks, shape, questions), daemon=True)
         process.start()
         running.append((process, mine))
     clients = [pipe for _, pipe in running[1:]]
@@ -165,12 +152,12 @@ def _together(parts: list[tuple[Callable[..., None], tuple[Any, ...]]]) -> tuple
     began = time.perf_counter()
     for pipe in clients:
         pipe.send(None)
-    answers = [answer for pipe in clients for answer in pipe.recv()]
+    operations = sum(pipe.recv() for pipe in clients)
     seconds = time.perf_counter() - began
     for process, pipe in running:
         pipe.send(None)
         process.join()
-    return seconds, answers
+    return seconds, operations
 
 
 def operations_by_formula(shape: Sequence[int], questions: int) -> int:

@@ -217,7 +217,8 @@ def test_the_engine_reads_no_environment_and_has_no_device_ifs() -> None:
 
 
 _REGISTRY = re.compile(
-    r"^(?P<name>\w+): (?:weakref\.)?(?:dict|list|set|Weak\w+)\b.*= *(?:\{\}|\[\]|set\(\)|(?:weakref\.)?Weak\w+\(\))$"
+    r"^(?P<name>\w+): (?:weakref\.)?(?:dict|list|set|Weak\w+)"
+    r"\b[^=]*(?:= *(?:\{\}|\[\]|set\(\)|(?:weakref\.)?Weak\w+\(\)))?$"
     r"|^    (?P<of_class>\w+): ClassVar\[(?!type|str)",
     re.MULTILINE,
 )

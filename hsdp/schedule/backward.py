@@ -307,6 +307,8 @@ class Backwards(Root):
         for unit in self.units:
             unit.gradients.commit()
         self.streams.finish_host_reads()
+        if backward.reduces:
+            self.awaits_gradients = False
         self.backward = None
 
 

@@ -88,6 +88,25 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
     for unit in units:
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
+    _warn_of_no_gradients(optimizer, units)
+
+
+def _warn_of_no_gradients(optimizer: torch.optim.Optimizer, units: list[Unit]) -> None:
+    """Warns of a step without any gradient behind a forward with gradients, as `backward(inputs=...)` makes it.
+
+    Sharded parameters are not in the autograd graph, whose leaves are the unsharded ones: torch's engine finds no way to
+    them, runs no node, and does not say so. `autograd.grad` raises.
+    """
+    if not any((runtime := runtime_of(unit)) is not None and runtime.awaits_gradients for unit in units):
+        return
+    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    if params and all(param.grad is None for param in params):
+        warnings.warn(
+            f"hsdp: {type(optimizer).__name__} steps behind a forward, but no parameter has a gradient. If backward had "
+            "inputs=..., sharded parameters cannot be among them: call backward() without, and requires_grad_(False) on "
+            "parameters that are to get no gradients",
+            stacklevel=4,
+        )
 
 
 def check_communicated(unit: Unit, before: str) -> None:

@@ -45,6 +45,7 @@ class Root:
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
         depth: forward calls under way.
+        awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
     """
 
     generation: ClassVar[int] = 0
@@ -60,6 +61,7 @@ class Root:
         self.reduce_order = ReduceOrder()
         self.forward_pass = Pass(0)
         self.backward: BackwardPass | None = None
+        self.awaits_gradients = False
         self._graphs: list[weakref.ref[Visit]] = []
         self._generation = -1
         self._shard_guards: list[DivergenceGuard] = []

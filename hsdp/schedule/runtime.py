@@ -29,6 +29,7 @@ class Runtime(Backwards):
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
+        self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
         graphs = self.has_graphs()
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:

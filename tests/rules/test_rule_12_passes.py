@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections import Counter
 from collections.abc import Callable
 
@@ -260,3 +261,31 @@ def check_derivatives(env: RankEnv, name: str, reshard: bool | None) -> None:
 @pytest.mark.parametrize("name", ["another forward between", "in one backward", "in the forward", "in the forward, twice"])
 def test_rule_12_graphs_of_gradients(pool2: Pool, name: str, reshard: bool | None) -> None:
     pool2.run(check_derivatives, name, reshard)
+
+
+def _restricted(env: RankEnv, by: str) -> None:
+    """A backward that is restricted to inputs leaves no gradients; who steps all the same is told."""
+    model = shard(seeded(Deep), env.mesh((env.world_size,)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    x = floats(env.rank)
+    loss = model(x).sum()
+    if by == "backward":
+        loss.backward(inputs=list(model.parameters()))
+    else:
+        torch.autograd.grad(loss, x)
+    with pytest.warns(UserWarning, match="no parameter has a gradient"):
+        optimizer.step()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        model(x).sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        optimizer.step()
+        with torch.no_grad():
+            model(x)
+        optimizer.step()
+
+
+@pytest.mark.parametrize("by", ["backward", "grad"])
+def test_rule_12_a_step_behind_a_backward_that_was_restricted_to_inputs_warns(pool2: Pool, by: str) -> None:
+    pool2.run(_restricted, by)

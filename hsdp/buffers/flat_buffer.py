@@ -72,10 +72,11 @@ class FlatBuffer:
                 self._poison()
 
     def free(self) -> None:
-        """Gives the memory back."""
+        """Gives the memory back, unless somebody made a NumPy array of it: torch does not resize such a storage any more."""
         if debug.ON and self._storage.nbytes():
             self._poison()
-        self._storage.resize_(0)
+        if self._storage.resizable():
+            self._storage.resize_(0)
 
     def _poison(self) -> None:
         # Bits that are NaN in every floating-point dtype, written past autograd, whose version counters must not see it.

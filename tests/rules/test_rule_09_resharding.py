@@ -79,3 +79,34 @@ def check_changed(env: RankEnv, how: str) -> None:
 @pytest.mark.parametrize("how", ["step", "load", "full_params"])
 def test_rule_09_weights_changed_before_the_backward_are_refused_by_unit(pool2: Pool, how: str) -> None:
     pool2.run(check_changed, how)
+
+
+class Logged(nn.Linear):
+    """Notes its weight as a NumPy array, as whoever logs histograms does: torch never resizes that storage again."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.norm = float((self.weight.detach().numpy() ** 2).sum())
+        return super().forward(x)
+
+
+class Logging(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(Logged(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        for block in self.blocks:
+            x = torch.tanh(block(x))
+        return x
+
+
+def check_numpy(env: RankEnv) -> None:
+    plain, model = seeded(Logging), shard(seeded(Logging), env.mesh(2), reshard_after_forward=True)
+    for _ in range(2):
+        check_grads(model, plain, step, env.rank, env.world_size)
+    blocks: Any = (model.blocks, plain.blocks)
+    assert [one.norm for one in blocks[0]] == pytest.approx([one.norm for one in blocks[1]])
+
+
+def test_rule_09_a_numpy_array_of_a_whole_parameter_keeps_its_memory(pool2: Pool) -> None:
+    pool2.run(check_numpy)

@@ -13,18 +13,26 @@ Questions in the group (an all-reduce of 32 bytes each) are counted and not time
 connections, and connecting is not timed: torch connects every rank to this server, and hsdp once more.
 
 `--what wrap`: the time of `fully_shard` for many units on the fake backend, beside FSDP2's in the same run.
+
+`--what failure`: one rank of many differs, comes late or dies before it does what the others do: who is told what, after
+how long, for how many store operations. Every rank runs the guard's real code. Time, store and process group are simulated
+(`tests/support/many_ranks.py`): the server takes for each operation what one of a real TCPStore takes, as measured first.
+
+    seconds     from when a rank came to the point until it was told or went on: the least and the most of all ranks
+    operations  of the store, of one rank from that point on: the median and the most, which is of who writes the report
 """
 
 from __future__ import annotations
 
 import argparse
 import multiprocessing
+import re
 import time
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from datetime import timedelta
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +43,7 @@ from benchmarks.harness import positive, progress, publish
 from hsdp.comm.questions import Answer, Questions
 from tests.support.cluster import Cluster
 from tests.support.counted_store import CountedStore
+from tests.support.many_ranks import Failure, Where, fail
 from tests.support.rig import fake_world
 
 FLAT = (16, 64, 256, 1024, 4096, 16384)
@@ -220,6 +229,68 @@ def agree(args: argparse.Namespace) -> None:
     publish("startup", "\n".join([*lines, *map(str, rows)]), vars(args), args.json, rows=[asdict(row) for row in rows])
 
 
+# -- one rank fails ----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Fate:
+    """What came of one job: a failure, how many ranks of those that live were told, when, and for how many operations."""
+
+    ranks: int
+    failure: Failure
+    timeout: float
+    told: int
+    living: int
+    seconds: tuple[float, float]
+    operations: tuple[int, int]
+    messages: dict[str, int]
+
+    def __str__(self) -> str:
+        how = f"late by {self.failure.seconds:g} s" if self.failure.how == "late" else self.failure.how
+        return (
+            f"{self.ranks:5}  {self.failure.where:18}  {how:12} {self.timeout:9.0f}  {self.told:5} of {self.living:5}"
+            f"{self.seconds[0]:14.2f} {self.seconds[1]:6.2f} {self.operations[0]:18} {self.operations[1]:4}"
+        )
+
+
+def fate(world: int, failure: Failure, timeout: float, each: float) -> Fate:
+    """Runs one job; `each`: seconds of a store operation."""
+    outcomes = fail(world, failure, timeout, each)
+    seconds = [one.ended - one.came for one in outcomes]
+    operations = sorted(one.calls.total() for one in outcomes)
+    # What differs between the messages of ranks is their own number.
+    told = Counter(re.sub(r"on rank \d+", "on rank [its own]", one.message) for one in outcomes if one.error)
+    return Fate(
+        world,
+        failure,
+        timeout,
+        told.total(),
+        len(outcomes),
+        (min(seconds), max(seconds)),
+        (operations[len(operations) // 2], operations[-1]),
+        dict(told),
+    )
+
+
+def failures(args: argparse.Namespace) -> None:
+    """Measures and reports what ranks are told of one that fails."""
+    real = [simulate((16,), 64, args.processes) for _ in range(args.rounds)]
+    each = min(seconds / operations for seconds, operations in real)
+    lines = [
+        f"ranks, clock, process group and store are simulated, a store operation of {1e6 * each:.0f} us is a TCPStore's",
+        "ranks  one fails before    how           time-out  told           seconds: least   most operations: median most",
+    ]
+    rows = []
+    for where in get_args(Where):
+        for world in (4, 64, args.engine):
+            progress(f"{where}, {world} ranks ...")
+            for how, timeout in (("nothing", 600), ("differs", 600), ("late", 600), ("late", 20), ("dead", 20)):
+                rows.append(fate(world, Failure(how, where, (world // 2,)), float(timeout), each))
+                lines.append(str(rows[-1]))
+        lines += [f"       {count} x {text}" for row in rows[-5:] for text, count in row.messages.items()]
+    publish("startup --what failure", "\n".join(lines), vars(args), args.json, rows=[asdict(row) for row in rows])
+
+
 # -- fully_shard -------------------------------------------------------------------------------------------------------
 
 
@@ -261,12 +332,15 @@ def wrap(args: argparse.Namespace) -> None:
     )
 
 
+WHATS = {"agree": agree, "wrap": wrap, "failure": failures}
+
+
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.startup", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--what", choices=("agree", "wrap"), default="agree", help="to measure (default %(default)s)")
+    parser.add_argument("--what", choices=WHATS, default="agree", help="to measure (default %(default)s)")
     parser.add_argument("--units", type=positive, default=100, help="of the model (default %(default)s)")
     parser.add_argument("--params", type=positive, default=10, help="of a unit, for wrap (default %(default)s)")
     parser.add_argument("--processes", type=positive, default=2, help="that share the clients (default %(default)s)")
@@ -275,7 +349,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--engine", type=positive, default=1024, help="ranks around the one that runs hsdp (%(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
     args = parser.parse_args(argv)
-    {"agree": agree, "wrap": wrap}[args.what](args)
+    WHATS[args.what](args)
 
 
 if __name__ == "__main__":

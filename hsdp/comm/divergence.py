@@ -202,13 +202,13 @@ class DivergenceGuard:
             raise DivergenceError(self._broken)
         answer = Answer(self._rank, count, described(kind, name), asked)
         self._questions.note_wait(answer, waited)
-        if self._questions.asks(count):
+        if self._questions.asks(answer):
             with self._breaking():
                 raise self._questions.alarm(answer)
 
     def alone(self, count: int, kind: str, name: str, asked: int) -> DivergenceError:
         """The error of a rank that asks in the group, as in `answer_peers`, and has waited for others for too long."""
-        error = self._questions.alarm(Answer(self._rank, count, described(kind, name), asked))
+        error = self._questions.alarm(Answer(self._rank, count, described(kind, name), asked), gives_up=True)
         self._broken = str(error)
         return error
 

@@ -3,8 +3,8 @@
     votes   one number, to which every rank adds its vote: what it is about to do. The sum that comes back tells it how
             many have come before it, and whether they are about to do the same.
     gate    a key per question. The last rank opens it, the others wait for it.
-    alarm   what the gate says behind a difference or a time-out. Only then each rank writes down what it is about to do;
-            one of them reads all lines and writes the report, which everybody raises.
+    alarm   what the gate says behind a difference or a time-out, and who was late. Only then each rank writes down what it
+            is about to do; one of them reads all lines and writes the report, which everybody raises.
 
 So a rank that agrees makes two store operations per question, whether there are two ranks or 65,536; the last one of a
 question deletes its gate later, in `tidy`. A rank that waits in a known collective looks once per second at gate and votes.
@@ -25,7 +25,10 @@ from hsdp.errors import DivergenceError
 from hsdp.format import kinds_by_rank, ranks_of
 
 _PATIENCE = 1.5
-"""Seconds that a report waits for lines: ranks that wait for a collective look at the store once per second."""
+"""Seconds without a new line after which a report is written: ranks that wait for a collective look once per second."""
+
+_LOOK = 0.05
+"""Seconds from one look at the lines to the next one."""
 
 _SLOW_PATIENCE = 0.5
 """Seconds that a report of late ranks waits for others to notice the same."""
@@ -36,7 +39,7 @@ _NUMBER_BITS = 10
 _MOST_GATES = 64
 """Bound on the gates that a rank leaves in the store where nobody tidies up, as in a loop without steps."""
 
-_OPEN, _ALARM = b"open", b"alarm"
+_OPEN = b"open"
 
 
 class Answer(NamedTuple):
@@ -47,12 +50,14 @@ class Answer(NamedTuple):
         number: of that op: how many there have been in the group, this one included.
         what: the op, for people.
         op: identifies it; the same integer on all ranks that agree; 0 for a collective that is known and has started.
+        is_late: the rank came when another one had given up waiting for it.
     """
 
     rank: int
     number: int
     what: str
     op: int = 0
+    is_late: bool = False
 
     @property
     def digest(self) -> int:
@@ -61,6 +66,41 @@ class Answer(NamedTuple):
 
     def __str__(self) -> str:
         return f"the {self.what} (its number {self.number}, variant {self.op & 0xFFFF:04x})"
+
+
+class Alarm(NamedTuple):
+    """Why ranks stop, as the gate says; both are 0 where they are about to do different things.
+
+    Attributes:
+        came: how many ranks had come to the question when one of them gave up waiting at the gate.
+        number: of the op that a rank asked about in the group when it gave up.
+    """
+
+    came: int = 0
+    number: int = 0
+
+    def __str__(self) -> str:
+        return f"alarm {self.came} {self.number}"
+
+    @classmethod
+    def read(cls, gate: bytes) -> Alarm:
+        """The alarm that a gate gives."""
+        return cls(*map(int, gate.split()[1:]))
+
+    def line(self, answer: Answer, asked: Answer | None, place: int) -> Answer:
+        """What a rank writes down.
+
+        Args:
+            answer: what it is about to do.
+            asked: what it asked in the group when it last looked for an alarm and found none.
+            place: how many ranks had come to the question in the store when it had; 0: it has not.
+        """
+        if not self.number:
+            return answer._replace(is_late=0 < self.came < place)
+        # A question in the group ends with the last rank, also for those that wait when others have left: they go on.
+        if asked is not None and asked.number == self.number:
+            return asked
+        return answer._replace(is_late=(answer.number, not answer.op) > (self.number, False))
 
 
 class Late(NamedTuple):
@@ -117,10 +157,14 @@ class Tally:
         number = answer.number & (1 << _NUMBER_BITS) - 1
         return ((answer.digest & self._mask) << _NUMBER_BITS | number) << self._bits | question & 1
 
+    def came(self, total: int, question: int) -> int:
+        """How many ranks have come to `question` when the number is `total`."""
+        low = total & (1 << self._bits) - 1
+        return low if question & 1 else self._size - low
+
     def read(self, total: int, question: int, last: int) -> Votes:
         """How `question` stands when the number is `total`; `last`: the vote of all ranks in the question before."""
-        low = total & (1 << self._bits) - 1
-        count = low if question & 1 else self._size - low
+        count = self.came(total, question)
         vote, rest = divmod(total - (self._size - count) * last, count or 1)
         return Votes(count, vote if count and not rest else None)
 
@@ -147,11 +191,17 @@ class Roll:
         self._store.append(f"{self._name}/lines", f"{line}\n")
         return int(self._store.add(f"{self._name}/count", 1))
 
+    def count(self) -> int:
+        """How many lines there are."""
+        return int(self._store.add(f"{self._name}/count", 0))
+
     def wait(self, count: int, patience: float) -> None:
-        """Waits until there are so many lines, but not for ever (seconds)."""
-        deadline = time.monotonic() + patience
-        while time.monotonic() < deadline and self._store.add(f"{self._name}/count", 0) < count:
-            time.sleep(0.02)
+        """Waits until there are so many lines, or no new one has come for `patience` seconds."""
+        seen, deadline = 0, time.monotonic() + patience
+        while (found := self.count()) < count and time.monotonic() < deadline:
+            if found > seen:
+                seen, deadline = found, time.monotonic() + patience
+            time.sleep(_LOOK)
 
     def lines(self) -> list[str]:
         """All lines; somebody has signed."""
@@ -176,9 +226,11 @@ class Questions:
         self._ranks = ranks
         self._tally = Tally(len(ranks))
         self._question = 1
+        self._place = 0
         self._last = 0
         self._opened: deque[int] = deque()
         self._slow_at = 0
+        self._asked: Answer | None = None  # what this rank asked in the group when it last looked, before any alarm
         self.timeout = timeout
 
     def ask(self, answer: Answer) -> None:
@@ -197,6 +249,7 @@ class Questions:
         """
         vote = self._tally.vote(answer, self._question)
         votes = self._tally.read(self._store.add("votes", vote - self._last), self._question, self._last)
+        self._place = votes.came
         if votes.vote != vote:
             raise self.alarm(answer)
         self._last = vote
@@ -212,6 +265,7 @@ class Questions:
         if opened != _OPEN:
             raise self.alarm(answer)
         self._question += 1
+        self._place = 0
         if len(self._opened) > _MOST_GATES:
             self.tidy()
 
@@ -235,44 +289,62 @@ class Questions:
             except RuntimeError:
                 if time.monotonic() - began - waited < 0.5 * patience:
                     raise  # the store is gone
-        return bytes(self._store.compare_set(gate, "", _ALARM.decode()))
+        # The last one opens the gate. Where all have come and it is shut, they wait for that one.
+        came = min(self._tally.came(self._store.add("votes", 0), self._question), len(self._ranks) - 1)
+        return bytes(self._store.compare_set(gate, "", str(Alarm(came=came))))
 
-    def asks(self, number: int) -> bool:
-        """For ranks that are in op `number`: whether one asks about it or an earlier one, or has raised the alarm."""
+    def asks(self, answer: Answer) -> bool:
+        """For ranks that are in an op: whether one asks about it or an earlier one, or has raised the alarm."""
         if self._store.check([self._gate()]):
             return True  # this rank has not come to the question, so nobody can have opened it in peace
+        self._asked = answer if answer.op else None
         votes = self._tally.read(self._store.add("votes", 0), self._question, self._last)
-        return votes.came > 0 and (votes.vote is None or self._tally.ahead(votes.vote, number) <= 0)
+        return votes.came > 0 and (votes.vote is None or self._tally.ahead(votes.vote, answer.number) <= 0)
 
-    def alarm(self, answer: Answer) -> DivergenceError:
+    def alarm(self, answer: Answer, gives_up: bool = False) -> DivergenceError:
         """What everybody raises where ranks are about to do different things, or some did not come in time.
 
         The first rank that comes here writes it, of the lines that are there in time.
+
+        Args:
+            answer: what this rank is about to do, or does.
+            gives_up: it asked in the group, and has waited for too long.
         """
-        self._store.compare_set(self._gate(), "", _ALARM.decode())
+        told = str(Alarm(number=answer.number if gives_up else 0))
+        alarm = Alarm.read(bytes(self._store.compare_set(self._gate(), "", told)))
         roll = Roll(self._store, "alarm")
-        if roll.sign(json.dumps(answer)) == 1:
+        if (place := roll.sign(json.dumps(alarm.line(answer, self._asked, self._place)))) == 1:
             roll.wait(len(self._ranks), min(_PATIENCE, self.timeout))
-        else:
-            try:
-                self._store.wait(["report"], timedelta(seconds=2 * _PATIENCE))
-                return DivergenceError(bytes(self._store.get("report")).decode())
-            except RuntimeError:  # who was to write it died
-                pass
-        report = self._compose([Answer(*json.loads(line)) for line in roll.lines()])
+        elif report := self._report(roll, place):
+            return DivergenceError(report)
+        report = self._compose([Answer(*json.loads(line)) for line in roll.lines()], alarm)
         self._store.set("report", report)
         return DivergenceError(report)
 
-    def _compose(self, lines: list[Answer]) -> str:
+    def _report(self, roll: Roll, place: int) -> str:
+        """The report that another rank writes, or "" if that one died: while lines are added, it waits for more."""
+        seen, found = 0, place
+        while found > seen:
+            try:
+                self._store.wait(["report"], timedelta(seconds=2 * _PATIENCE))
+                return bytes(self._store.get("report")).decode()
+            except RuntimeError:
+                seen, found = found, roll.count()
+        return ""
+
+    def _compose(self, lines: list[Answer], alarm: Alarm) -> str:
         """What ranks are told that wrote down these lines."""
-        asked = [line for line in lines if line.op]
+        in_time = [line for line in lines if not line.is_late]
+        asked = [line for line in in_time if line.op]
         first = min(asked or lines, key=lambda line: line.number)
-        started = any(line.number >= first.number for line in lines if not line.op)
-        if started or len({(line.number, line.op) for line in asked}) > 1:
+        started = any(line.number >= first.number for line in in_time if not line.op)
+        if alarm == Alarm() or started or len({(line.number, line.op) for line in asked}) > 1:
             return _told_apart(lines, self._ranks, first.number)
         here = {line.rank for line in asked}
-        # Those who were late come while others write down that they did not wait any longer: the last ones.
-        absent = [rank for rank in self._ranks if rank not in here] or [lines[-1].rank]
+        late = sorted(line.rank for line in lines if line.is_late)
+        # A rank without a line may have come in time and be slow to write it, unless the late ones are as many as must be.
+        is_all = len(late) == len(self._ranks) - alarm.came
+        absent = late if is_all else [rank for rank in self._ranks if rank not in here] or [lines[-1].rank]
         return (
             f"rank(s) {ranks_of(sorted(here.difference(absent)))} are about to start the {first.what}, and rank(s) "
             f"{ranks_of(absent)} did not come to the same point within {self.timeout:.0f} s: they raised, stopped, or took "

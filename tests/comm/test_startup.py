@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from hsdp.comm import work
-from hsdp.comm.questions import Answer, Questions, Tally, Votes
+from hsdp.comm.questions import Alarm, Answer, Questions, Tally, Votes
 from tests.support.cluster import Cluster
 from tests.support.counted_store import CountedStore, counted
 from tests.support.deep import DIM, floats
@@ -124,8 +124,9 @@ def test_a_vote_tells_whether_its_op_is_ahead() -> None:
 
 def test_messages_list_a_dozen_ranks() -> None:
     questions = Questions(None, True, 0, range(1024), 60.0)
-    differ = questions._compose([Answer(rank, 7, "all-gather of unit 'a'", 1 + (rank == 1000)) for rank in range(1024)])
-    silent = questions._compose([Answer(rank, 7, "all-gather of unit 'a'", 1) for rank in range(1000)])
+    lines = [Answer(rank, 7, "all-gather of unit 'a'", 1 + (rank == 1000)) for rank in range(1024)]
+    differ = questions._compose(lines, Alarm())
+    silent = questions._compose(lines[:1000], Alarm(came=1000))
     assert "rank(s) [1000]: the all-gather of unit 'a'" in differ
     assert "11] and 1,011 more: " in differ
     assert "11] and 988 more are about to start the all-gather of unit 'a', and rank(s) [1000, 1001" in silent

@@ -14,6 +14,9 @@ connections, and connecting is not timed: torch connects every rank to this serv
 
 `--what wrap`: the time of `fully_shard` for many units on the fake backend, beside FSDP2's in the same run.
 
+`--what steps`: how many functions of hsdp, and C functions called by them, a steady step with clipping calls, on the fake
+backend as one of 8, 512 and 8,192 ranks.
+
 `--what failure`: one rank of many differs, comes late or dies before it does what the others do: who is told what, after
 how long, for how many store operations. Every rank runs the guard's real code. Time, store and process group are simulated
 (`tests/support/many_ranks.py`): the server takes for each operation what one of a real TCPStore takes, as measured first.
@@ -43,11 +46,13 @@ from benchmarks.harness import positive, progress, publish
 from hsdp.comm.questions import Answer, Questions
 from tests.support.cluster import Cluster
 from tests.support.counted_store import CountedStore
+from tests.support.host_calls import calls_per_step
 from tests.support.many_ranks import Failure, Where, fail
 from tests.support.rig import fake_world
 
 FLAT = (16, 64, 256, 1024, 4096, 16384)
 REPLICAS = (8, 16, 64, 256)
+WORLDS = (8, 512, 8192)
 SHARDS = 64
 CONNECTIONS = 4
 """Of a process to the server."""
@@ -282,7 +287,8 @@ def failures(args: argparse.Namespace) -> None:
     ]
     rows = []
     for where in get_args(Where):
-        for world in (4, 64, args.engine):
+        # Ranks that wait for a collective look at the store once per second: many of them take long to simulate.
+        for world in (4, 64, args.engine) if where == "first question" else (4, 64):
             progress(f"{where}, {world} ranks ...")
             for how, timeout in (("nothing", 600), ("differs", 600), ("late", 600), ("late", 20), ("dead", 20)):
                 rows.append(fate(world, Failure(how, where, (world // 2,)), float(timeout), each))
@@ -332,7 +338,20 @@ def wrap(args: argparse.Namespace) -> None:
     )
 
 
-WHATS = {"agree": agree, "wrap": wrap, "failure": failures}
+def steps(args: argparse.Namespace) -> None:
+    """Counts and reports the function calls of a step, which do not depend on the machine."""
+    units, lines = 8, ["    mesh  function calls of a step  of each unit in it"]
+    rows = []
+    for replicas in (1, 4):
+        for world in WORLDS:
+            few, many = (calls_per_step(world, replicas, number) for number in (units, 2 * units))
+            shape = named((replicas, world // replicas) if replicas > 1 else (world,))
+            lines.append(f"{shape:>8}  {few:24}  {(many - few) / units:18.2f}")
+            rows.append({"mesh": shape, "calls": few, "calls_of_a_unit": (many - few) / units})
+    publish("startup --what steps", "\n".join(lines), vars(args), args.json, rows=rows)
+
+
+WHATS = {"agree": agree, "wrap": wrap, "failure": failures, "steps": steps}
 
 
 def main(argv: Sequence[str] | None = None) -> None:

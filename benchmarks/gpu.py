@@ -33,6 +33,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 import hsdp
 from benchmarks.harness import positive, progress, publish, shard
 from hsdp.comm.collectives import Comm
+from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
 from hsdp.examples.llama import Block, LlamaConfig
@@ -93,7 +94,7 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         AssertionError: a verb gave something else than its input, which is what one rank gets.
     """
     streams = Streams(device)
-    comm = Comm(group, 0, 1, device, streams)
+    comm = Comm(group, 0, 1, device, CommContext(streams))
     checked: list[str] = []
     op = iter(range(1, 1000))
 

@@ -63,7 +63,7 @@ class UnshardHandle(_UnshardHandle):
         for unit in self._units:
             unit.show()
             unit.note_shards()
-            unit.streams.finish_host_reads()
+            unit.context.streams.finish_host_reads()
         self._units = []
 
 
@@ -150,8 +150,8 @@ class FSDP2Methods(fsdp.FSDPModule):
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""
         for unit in self._units(recurse=False):
-            if unit.streams.active:
-                unit.streams.join(event)
+            if unit.context.streams.active:
+                unit.context.streams.join(event)
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: hsdp's gathers are always asynchronous."""

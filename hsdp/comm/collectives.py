@@ -19,6 +19,7 @@ from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
 from hsdp.comm.labels import Named, labels
+from hsdp.comm.observer import CommContext
 from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, wait_for
@@ -53,28 +54,30 @@ class Comm:
     Attributes:
         size: number of its ranks.
         backend: "gloo", "nccl", "fake", ..., or "none".
-        streams: the side streams that its collectives use.
+        context: the side streams that its collectives use, and who observes them.
         divergence_guard: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
         custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
     """
 
-    def __init__(self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, streams: Streams) -> None:
+    def __init__(
+        self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, context: CommContext
+    ) -> None:
         self.group = group
         self.rank = rank
         self.size = size
         self.device = device
-        self.streams = streams
+        self.context = context
         self.backend = backend_name(group, device) if group is not None else "none"
         self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend not in UNGUARDED:
             self.divergence_guard = guard_of(group, rank, size, device)
-        self._all_gather_options = _options(AllgatherOptions, streams)
-        self._reduce_scatter_options = _options(dist.ReduceScatterOptions, streams)
-        self._all_reduce_options = _options(dist.AllreduceOptions, streams)
-        self._all_reduce_coalesced_options = _options(dist.AllreduceCoalescedOptions, streams)
-        self._all_to_all_options = _options(dist.AllToAllOptions, streams)
+        self._all_gather_options = _options(AllgatherOptions, context.streams)
+        self._reduce_scatter_options = _options(dist.ReduceScatterOptions, context.streams)
+        self._all_reduce_options = _options(dist.AllreduceOptions, context.streams)
+        self._all_reduce_coalesced_options = _options(dist.AllreduceCoalescedOptions, context.streams)
+        self._all_to_all_options = _options(dist.AllToAllOptions, context.streams)
 
     @property
     def direct_gather_bytes(self) -> int:
@@ -101,7 +104,7 @@ class Comm:
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
         if self.custom_all_gather is not None:
-            works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.streams.active)
+            works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
         for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
             works += _start_gather(group, outs, ins, self._all_gather_options)
@@ -126,7 +129,8 @@ class Comm:
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
-            works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, not self.streams.active)
+            by_host = not self.context.streams.active
+            works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
             finish = _in_turn(then, finish)
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
@@ -166,7 +170,7 @@ class Comm:
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
         works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
-        return CommWork(self, "all-to-all", owner, works, (output, sent))
+        return CommWork(self, "all-to-all", owner, works, ([output], [sent]))
 
     def agree(self, owner: Named, op: int) -> None:
         """Tells the ranks' divergence guard that this rank starts nothing where the others might."""
@@ -175,6 +179,8 @@ class Comm:
 
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
         assert self.group is not None, f"{kind} without a process group"
+        if self.context.observer is not None:
+            self.context.observer.starting()
         if self.divergence_guard is not None:
             self.divergence_guard.before_collective(op, kind, owner.name)
         return self.group
@@ -381,9 +387,9 @@ def _start_exchange(
 
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
     """A `Comm` over these global ranks, which all call it, with a process group of their own, made once for all who ask."""
-    streams = Streams(device)
+    context = CommContext(Streams(device))
     group = shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
-    return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, streams)
+    return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, context)
 
 
 def direct_bytes(backend: str) -> tuple[int, int]:
@@ -407,7 +413,7 @@ def twin_of(comm: Comm) -> Comm:
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
     group = shared_group("twin", dist.get_process_group_ranks(comm.group))
-    twin = Comm(group, comm.rank, comm.size, comm.device, comm.streams)
+    twin = Comm(group, comm.rank, comm.size, comm.device, comm.context)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
 

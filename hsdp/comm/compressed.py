@@ -119,7 +119,7 @@ class _TwoWorks(CommWork):
         self._first = first
         self._go_on = go_on
         self._second: CommWork | None = None
-        if comm.streams.active:
+        if comm.context.streams.active:
             self._second = go_on()  # streams keep the order, the host goes on
 
     @property

@@ -18,14 +18,16 @@ from torch import Tensor
 
 from hsdp.comm.divergence import DivergenceGuard, described
 from hsdp.comm.labels import Named, labelled
-from hsdp.comm.streams import Event, Streams
+from hsdp.comm.observer import CommContext
+from hsdp.comm.streams import Event
 from hsdp.errors import CollectiveError, DivergenceError
 
 
 class Carrier(Protocol):
     """What started a collective: the process group, as far as waiting for it goes."""
 
-    streams: Streams
+    size: int
+    context: CommContext
     backend: str
     divergence_guard: DivergenceGuard | None
 
@@ -76,14 +78,17 @@ class CommWork:
         _outstanding[id(self)] = weakref.ref(self)
         if len(_outstanding) > _MOST_OUTSTANDING:
             outstanding()
-        if comm.streams.active:
+        context = comm.context
+        if context.streams.active:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
-            self._event = comm.streams.mark()
+            self._event = context.streams.mark()
+        if context.observer is not None:
+            context.observer.started(comm, owner, self, works)
 
     def done(self) -> bool:
         """Whether waiting would not block the host (CPU) or the stream (device)."""
-        if self._comm.streams.active:
+        if self._comm.context.streams.active:
             return self._event is None or bool(self._event.query())
         return self._works is None or all(work is None or work.is_completed() for work in self._works)
 
@@ -94,10 +99,18 @@ class CommWork:
             CollectiveError: the collective failed or timed out.
             DivergenceError: another rank is about to start another collective in its place.
         """
-        if self._comm.streams.active:
-            self._comm.streams.join(self._event)
-        elif self._works is not None:
-            labelled(f"wait {self.kind}", self.name, self._settle)
+        context = self._comm.context
+        observer = context.observer
+        if observer is not None:
+            observer.begins("wait", self)
+        try:
+            if context.streams.active:
+                context.streams.join(self._event)
+            elif self._works is not None:
+                labelled(f"wait {self.kind}", self.name, self._settle)
+        finally:
+            if observer is not None:
+                observer.ends("wait", self)
         _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
@@ -107,6 +120,15 @@ class CommWork:
         # out the buffers, which belong to the compute stream, while the side stream still works on them.
         if self._event is not None and (self._keep is not None or self._finish is not None):
             _keep_until(self._event.query, (self._keep, self._finish))
+
+    def traffic(self) -> tuple[list[Tensor], list[Tensor]]:
+        """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until somebody waited."""
+        keep = self._keep
+        if keep is None:
+            return [], []
+        if self.kind == "all-reduce":
+            return [], keep
+        return (keep[0], []) if self.kind == "all-gather" else (keep[1], keep[2] if len(keep) > 2 else [])
 
     @property
     def event(self) -> Event:

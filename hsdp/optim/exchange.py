@@ -118,7 +118,7 @@ class Exchange:
         foreign = [(piece, value) for piece, value in zip(out, values, strict=True) if piece.peer != self._me]
         _copy(_views(sent, [piece for piece, _ in foreign]), [value for _, value in foreign])
         self._op += 1
-        with self._comm.streams.on("gather"):
+        with self._comm.context.streams.on("gather"):
             self._work = self._comm.exchange_parts(self._label, self._op, self._received, counts, sent, sizes)
 
     def _arrived(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Tensor]]:

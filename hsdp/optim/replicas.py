@@ -118,7 +118,7 @@ class _Gather:
             outputs.append(rows.view(-1))
             inputs.append(own)
         if outputs:
-            with self._comm.streams.on("replicate"):
+            with self._comm.context.streams.on("replicate"):
                 # As bytes, so that tensors of several dtypes share a call.
                 self._work = self._comm.all_gather(
                     self._unit,

@@ -6,6 +6,7 @@ import weakref
 
 import torch
 
+from hsdp.comm.observer import Point
 from hsdp.schedule.passes import BackwardPass, Moment, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
@@ -56,6 +57,7 @@ class Backwards(Root):
         bury_tasks(backward)
         if not backward.tasks:
             self._roll_back(at_once=True)
+            self.tell(Point.DROPPED)
 
     def _begin_backward(self) -> BackwardPass:
         reduces = self._accumulates()
@@ -88,6 +90,8 @@ class Backwards(Root):
             StaleParametersError: the parameters changed since the forward.
             StateError: somebody's `full_params` has the unit.
         """
+        if unit.context.observer is not None:
+            unit.context.observer.passes(Point.BACKWARD_ENTERED, unit)
         if unit.lent:
             expect(unit, "backward", TrainingState.IDLE)
         task = graph_task()
@@ -246,13 +250,38 @@ class Backwards(Root):
             return
         unit.state = TrainingState.BACKWARD_POST
         settings = unit.settings
-        if not settings.requires_grad_sync:
-            unit.gradients.stash()
+        if settings.requires_grad_sync:
+            self.pipeline.make_room()
+            self._submit(unit, not self.root.settings.drains, settings.requires_all_reduce)
             return
-        self.pipeline.make_room()
-        parts = unit.gradients.take(not self.root.settings.drains, settings.requires_all_reduce)
-        if parts:
-            self.pipeline.submit(Reduction(unit, parts, settings.requires_all_reduce))
+        observer = unit.context.observer
+        if observer is not None:
+            observer.begins("copy", unit)
+        try:
+            unit.gradients.stash()
+        finally:
+            if observer is not None:
+                observer.ends("copy", unit)
+
+    def _submit(self, unit: Unit, runs_on: bool, all_reduce: bool) -> None:
+        """Starts a reduction of all gradients of `unit`; `runs_on` and `all_reduce` as `Gradients.take` has them."""
+        observer = unit.context.observer
+        if observer is not None:
+            observer.begins("copy", unit)
+        try:
+            parts = unit.gradients.take(runs_on, all_reduce)
+        finally:
+            if observer is not None:
+                observer.ends("copy", unit)
+        if not parts:
+            return
+        if observer is not None:
+            observer.begins("launch", unit)
+        try:
+            self.pipeline.submit(Reduction(unit, parts, all_reduce))
+        finally:
+            if observer is not None:
+                observer.ends("launch", unit)
 
     def _end_task(self, backward: BackwardPass, task: int, token: Token) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
@@ -267,6 +296,7 @@ class Backwards(Root):
             except BaseException:
                 if not self.streams.active:
                     self._roll_back(at_once=True)
+                self.tell(Point.DROPPED)
                 raise
             finally:
                 backward.ending = False
@@ -310,6 +340,7 @@ class Backwards(Root):
         if backward.reduces:
             self.awaits_gradients = False
         self.backward = None
+        self.tell(Point.BACKWARD_ENDS)
 
 
 def _ahead(backward: BackwardPass, unit: Unit) -> list[Unit]:

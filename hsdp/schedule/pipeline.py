@@ -179,6 +179,8 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         for reduction in bucket.items:
             for part in reduction.parts:
                 part.release_inputs()
+            if reduction.unit.context.observer is not None:
+                reduction.unit.context.observer.allocates(reduction.unit)
 
     def start_deferral(self, item: Reduction, behind: ReductionBucket) -> ReductionBucket:
         """See `ReduceQueue`. Sums of `item`, `behind` a reduce-scatter, are added on the compute stream: it is theirs."""
@@ -230,12 +232,17 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         """See `ReduceQueue`. An error that a landing raises does not break the queue: `drain` raises it, at rest."""
         for reduction in bucket.items:
             self._offloads = self._offloads or reduction.offloads
-            gradients = reduction.unit.gradients
+            gradients, observer = reduction.unit.gradients, reduction.unit.context.observer
             undoable = gradients.is_open(reduction.parts)
+            if observer is not None:
+                observer.begins("landing", reduction.unit)
             try:
                 (gradients.land if reduction.all_reduce else gradients.defer)(reduction.parts)
             except Exception as error:
                 self._note(error, reduction, undoable)
+            finally:
+                if observer is not None:
+                    observer.ends("landing", reduction.unit)
 
     def _note(self, error: Exception, reduction: Reduction, undoable: bool | None = None) -> None:
         """Keeps an error for later. Its backward fails then; if that is over, its sums are lost."""

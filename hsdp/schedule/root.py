@@ -20,6 +20,7 @@ from torch import nn
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.observer import Point
 from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError
 from hsdp.format import dotted
@@ -84,7 +85,7 @@ class Root:
         this = cast(Schedule, self)
         for unit, parent, name in self._members:
             before = unit.runtime
-            if before is this and not fresh and unit.streams is self.streams:
+            if before is this and not fresh and unit.context.streams is self.streams:
                 continue
             if before is not None and before is not this and not before.in_backward():
                 before.recover()  # the unit had another root, whose backward may have failed
@@ -93,6 +94,15 @@ class Root:
     def modules(self) -> Iterator[nn.Module]:
         """The root's module(s)."""
         return (module for ref in self._modules if (module := ref()) is not None)
+
+    def tell(self, point: Point) -> None:
+        """Tells whoever observes units of the root that it passes a point."""
+        told = None
+        for unit in self.units:
+            observer = unit.context.observer
+            if observer is not None and observer is not told:  # who observes several has them in a row
+                told = observer
+                observer.passes(point, self)
 
     def share_streams(self, other: Root) -> None:
         """Uses the side streams of another root from now on. Between iterations only."""
@@ -168,6 +178,7 @@ class Root:
             unit.remaining.clear()
         self._forward_order.cancel()
         self.backward = None
+        self.tell(Point.DROPPED)
 
     def _roll_back(self, at_once: bool = False) -> None:
         with torch.no_grad():

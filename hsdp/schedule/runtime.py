@@ -11,9 +11,9 @@ from typing import cast
 import torch
 
 from hsdp.comm.divergence import STEP
+from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
 from hsdp.schedule.passes import Pass, Visit
-from hsdp.schedule.pipeline import Reduction
 from hsdp.unit.state import TrainingState, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Residency
@@ -26,6 +26,7 @@ class Runtime(Backwards):
         """A forward of the root begins."""
         self.recover("a backward pass did not end")
         self.adopt()
+        self.tell(Point.FORWARD_BEGINS)
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
@@ -48,6 +49,8 @@ class Runtime(Backwards):
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""
+        if unit.context.observer is not None:
+            unit.context.observer.passes(Point.FORWARD_ENTERED, unit)
         self.reduce_order.enter(unit)
         unit.begin_forward(afresh=not self.reduce_order.awaited)
         unit.state = TrainingState.FORWARD
@@ -75,6 +78,8 @@ class Runtime(Backwards):
         left[unit] = before if visit is None else (visit.first_node, visit.version)
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
+        if unit.context.observer is not None:
+            unit.context.observer.passes(Point.FORWARD_LEFT, unit)
 
     def _close(self, unit: Unit, hidden: bool) -> None:
         """`unit`'s forward ended: its unsharded parameters go, or stay for its backward.
@@ -128,6 +133,7 @@ class Runtime(Backwards):
         for unit in self.units:
             unit.ran.clear()
         self._reshard_all()
+        self.tell(Point.DROPPED)
 
     def settle(self) -> None:
         """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.
@@ -148,9 +154,7 @@ class Runtime(Backwards):
             with torch.no_grad():
                 for unit in self.units:
                     if unit.gradients.kept or unit.gradients.deferred:
-                        parts = unit.gradients.take(runs_on=False)
-                        if parts:
-                            self.pipeline.submit(Reduction(unit, parts, all_reduce=True))
+                        self._submit(unit, runs_on=False, all_reduce=True)
             self.drain()
         except BaseException:
             self.reset()

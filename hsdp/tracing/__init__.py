@@ -14,7 +14,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
 
 import torch.distributed as dist
 from torch import nn
@@ -75,9 +74,10 @@ class Trace:
 def trace(model: nn.Module) -> Iterator[Trace]:
     """Records what the units of `model` do inside the `with` block, on this rank.
 
-    Nothing of it exists outside of the block: methods of the engine are wrapped when it begins, on the objects of this
-    model only, and put back when it ends. On the CPU times are the host's, and the end of a collective is told by its
-    future. On a device they are those of events on the streams, read once, when the block ends: it waits for the device.
+    Nothing of it exists outside of the block, and nothing of the engine is changed in it: the units of this model tell a
+    recorder what they do, until the block ends or raises; what was recorded until then can be read either way. On the CPU
+    times are the host's, and the end of a collective is told by its future. On a device they are those of events on the
+    streams, read once, when the block ends: it waits for the device.
 
     Args:
         model: a sharded module, or one that holds some.
@@ -86,17 +86,17 @@ def trace(model: nn.Module) -> Iterator[Trace]:
         ValueError: nothing in the model is sharded.
         RuntimeError: the model is being traced already.
     """
-    states: dict[Any, None] = {}
-    for module in model.modules():
-        if (state := state_of(module)) is not None:
-            states.setdefault(state)
-    if not states:
+    units = dict.fromkeys(state.unit for module in model.modules() if (state := state_of(module)) is not None)
+    if not units:
         raise ValueError(f"trace({type(model).__name__}): nothing in it is sharded; call fully_shard first")
-    recorder = Recorder(list(states))
+    recorder = Recorder(list(units))
     result = Trace(recorder)
-    with recorder:
+    recorder.start()
+    try:
         yield result
-    result._finish()
+    finally:
+        recorder.stop()
+        result._finish()
 
 
 def _rank() -> int:

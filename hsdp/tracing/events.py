@@ -6,37 +6,33 @@ import enum
 import time
 from typing import Any
 
+from hsdp.comm.observer import Point
 from hsdp.comm.streams import Event
-from hsdp.tracing.spans import Track
+from hsdp.tracing.spans import COLLECTIVES, Track
 
 Moment = tuple[float, Event]
 """A time: by the host's clock, in seconds, and as an event on the stream that was current."""
 
 _now = time.perf_counter
+_WAITS = {kind: f"wait {kind}" for kind in COLLECTIVES}
 
 
 class Op(enum.Enum):
-    """What an entry of the log tells."""
+    """What an entry of the log tells, beside the points that are passed."""
 
     BEGIN = enum.auto()
     END = enum.auto()
     END_KIND = enum.auto()
-    BEGIN_PASS = enum.auto()
-    FORGET_PASS = enum.auto()
-    END_FORWARD = enum.auto()
-    ENTER_BACKWARD = enum.auto()
-    LEAVE_BACKWARD = enum.auto()
-    END_BACKWARD = enum.auto()
 
 
-Entry = tuple[float, Event, Op, str, Any]
-"""Host time, event, op, kind, and what it is about: a unit, a runtime, a collective's record or a name."""
+Entry = tuple[float, Event, Op | Point, str, Any]
+"""Host time, event, op or point, kind, and what it is about: a unit, a root, a collective's record or a name."""
 
 
 class WorkRecord:
-    """A collective that was started. `frees`: bytes of gradients that are let go once it was waited for."""
+    """A collective that was started. `wait`: what the compute track does while it waits for it."""
 
-    __slots__ = ("_ends", "calls", "end", "frees", "kind", "nbytes", "sent", "start", "track", "unit", "waited")
+    __slots__ = ("_ends", "calls", "end", "kind", "nbytes", "sent", "start", "track", "unit", "wait", "waited")
 
     def __init__(self, track: Track, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
         self.track: Track = track
@@ -47,7 +43,8 @@ class WorkRecord:
         self.sent = sent
         self.end: Moment | None = None
         self.waited: float | None = None
-        self.calls = self.frees = 0
+        self.calls = 0
+        self.wait = _WAITS[kind]
         self._ends: list[float] = []
 
     def call_done(self, _: object) -> None:

@@ -1,10 +1,9 @@
-"""The recorder: wraps methods of one model's units, runtimes and process groups while it is entered.
+"""The recorder: observes the units of one model between its start and its stop.
 
-Wrappers lie in the objects' own `__dict__`, in front of their class's methods, and are removed at the end: a model that
-is not traced runs the code as it is written. What is recorded are two lists:
+What is recorded are two lists:
 
     log        what began and what ended on the compute track, and when (replay.py makes marks of it)
-    collectives    a record for each collective: when it started, when it was done, its bytes
+    works      a record for each collective: when it started, when it was done, its bytes
 
 Times are pairs of the host's clock and an event on the current stream (None on the CPU). They become spans at the end: a
 step that is traced pays for appending to lists.
@@ -14,8 +13,6 @@ from __future__ import annotations
 
 import time
 import weakref
-from collections.abc import Callable
-from functools import partial
 from typing import Any
 
 import torch
@@ -24,248 +21,163 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named
+from hsdp.comm.observer import Point, Work
 from hsdp.comm.questions import Late, late_listeners
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
-from hsdp.schedule.module_hooks import ModuleHooks
-from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.schedule.pipeline import ReductionBucket
 from hsdp.tracing.events import Entry, Mark, Moment, Op, WorkRecord
 from hsdp.tracing.replay import replay
 from hsdp.tracing.spans import Recording, Span, Track
-from hsdp.tracing.works import TracedWork, forget_works
 from hsdp.unit.lookup import unit_of
-from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
 _BEHIND = {"all-gather": "copy", "reduce-scatter": "sum"}
 """What the host does in `CommWork.wait` once the collective is done."""
 
-_Stage = tuple[Track, str]
-"""The track of a collective, and the kind under which it is shown."""
-
-_ALL_REDUCE: _Stage = ("replicate", "all-reduce")
+_STAGES: dict[str, tuple[Track, str]] = {
+    "all-gather": ("gather", "all-gather"),
+    "reduce-scatter": ("scatter", "reduce-scatter"),
+    "all-reduce": ("replicate", "all-reduce"),
+}
+"""The track of each kind of collective, and the kind under which it is shown. `CommWork`s of other kinds are none."""
 
 _BEGIN, _END = Op.BEGIN, Op.END  # an enum's members are looked up slowly
-Change = Callable[[Callable[..., Any]], Callable[..., Any]]
-"""What makes a wrapper of a method."""
-
 _now = time.perf_counter
-_traced: weakref.WeakSet[Unit] = weakref.WeakSet()
 
 
 class Recorder:
-    """Records the units of some module states while it is entered.
+    """Records what some units do: an `Observer`, see `comm/observer.py`.
 
-    Attributes:
-        reducing: bytes of unsharded gradients and reduction buffers in the pipelines.
+    Args:
+        units: on one device.
     """
 
-    def __init__(self, states: list[ModuleHooks]) -> None:
-        self._states = states
-        self._units = [state.unit for state in states]
-        device = self._units[0].axes.device
+    def __init__(self, units: list[Unit]) -> None:
+        self._units = units
+        device = units[0].axes.device
         self._device = device.type
         self._streams = Streams(device)
         self._stamp = self._streams.stamp if self._streams.active else None
         self._log: list[Entry] = []
         self._marks: list[Mark] = []
         self._works: list[WorkRecord] = []
-        self._asides: list[tuple[Track, str, str, Moment, Moment]] = []
+        self._under_way: weakref.WeakKeyDictionary[CommWork, WorkRecord] = weakref.WeakKeyDictionary()
+        self._starts: Moment | None = None
+        self._unpacks: Moment | None = None
+        self._unpacked: list[tuple[str, Moment, Moment]] = []
         self._iterations: list[Moment] = []
         self._memory: list[tuple[float, int]] = []
-        self._gathered: dict[Unit, int] = {}
-        self._gathering = 0
-        self.reducing = 0
+        self._held: dict[Unit, int] = {}
+        self._held_by_all = 0
         self._names: list[str] = []
-        self._undo: list[tuple[Any, str]] = []
         self._hooks: list[Any] = []
         self._late: list[Late] = []
         self._begin: Moment
         self._end: Moment
 
-    # -- wrapping ------------------------------------------------------------------------------------------------
+    def start(self) -> None:
+        """Observes the units from now on.
 
-    def __enter__(self) -> Recorder:
-        if any(unit in _traced for unit in self._units):
+        Raises:
+            RuntimeError: a recorder does already.
+        """
+        if any(unit.context.observer is not None for unit in self._units):
             raise RuntimeError("trace: the model is being traced already; end that trace first")
-        _traced.update(self._units)
         self._streams.synchronize()
         self._begin = self.now()
-        for state in self._states:
-            # A root's runtime may be made later than this, and there may be several roots.
-            self._wrap(state.own_runtime, lambda call: lambda: self._attach(call()))
-            self._attach_unit(state.unit)
-        for runtime in dict.fromkeys(map(runtime_of, self._units)):
-            if runtime is not None:
-                self._attach(runtime)
+        self._held = dict.fromkeys(self._units, 0)
         self._hooks = [
             register_optimizer_step_pre_hook(self._before_optimizer_step),
             register_optimizer_step_post_hook(self._after_optimizer_step),
         ]
         late_listeners.append(self._late.append)
-        return self
+        for unit in self._units:
+            unit.observe(self)
 
-    def __exit__(self, *_: object) -> None:
-        self._end = self.now()
-        for owner, name in reversed(self._undo):
-            delattr(owner, name)
+    def stop(self) -> None:
+        """Lets the units go, whatever they are doing."""
+        # Before anything that may raise: a device that has failed does so wherever it is asked.
+        for unit in self._units:
+            unit.observe(None)
         for hook in self._hooks:
             hook.remove()
         late_listeners.remove(self._late.append)
-        _traced.difference_update(self._units)
-        forget_works(self)
+        self._end = self.now()
         self._names = [unit.name for unit in self._units]
-        self._streams.synchronize()
-        self._marks = replay(self._log)
+        self._marks = replay(self._log, self._held)
         # A trace that is kept must not keep the model.
-        self._log, self._undo, self._hooks, self._states, self._units = [], [], [], [], []
-        self._gathered = {}
+        self._log, self._hooks, self._units, self._held = [], [], [], {}
+        self._under_way.clear()
+        self._streams.synchronize()
 
-    def _wrap(self, method: Any, change: Change) -> None:
-        """Puts `change(method)` in front of a bound method."""
-        owner, name = method.__self__, method.__name__
-        self._undo.append((owner, name))
-        setattr(owner, name, change(method))
+    # -- as an observer ------------------------------------------------------------------------------------------
 
-    def _during(self, kind: str, unit: Unit, after: Callable[..., object] | None = None) -> Change:
-        """While the method runs, the compute track does `kind`; `after` is called with its arguments once it has run."""
-        append, stamp = self._log.append, self._stamp
+    def passes(self, point: Point, what: Any) -> None:
+        """See `Observer`."""
+        stamp = self._stamp
+        moment = _now(), None if stamp is None else stamp()
+        if point is Point.FORWARD_BEGINS:
+            self._iterations.append(moment)
+        self._log.append((*moment, point, "", what))
 
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def during(*args: Any, **kwargs: Any) -> Any:
-                append((_now(), None if stamp is None else stamp(), _BEGIN, kind, unit))
-                try:
-                    result = call(*args, **kwargs)
-                finally:
-                    append((_now(), None if stamp is None else stamp(), _END, "", ""))
-                if after is not None:
-                    after(*args)
-                return result
+    def begins(self, work: Work, what: Any) -> None:
+        """See `Observer`."""
+        if work == "unpack":
+            self._unpacks = self.now()
+        elif work != "wait":
+            self.log(_BEGIN, work, what)
+        elif (record := self._under_way.get(what)) is not None:
+            self.log(_BEGIN, record.wait, record)
 
-            return during
+    def ends(self, work: Work, what: Any) -> None:
+        """See `Observer`."""
+        if work == "unpack":
+            # On the CPU it is a part of the wait, which tells of it.
+            if self._streams.active and self._unpacks is not None:
+                self._unpacked.append((what.name, self._unpacks, self.now()))
+        elif work != "wait":
+            self.log(_END)
+            self.allocates(what)
+        elif (record := self._under_way.pop(what, None)) is not None:
+            self.log(_END)
+            record.waited = _now()
 
-        return change
+    def starting(self) -> None:
+        """See `Observer`."""
+        self._starts = self.now()
 
-    def _before(self, before: Callable[..., object]) -> Change:
-        """`before` is called with the method's arguments before it runs."""
-
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any, **kwargs: Any) -> Any:
-                before(*args)
-                return call(*args, **kwargs)
-
-            return wrapped
-
-        return change
-
-    def _after(self, after: Callable[..., object]) -> Change:
-        """`after` is called with the method's arguments once it has run."""
-
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def wrapped(*args: Any) -> Any:
-                result = call(*args)
-                after(*args)
-                return result
-
-            return wrapped
-
-        return change
-
-    def _attach(self, runtime: Runtime) -> Runtime:
-        if "begin_forward" in vars(runtime):
-            return runtime
-        log = self.log
-
-        def begin_forward() -> None:
-            if not len(runtime.pipeline):
-                self.reducing = 0
-            log(Op.BEGIN_PASS, "", runtime)
-            self._iterations.append(self.now())
-
-        self._wrap(runtime.begin_forward, self._before(begin_forward))
-        self._wrap(runtime.enter_forward, self._before(partial(log, Op.BEGIN, "forward")))
-        self._wrap(runtime.leave_forward, self._after(partial(log, Op.END_FORWARD, "forward")))
-        self._wrap(runtime.forget_forward, self._after(partial(log, Op.FORGET_PASS, "", runtime)))
-        self._wrap(runtime.enter_backward, self._before(partial(log, Op.ENTER_BACKWARD, "backward")))
-        self._wrap(runtime.completed, self._after(partial(log, Op.LEAVE_BACKWARD, "backward")))
-        self._wrap(runtime._end_backward, self._after(partial(log, Op.END_BACKWARD)))
-        self._wrap(runtime.pipeline.submit, self._submitting)
-        return runtime
-
-    def _attach_unit(self, unit: Unit) -> None:
-        measure = partial(self._measure, unit)
-        self._wrap(unit.launch, self._during("launch", unit, measure))
-        self._wrap(unit.finish, self._after(measure))
-        self._wrap(unit.reshard, self._after(partial(self._freed, unit)))
-        self._wrap(unit.gradients.take, self._during("copy", unit))
-        self._wrap(unit.gradients.stash, self._during("copy", unit))
-        self._wrap(unit.gradients.land, self._during("landing", unit, self._landed))
-        self._wrap(unit.gradients.defer, self._after(self._landed))
-        if self._streams.active:
-            self._wrap(unit._unpack, self._aside("gather", "copy", unit))
-        for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit.part_comm):
-            if comm is None or "all_gather" in vars(comm):
-                continue
-            gathers: _Stage = ("gather", "all-gather")
-            scatters: _Stage = ("scatter", "reduce-scatter")
-            if comm is unit.replicate_comm:
-                # Whatever a unit sends between replicas belongs to its all-reduce stage, which a `ReplicaReduce` may
-                # make of other collectives: `CompressedAllReduce` is an all-to-all and an all-gather.
-                gathers = scatters = _ALL_REDUCE
-            self._wrap(comm.all_gather, self._recorded(comm, gathers, single=0))
-            self._wrap(comm.reduce_scatter, self._recorded(comm, scatters, single=1, double=2))
-            self._wrap(comm.all_to_all, self._recorded(comm, scatters, single=1))
-            self._wrap(comm.all_reduce, self._recorded(comm, _ALL_REDUCE, double=0))
-
-    def _recorded(self, comm: Comm, stage: _Stage, single: int | None = None, double: int | None = None) -> Change:
-        """The method starts a collective; `single` and `double` are the operands that a ring sends once and twice."""
-        track, kind = stage
+    def started(self, comm: Comm, owner: Named, comm_work: CommWork, calls: list[Any]) -> None:
+        """See `Observer`."""
+        start, self._starts = self._starts or self.now(), None
+        stage = _stage(comm, owner, comm_work.kind)
+        if stage is None or not calls:
+            return
+        once, twice = comm_work.traffic()
+        sent = _sent(comm, comm_work.kind, once) + 2 * _nbytes(twice)
         share = (comm.size - 1) / comm.size
-        append, stamp = self._works.append, self._stamp
+        record = WorkRecord(*stage, owner.name, start, _nbytes(once) + _nbytes(twice), share * sent)
+        self._works.append(record)
+        self._under_way[comm_work] = record
+        works = [work for work in calls if work is not None]
+        record.calls = len(works)
+        if self._streams.active:
+            record.end = self.now()
+            return
+        # Futures tell when calls are done; asking `is_completed` from time to time would not.
+        try:
+            for work in works:
+                work.get_future().then(record.call_done)
+        except (AttributeError, NotImplementedError, RuntimeError):
+            pass  # the backend has none: the end of the wait has to do
 
-        def change(call: Callable[..., CommWork]) -> Callable[..., CommWork]:
-            def start(owner: Named, op: int, *operands: Any) -> CommWork:
-                began = _now(), None if stamp is None else stamp()
-                once = _nbytes(operands[single]) if single is not None else 0
-                twice = _nbytes(operands[double]) if double is not None else 0
-                comm_work: Any = call(owner, op, *operands)
-                record = WorkRecord(track, kind, owner.name, began, once + twice, share * (once + 2 * twice))
-                if track == "scatter":
-                    record.frees = once
-                comm_work.__class__ = TracedWork
-                comm_work.watch(self, record)
-                append(record)
-                return comm_work  # type: ignore[no-any-return]
-
-            return start
-
-        return change
-
-    def _submitting(self, call: Callable[..., Any]) -> Callable[..., Any]:
-        def submit(reduction: Any) -> None:
-            for part in reduction.parts:
-                self.reducing += _nbytes(part.inputs) + _nbytes(part.operands)
-            self._note_memory()
-            self.log(Op.BEGIN, "launch", reduction.unit)
-            try:
-                call(reduction)
-            finally:
-                self.log(Op.END)
-
-        return submit
-
-    def _aside(self, track: Track, kind: str, unit: Unit) -> Change:
-        """The method's work goes to a side stream."""
-
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def aside(*args: Any) -> None:
-                began = self.now()
-                call(*args)
-                self._asides.append((track, kind, unit.name, began, self.now()))
-
-            return aside
-
-        return change
+    def allocates(self, unit: Unit) -> None:
+        """See `Observer`."""
+        before = self._held.get(unit)
+        if before is not None and (held := _held_by(unit)) != before:
+            self._held[unit] = held
+            self._held_by_all += held - before
+            self._memory.append((_now(), self._held_by_all))
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -273,43 +185,22 @@ class Recorder:
         """This moment, on the host and on the current stream."""
         return _now(), self._stamp() if self._stamp is not None else None
 
-    def log(self, op: Op, kind: str = "", what: Any = "", *_: object) -> None:
+    def log(self, op: Op, kind: str = "", what: Any = "") -> None:
         """Something began or ended on the compute track."""
         stamp = self._stamp
         self._log.append((_now(), None if stamp is None else stamp(), op, kind, what))
 
     def _before_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._steps(optimizer):
-            self.log(Op.BEGIN, "optimizer", type(optimizer).__name__)
+            self.log(_BEGIN, "optimizer", type(optimizer).__name__)
 
     def _after_optimizer_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         if self._steps(optimizer):
             self.log(Op.END_KIND, "optimizer")
 
     def _steps(self, optimizer: torch.optim.Optimizer) -> bool:
-        return any(unit_of(param) in _traced for group in optimizer.param_groups for param in group["params"][:1])
-
-    def _freed(self, unit: Unit) -> None:
-        if self._gathered.get(unit):  # most units are resharded more often than they are whole
-            self._measure(unit)
-
-    def _measure(self, unit: Unit, *_: object) -> None:
-        held = 0
-        for group in unit.dtype_groups:
-            held += group.transient_bytes
-        before = self._gathered.get(unit, 0)
-        if held != before:
-            self._gathering += held - before
-            self._gathered[unit] = held
-            self._note_memory()
-
-    def _landed(self, parts: list[GroupReduction]) -> None:
-        for part in parts:
-            self.reducing -= _nbytes(part.operands)
-        self._note_memory()
-
-    def _note_memory(self) -> None:
-        self._memory.append((_now(), self._gathering + self.reducing))
+        """Whether an optimizer steps parameters of these units: those of other traces are none of ours."""
+        return any(unit_of(param) in self._held for group in optimizer.param_groups for param in group["params"])
 
     # -- the end -------------------------------------------------------------------------------------------------
 
@@ -332,8 +223,8 @@ class Recorder:
                     record.calls,
                 )
             )
-        for track, kind, unit, start, stop in self._asides:
-            spans.append(Span(track, kind, unit, self._seconds(start), self._seconds(stop)))
+        for unit, start, stop in self._unpacked:
+            spans.append(Span("gather", "copy", unit, self._seconds(start), self._seconds(stop)))
         return Recording(
             spans=spans,
             iterations=[self._seconds(moment) for moment in self._iterations],
@@ -377,6 +268,31 @@ class Recorder:
             elif kind:
                 add(kind, unit, start, stop)
         return spans
+
+
+def _stage(comm: Comm, owner: Named, kind: str) -> tuple[Track, str] | None:
+    """The track of a collective and the kind under which it is shown; None: it is not shown."""
+    if isinstance(owner, ReductionBucket) and comm is owner.items[0].unit.replicate_comm:
+        # A `ReplicaReduce` may make its stage of others: `CompressedAllReduce` is an all-to-all and an all-gather.
+        return _STAGES["all-reduce"]
+    if isinstance(owner, Unit) and comm is owner.replicate_comm:
+        return "replicate", kind  # parameters that an optimizer stepped on one of the replicas
+    return _STAGES.get(kind)
+
+
+def _sent(comm: Comm, kind: str, operands: list[Tensor]) -> int:
+    """Bytes of operands on the wire. A custom reduce-scatter may send another dtype, and say which."""
+    custom = comm.custom_reduce_scatter if kind == "reduce-scatter" else None
+    wire: torch.dtype | None = getattr(custom, "wire_dtype", None)
+    return _nbytes(operands) if wire is None else sum(tensor.numel() for tensor in operands) * wire.itemsize
+
+
+def _held_by(unit: Unit) -> int:
+    """Bytes of a unit's gather buffers, unsharded gradients and reduction buffers."""
+    held = unit.gradients.held_bytes()
+    for group in unit.dtype_groups:
+        held += group.transient_bytes
+    return held
 
 
 def _nbytes(tensors: list[Tensor]) -> int:

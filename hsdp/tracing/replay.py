@@ -1,29 +1,31 @@
 """What the compute track did: the recorder's log of beginnings and ends, replayed into marks and spans.
 
-    log      begin forward A   begin launch B   end   end forward A
-    marks    forward A         launch B         forward A   nothing          "from now on it does this": a flat sequence
+    log      forward A entered   begin launch B   end   forward A left
+    marks    forward A           launch B         forward A   nothing          "from now on it does this": a flat sequence
 
 A stack says what to go back to. The replay runs when the trace has ended, so that the traced step pays for none of it.
 """
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from typing import Any
 
+from hsdp.comm.observer import Point
 from hsdp.tracing.events import Entry, Mark, Op, WorkRecord
 from hsdp.unit.unit import Unit
 
 _Doing = tuple[str, Any]
 
 
-def replay(log: list[Entry]) -> list[Mark]:
-    """The marks of a log."""
+def replay(log: list[Entry], units: Collection[Unit]) -> list[Mark]:
+    """The marks of a log of these units: others, which may be their parents, did nothing that it tells."""
     stack: list[_Doing] = []
     heights: dict[Any, int] = {}
     marks: list[Mark] = []
     for host, event, op, kind, what in log:
-        _apply(stack, heights, op, kind, what)
-        if op is not Op.BEGIN_PASS:
+        _apply(stack, heights, op, kind, what, units)
+        if op is not Point.FORWARD_BEGINS:
             marks.append((host, event, *_told(stack)))
     return marks
 
@@ -35,7 +37,9 @@ def _told(stack: list[_Doing]) -> tuple[str, str, WorkRecord | None]:
     return (kind, what.name, None) if isinstance(what, Unit) else (kind, what.unit, what)
 
 
-def _apply(stack: list[_Doing], heights: dict[Any, int], op: Op, kind: str, what: Any) -> None:
+def _apply(
+    stack: list[_Doing], heights: dict[Any, int], op: Op | Point, kind: str, what: Any, units: Collection[Unit]
+) -> None:
     backward: Unit | None = stack[-1][1] if stack and stack[-1][0] == "backward" else None
     if op is Op.BEGIN:
         stack.append((kind, what))
@@ -44,32 +48,33 @@ def _apply(stack: list[_Doing], heights: dict[Any, int], op: Op, kind: str, what
     elif op is Op.END_KIND:
         if stack and stack[-1][0] == kind:
             stack.pop()
-    elif op is Op.BEGIN_PASS:
+    elif op is Point.FORWARD_ENTERED:
+        stack.append(("forward", what))
+    elif op is Point.FORWARD_BEGINS:
         if not any(doing == "forward" for doing, _ in stack):
             stack.clear()  # what a backward or a step that failed left behind
         heights[what] = len(stack)
-    elif op is Op.FORGET_PASS:
-        del stack[heights.get(what, 0) :]
-    elif op is Op.END_FORWARD:
+    elif op is Point.DROPPED:
+        # Told when it fails, and once more when its root looks for what is left of it.
+        del stack[heights.pop(what, len(stack)) :]
+    elif op is Point.FORWARD_LEFT:
         # Above it may be what a module left whose exception somebody caught.
         while stack and stack.pop() != ("forward", what):
             pass
-    elif op is Op.ENTER_BACKWARD:
+    elif op is Point.BACKWARD_ENTERED:
         # The last child's outputs are its parent's too, and both are told of them.
         if backward is None or backward.parent is not what:
-            _go_backward(stack, what)
-    elif op is Op.LEAVE_BACKWARD:
+            if backward is not None:
+                stack.pop()
+            stack.append(("backward", what))
+    elif op is Point.BACKWARD_LEFT:
         # What follows is its parent's, until the next unit is entered: an embedding's backward is the root's.
         parent = None if backward is None or backward is not what else backward.parent
         if parent is not None:
-            _go_backward(stack, parent)
+            stack.pop()
+            if parent in units:
+                stack.append(("backward", parent))
     else:
-        assert op is Op.END_BACKWARD, f"{op} is not replayed"
+        assert op is Point.BACKWARD_ENDS, f"{op} is not replayed"
         if backward is not None:
             stack.pop()
-
-
-def _go_backward(stack: list[_Doing], unit: Unit) -> None:
-    if stack and stack[-1][0] == "backward":
-        stack.pop()
-    stack.append(("backward", unit))

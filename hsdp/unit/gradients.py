@@ -131,8 +131,7 @@ class Gradients:
             self._mask = mask
             self._plans = []
             for group in self._dtype_groups:
-                trainable = tuple(i for i, slot in enumerate(group.slots) if mask[slot])
-                if trainable:
+                if trainable := tuple(i for i, slot in enumerate(group.slots) if mask[slot]):
                     self._plans.append(self._made.plan(group, trainable))
 
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
@@ -287,9 +286,8 @@ class Gradients:
         if self.partial is not None:
             for plan in self._plans:
                 for param in plan.params:
-                    found[param.fqn] = (
-                        "in the shard group" if param.fqn not in found else "on this rank and in the shard group"
-                    )
+                    here = "on this rank and " if param.fqn in found else ""
+                    found[param.fqn] = f"{here}in the shard group"
         if self.lost:
             found.update(dict.fromkeys(self._sentinels.names(), "lost with a backward that failed"))
         return found
@@ -357,8 +355,7 @@ class Gradients:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
         self.heed_zero_grad()
         undoable = self.is_open(parts)
-        if self._running:
-            self._running = [part for part in self._running if part not in parts]
+        self._running = [part for part in self._running if part not in parts]
         self._open = [part for part in self._open if part not in parts]
         return undoable
 
@@ -413,6 +410,10 @@ class Gradients:
         self._undo.clear()
         self._owed_before = self._partial_before = None
 
+    def held_bytes(self) -> int:
+        """Bytes of unsharded gradients and reduction buffers in the reductions under way."""
+        return sum(part.held_bytes() for part in {*self._open, *self._running})
+
     def is_open(self, parts: list[GroupReduction]) -> bool:
         """Whether a reduction is of the backward under way."""
         return any([part in self._open for part in parts])
@@ -432,10 +433,9 @@ class Gradients:
         able = self._undo.run(at_once)
         if self._owed_before is not None:
             self.kept, self.deferred, watched = self._owed_before
-            self._owed_before = None
         if self._partial_before is not None:
             self.partial = self._partial_before[0]
-            self._partial_before = None
+        self._owed_before = self._partial_before = None
         for slot in watched:
             self._sentinels.put_up(slot)
         self._stash.clear()

@@ -245,6 +245,10 @@ class GroupReduction:
             self.plan.take_back(self.rows)
             self.rows = None
 
+    def held_bytes(self) -> int:
+        """Bytes of its inputs, until they are released, and of its operands."""
+        return sum(tensor.nbytes for tensor in (*self.inputs, *self.operands))
+
     def values(self) -> list[Tensor]:
         """The operands without the used-flags."""
         if self._values is None:

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from hsdp.comm.collectives import Comm
 from hsdp.comm.groups import subgroup
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.observer import CommContext, Observer, Point
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
 from hsdp.errors import StateError
@@ -151,11 +152,11 @@ class Unit(UnshardedParams):
         self.visits: dict[int, int] = {}
 
         # Communication.
-        self.streams = Streams(axes.device)
-        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, self.streams)
+        self.context = CommContext(Streams(axes.device))
+        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, self.context)
         self.scatter_comm = self.shard_comm
         self.replicate_comm = Comm(
-            axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, self.streams
+            axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, self.context
         )
         self.part_comm = self._comm_of_parts(reshard_after_forward)
         self._parts = 1 if self.part_comm is None else self.part_comm.size
@@ -167,7 +168,7 @@ class Unit(UnshardedParams):
             return None
         assert axes.shard_group is not None, "an axis of several ranks has a group"
         group = subgroup(axes.shard_group, axes.shard_rank, parts)
-        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.streams)
+        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.context)
 
     # -- building ------------------------------------------------------------------------------------------------
 
@@ -289,13 +290,15 @@ class Unit(UnshardedParams):
     def join(self, runtime: Schedule, streams: Streams, parent: Unit | None, name: str) -> None:
         """Puts the unit under a root."""
         self._runtime = weakref.ref(runtime)
-        self.streams = self.shard_comm.streams = self.scatter_comm.streams = self.replicate_comm.streams = streams
-        if self.part_comm is not None:
-            self.part_comm.streams = streams
+        self.context.streams = streams
         self.parent = parent
         if name != self.name or not self.op:
             self.name = name
             self.op = zlib.crc32(name.encode()) << 2
+
+    def observe(self, observer: Observer | None) -> None:
+        """Tells `observer` from now on what the unit and its process groups do; None: nobody."""
+        self.context.observer = observer
 
     def begin_forward(self, afresh: bool) -> None:
         """A forward of one of its modules begins; `afresh` as in `choose_trainable`."""
@@ -385,6 +388,8 @@ class Unit(UnshardedParams):
             if not runtime.has_entered(self) and self.version != self.forward_version:
                 raise stale(self)
             runtime.completed(self)
+            if self.context.observer is not None:
+                self.context.observer.passes(Point.BACKWARD_LEFT, self)
 
     def factor(self) -> float:
         """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter."""

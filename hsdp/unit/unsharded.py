@@ -15,7 +15,7 @@ from torch import Tensor
 from hsdp import debug
 from hsdp.comm.collectives import Comm
 from hsdp.comm.mesh import MeshAxes
-from hsdp.comm.streams import Streams
+from hsdp.comm.observer import CommContext
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.params.install import Shadows
@@ -64,7 +64,7 @@ class UnshardedParams:
     weights_version: int
     gathered_version: Version
     op: int
-    streams: Streams
+    context: CommContext
     shard_comm: Comm
     part_comm: Comm | None
     _kept_version: Version | None
@@ -99,52 +99,55 @@ class UnshardedParams:
         if self._written is not None:
             name, self._written = self._written, None
             raise written(self.name, name)
-        if not looked and self.disturbed():
-            self.rebuild()
-            version = None
-        self._check_materialised()
-        version = version or self.version
-        if self._kept_version == version:
-            self._launch_parts(version)
-            return
+        observer = self.context.observer
+        if observer is not None:
+            observer.begins("launch", self)
         try:
-            for group in self.dtype_groups:
-                group.prepare_gather()
-            self._gather_work = self._start_gather()
-        except (ExtensionError, DivergenceError):  # nothing is on its way
-            self._release()
-            raise
-        self._launched(version)
-
-    def _launched(self, version: Version) -> None:
+            if not looked and self.disturbed():
+                self.rebuild()
+                version = None
+            self._check_materialised()
+            version = version or self.version
+            self._gather_work = self._start_parts() if self._kept_version == version else self._start_whole()
+        finally:
+            if observer is not None:
+                observer.ends("launch", self)
         self.residency = Residency.GATHERING
         self.gathered_version = version
         if self.retained:
             # The gather writes the bits that are there, but the graph that reads them comes without another word.
             self.join_gather()
 
+    def _start_whole(self) -> CommWork:
+        try:
+            for group in self.dtype_groups:
+                group.prepare_gather()
+            return self._start_gather()
+        except (ExtensionError, DivergenceError):  # nothing is on its way
+            self._release()
+            raise
+
     def _start_gather(self) -> CommWork:
-        with self.streams.on("gather"):
+        with self.context.streams.on("gather"):
             for group in self.dtype_groups:
                 group.fill_gather()
             if self._reads_host:
-                self.streams.note_host_read()
+                self.context.streams.note_host_read()
             outputs = [tensor for group in self.dtype_groups for tensor in group.outputs]
             inputs = [tensor for group in self.dtype_groups for tensor in group.inputs]
             if inputs:
                 return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, self._unpack)
             return self.shard_comm.local("cast", self)
 
-    def _launch_parts(self, version: Version) -> None:
+    def _start_parts(self) -> CommWork:
         """The gather for backward, from the smaller group that the unsharded parameters stayed sharded over."""
         assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
         transfers = [transfer for group in self.dtype_groups for transfer in group.prepare_parts()]
-        with self.streams.on("gather"):
+        with self.context.streams.on("gather"):
             if self._reads_host:
-                self.streams.note_host_read()
+                self.context.streams.note_host_read()
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
-            self._gather_work = self.part_comm.all_gather(self, self.op, outputs, inputs, None)
-        self._launched(version)
+            return self.part_comm.all_gather(self, self.op, outputs, inputs, None)
 
     def keep_part(self) -> None:
         """Closes the unit after forward; its parameters stay, sharded over the smaller group, for the backward."""
@@ -158,6 +161,8 @@ class UnshardedParams:
         self._kept_version = self.gathered_version
         self.residency = Residency.SHARDED
         self._free()
+        if self.context.observer is not None:
+            self.context.observer.allocates(self)
 
     @property
     def holds_unsharded(self) -> bool:
@@ -165,9 +170,14 @@ class UnshardedParams:
         return self.residency is not Residency.SHARDED or self._kept_version is not None
 
     def _unpack(self) -> None:
+        observer = self.context.observer
+        if observer is not None:
+            observer.begins("unpack", self)
         # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
         for group in self.dtype_groups:
             group.unpack()
+        if observer is not None:
+            observer.ends("unpack", self)
 
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> UNSHARDED."""
@@ -191,6 +201,8 @@ class UnshardedParams:
             self._filled_version = self.gathered_version
             self._fillings += 1
         self._guard.opened(self._fillings)
+        if self.context.observer is not None:
+            self.context.observer.allocates(self)
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
@@ -206,7 +218,7 @@ class UnshardedParams:
     def join_gather(self) -> None:
         """Whatever the caller's stream does next to the shards comes behind a gather under way, which reads them."""
         if self._gather_work is not None:
-            self.streams.join(self._gather_work.event)
+            self.context.streams.join(self._gather_work.event)
 
     def _release(self) -> None:
         """Frees what a gather that came to nothing allocated."""
@@ -214,6 +226,8 @@ class UnshardedParams:
         for group in self.dtype_groups:
             group.release_transients()
             group.free_unsharded()
+        if self.context.observer is not None:
+            self.context.observer.allocates(self)
 
     def show(self) -> None:
         """Opens the unit: unsharded parameters in front of the sharded ones, gathered first if they are not whole."""
@@ -266,6 +280,8 @@ class UnshardedParams:
             self._kept_version = None
             for group in self.dtype_groups:
                 group.drop_part()
+        if self.context.observer is not None:
+            self.context.observer.allocates(self)
 
     def _free(self) -> None:
         if not self.retained:

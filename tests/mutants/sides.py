@@ -12,13 +12,14 @@ import torch
 import torch.distributed as dist
 
 import hsdp.optim.elementwise
+import hsdp.tracing.recorder
 import hsdp.tracing.replay
 import hsdp.tracing.summary
+from hsdp.comm.observer import Point
+from hsdp.comm.work import CommWork
 from hsdp.planning.layouts import GroupPlan
 from hsdp.planning.traffic import Wires
 from hsdp.tracing.events import WorkRecord
-from hsdp.tracing.recorder import Recorder
-from hsdp.tracing.replay import Op
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_local as optim
 from tests.planning import test_traffic as plans
@@ -36,7 +37,7 @@ def traces(env: RankEnv, shape: tuple[int, ...]) -> None:
 TRACED = Check(traces, ((2,),))
 
 
-def _without(op: Op) -> Any:
+def _without(op: Point) -> Any:
     """A replay that leaves entries of a kind out."""
 
     def change(apply: Callable[..., None]) -> Callable[..., None]:
@@ -47,28 +48,29 @@ def _without(op: Op) -> Any:
 
 @mutant(TRACED, kill="AssertionError")
 def traces_the_backward_of_the_root_alone() -> Any:
-    return _without(Op.ENTER_BACKWARD)
+    return _without(Point.BACKWARD_ENTERED)
 
 
 @mutant(Check(tracing._fails_and_goes_on), kill="AssertionError")
 def traces_forwards_that_never_end() -> Any:
-    return _without(Op.END_FORWARD)
+    return _without(Point.FORWARD_LEFT)
 
 
 @mutant(Check(traces, ((2, 2),), world=4), kill="AssertionError")
 def traces_operands_as_if_they_were_sent_once() -> Any:
-    def change(recorded: Callable[..., Any]) -> Callable[..., Any]:
-        def once(recorder: Recorder, comm: Any, stage: Any, single: Any = None, double: Any = None) -> Any:
-            return recorded(recorder, comm, stage, double if single is None else single)
+    def change(traffic: Callable[..., Any]) -> Callable[..., Any]:
+        def once(comm_work: CommWork) -> Any:
+            single, double = traffic(comm_work)
+            return [*single, *double], []
 
         return once
 
-    return replaced(Recorder, "_recorded", change)
+    return replaced(CommWork, "traffic", change)
 
 
 @mutant(TRACED, kill="no communication buffer")
 def traces_buffers_that_are_never_freed() -> Any:
-    return mock.patch.object(Recorder, "_freed", return_value=None)
+    return mock.patch.object(hsdp.tracing.recorder, "_held_by", lambda unit: unit.whole_bytes)
 
 
 @mutant(Check(tracing._sleep_beside_a_gather), kill="not when somebody waited")

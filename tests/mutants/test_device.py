@@ -134,7 +134,7 @@ def whole_gradients_are_freed_in_the_middle_of_their_reduce_scatter() -> Any:
 def a_work_s_event_comes_before_what_follows_its_collective() -> Any:
     def change(settle: Callable[..., None]) -> Callable[..., None]:
         def go(comm_work: CommWork) -> None:
-            streams = comm_work._comm.streams
+            streams = comm_work._comm.context.streams
             event = streams.mark()
             settle(comm_work)
             streams.mark = lambda: (streams.__dict__.pop("mark"), event)[1]  # type: ignore[method-assign]
@@ -192,8 +192,8 @@ def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any
 def packed_parameters_are_unpacked_on_the_compute_stream_at_once() -> Any:
     def change(unpack: Callable[..., None]) -> Callable[..., None]:
         def go(unit: Unit) -> None:
-            module = unit.streams._module()
-            with module.stream(module.default_stream(unit.streams.device)):
+            module = unit.context.streams._module()
+            with module.stream(module.default_stream(unit.context.streams.device)):
                 unpack(unit)
 
         return go

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import ast
 import gc
 import json
 import time
+import warnings
 import weakref
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
+from contextlib import ExitStack
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +21,9 @@ import torch
 from torch import nn
 
 import hsdp
+import hsdp.optim
+import hsdp.tracing
+from hsdp.comm.work import CommWork
 from hsdp.examples import train_lm
 from hsdp.examples.options import parse_options
 from hsdp.schedule.pipeline import ReductionPipeline
@@ -239,38 +245,43 @@ def test_the_end_of_a_collective_is_when_it_was_done(pool2: Pool) -> None:
     pool2.run(_sleep_beside_a_gather)
 
 
-def _objects(model: Any) -> list[Any]:
+def _engine(model: Any) -> list[tuple[Any, type, list[str], list[str]]]:
+    """The engine's objects of a model, the classes that they have, and which methods lie in front of those of the class."""
     found: list[Any] = list(ReductionPipeline.live)
     for unit in model._units():
         found += [unit, unit.gradients, unit.shard_comm, unit.replicate_comm, unit.runtime]
-    return found
+    for module in model.modules():
+        found += [state] if (state := vars(module).get("_hsdp_state")) is not None else []
+    methods = [sorted(name for name in vars(one) if callable(getattr(type(one), name, None))) for one in found]
+    return [(one, type(one), lying, sorted(vars(type(one)))) for one, lying in zip(found, methods, strict=True)]
 
 
-def _wrapped(model: nn.Module) -> list[str]:
-    """Methods that something lies in front of."""
-    return [f"{type(one).__name__}.{name}" for one in _objects(model) for name in vars(one) if hasattr(type(one), name)]
+def _observers(model: Any) -> set[Any]:
+    return {unit.context.observer for unit in model._units()}
 
 
-def test_nothing_is_left_behind() -> None:
+def test_the_engine_is_not_changed_and_nothing_is_left_behind() -> None:
     with fake_world(2) as env:
         model = shard(CASE.model(), env.mesh((2,)))
         batch = CASE.batch(0, 0)
         CASE.loss(model, batch).backward()
-        before = _wrapped(model)
+        before = _engine(model)
+        assert _observers(model) == {None}
         with hsdp.trace(model) as t:
-            assert len(_wrapped(model)) > len(before) + 20
+            assert _engine(model) == before and None not in _observers(model)
             with pytest.raises(RuntimeError, match="still recording"):
                 t.summary()
             with pytest.raises(RuntimeError, match="already"), hsdp.trace(model):
                 pass
             CASE.loss(model, batch).backward()
-        assert _wrapped(model) == before
+            assert _engine(model) == before
+        assert _engine(model) == before and _observers(model) == {None}
         held = [unit_of(param) for param in model.parameters()]
         assert all(held) and t.summary().iterations == 1
         with pytest.raises(ValueError, match="nothing in it is sharded"), hsdp.trace(nn.Linear(2, 2)):
             pass
         gone = weakref.ref(model)
-        del model, held
+        del model, held, before
         gc.collect()
         assert gone() is None, "a trace that is kept keeps the model"
 
@@ -316,6 +327,197 @@ def _fails_and_goes_on(env: RankEnv) -> None:
 
 def test_failures_leave_no_spans_open(pool2: Pool) -> None:
     pool2.run(_fails_and_goes_on)
+
+
+class _FailsInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        raise KeyError("planned")
+
+
+class _Chain(nn.Module):
+    """Fails where it is told to: in the middle of its forward, or of its backward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(4, 4) for _ in range(4))
+
+    def forward(self, x: torch.Tensor, fails: str = "") -> torch.Tensor:
+        for at, block in enumerate(self.blocks):
+            x = block(x)
+            if at == 1 and fails == "forward":
+                raise KeyError("planned")
+            if at == 1 and fails == "backward":
+                x = _FailsInBackward.apply(x)  # type: ignore[no-untyped-call]
+        return x
+
+
+def _fails_under_a_trace(env: RankEnv) -> None:
+    model = shard(_Chain(), env.mesh((2,)))
+    x = torch.randn(2, 4)
+    with hsdp.trace(model) as t:
+        for where in ("forward", "backward"):
+            with pytest.raises(KeyError):
+                model(x, where).sum().backward()
+            time.sleep(0.05)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the backward that failed
+            model(x).sum().backward()
+        time.sleep(0.05)
+    busy = length(union((s.start, s.end) for s in t.recording.track("compute")))
+    assert busy < t.recording.end - 0.14, "the pauses belong to no unit"
+    assert t.recording.memory[-1][1] == 0, "no buffer is held"
+
+
+def test_a_backward_that_fails_leaves_no_spans_open(pool2: Pool) -> None:
+    pool2.run(_fails_under_a_trace)
+
+
+def _raises_out_of_a_trace(env: RankEnv) -> None:
+    """A trace whose block raises lets the units go in whatever state they are, and what it has seen can be read."""
+    model = shard(_Chain(), env.mesh((2,)))
+    x = torch.randn(2, 4)
+    for where in ("forward", "backward", "between", "ahead"):
+        with pytest.raises(KeyError), hsdp.trace(model) as t:
+            if where == "ahead":
+                model.blocks[2].unshard(async_op=True)
+            else:
+                output = model(x, where)
+                if where == "backward":
+                    output.sum().backward()
+            raise KeyError("planned")
+        assert _observers(model) == {None}
+        assert any(span.kind == "all-gather" for span in t.recording.spans), "what came before can be read"
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of the backward that failed
+            model(x).sum().backward()
+        with hsdp.trace(model) as again:
+            model(x).sum().backward()
+        assert again.summary().iterations == 1 and _observers(model) == {None}
+
+
+def test_a_trace_ends_when_its_block_raises(pool2: Pool) -> None:
+    pool2.run(_raises_out_of_a_trace)
+
+
+def _ends_inside(env: RankEnv) -> None:
+    """A trace that is ended in the middle of a forward and of a backward: by a hook, with collectives under way."""
+    model = shard(_Chain(), env.mesh((2,)))
+    x = torch.randn(2, 4)
+    for at in ("forward", "backward"):
+        with ExitStack() as stack:
+            t = stack.enter_context(hsdp.trace(model))
+            end = lambda *_: stack.close()  # noqa: E731
+            block = model.blocks[2]
+            hook = block.register_forward_hook(end) if at == "forward" else block.register_full_backward_hook(end)
+            model(x).sum().backward()
+            assert _observers(model) == {None}
+            hook.remove()
+        assert {span.kind for span in t.recording.track("compute")} >= {"forward", "launch"}
+        assert not t._recorder._held and not t._recorder._log, "it learns nothing behind its end"
+
+
+def test_a_trace_may_end_in_the_middle_of_a_step(pool2: Pool) -> None:
+    pool2.run(_ends_inside)
+
+
+def test_traces_of_two_models_and_of_parts_do_not_mix() -> None:
+    with fake_world(2) as env:
+        models: list[Any] = [shard(_Chain(), env.mesh((2,))) for _ in range(2)]
+        beside = nn.Linear(2, 2)
+        optimizers = [torch.optim.SGD([*beside.parameters(), *model.parameters()], lr=0.1) for model in models]
+        for param in beside.parameters():
+            param.requires_grad_(False)
+        x = torch.randn(2, 4)
+        with hsdp.trace(models[0]) as first, hsdp.trace(models[1]) as second:
+            for model, optimizer in ((models[0], optimizers[0]), (models[1], optimizers[1]), (models[1], optimizers[1])):
+                model(x).sum().backward()
+                optimizer.step()
+        assert (first.summary().steps, second.summary().steps) == (1, 2)
+        assert (first.summary().iterations, second.summary().iterations) == (1, 2)
+        with hsdp.trace(models[0].blocks[1]) as part, hsdp.trace(models[0].blocks[2]):
+            for _ in range(2):
+                models[0](x).sum().backward()
+            time.sleep(0.05)
+        assert part.summary().iterations == 2
+        assert {span.unit for span in part.recording.spans} == {"blocks.1"}
+        assert sum(span.seconds for span in part.recording.track("compute")) < part.recording.end - 0.04
+
+
+def _trace_what_optimizers_send(env: RankEnv) -> None:
+    """An exchange of stepped shares between replicas is a gather, beside the all-reduces of gradients."""
+    model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2, 2)))
+    optimizer = hsdp.optim.local(torch.optim.AdamW(model.parameters(), lr=0.1), over_replicas=True)
+    model(torch.randn(2, 64)).sum().backward()
+    with hsdp.trace(model) as t, CollectiveCounter() as counter:
+        optimizer.step()
+    (span,) = t.recording.started()
+    assert (span.kind, span.track) == ("all-gather", "replicate")
+    assert span.sent == counter.total("all_gather").wire_bytes > 0
+
+
+def test_what_an_optimizer_sends_is_no_all_reduce(pool4: Pool) -> None:
+    pool4.run(_trace_what_optimizers_send)
+
+
+def _trace_custom(env: RankEnv) -> None:
+    model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2,)))
+    x = torch.randn(2, 64)
+    model(x).sum().backward()
+    told = []
+    for custom in (None, hsdp.CompressedReduceScatter()):
+        model.set_custom_reduce_scatter(custom)
+        with hsdp.trace(model) as t, CollectiveCounter() as counter:
+            model(x).sum().backward()
+        told.append(t.summary().collectives["reduce-scatter"])
+        assert told[-1].sent == pytest.approx(counter.total("all_to_all").wire_bytes)
+    plain, compressed = told
+    assert compressed.sent == plain.sent / 2 and compressed.nbytes == plain.nbytes
+    assert compressed.started == plain.started == 1
+
+
+def test_a_compressed_reduce_scatter_is_traced_with_its_bytes_on_the_wire(pool2: Pool) -> None:
+    pool2.run(_trace_custom)
+
+
+class _OwnReduce:
+    """A user's all-reduce stage, of a collective that hsdp did not start."""
+
+    def start(self, owner: Any, op: int, tensors: list[torch.Tensor], comm: Any, finish: Any) -> CommWork:
+        works = [torch.distributed.all_reduce(tensor, group=comm.group, async_op=True) for tensor in tensors]
+        return CommWork(comm, "all-reduce", owner, works, tensors, finish)
+
+
+def _trace_own_reduce(env: RankEnv) -> None:
+    model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2, 2)))
+    told = []
+    for stage in (hsdp.AllReduce(), _OwnReduce()):
+        model.set_replica_reduce(stage)
+        with hsdp.trace(model) as t:
+            model(torch.randn(2, 64)).sum().backward()
+        told.append(t.summary().collectives["all-reduce"])
+    assert told[0].sent == told[1].sent > 0 and told[0].started == told[1].started == 1
+
+
+def test_an_all_reduce_of_the_user_s_own_is_traced(pool4: Pool) -> None:
+    pool4.run(_trace_own_reduce)
+
+
+def test_the_tracer_assigns_to_nothing_but_its_own() -> None:
+    """What it sees it is told: it puts no method, class or attribute onto an object of the engine."""
+    for path in sorted(Path(hsdp.tracing.__file__).parent.glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Attribute) and not isinstance(node.ctx, ast.Load):
+                owner = node.value.id if isinstance(node.value, ast.Name) else ast.unparse(node.value)
+                assert owner in ("self", "record"), f"{path.name}: {ast.unparse(node)} is assigned"
+            name = node.id if isinstance(node, ast.Name) else node.attr if isinstance(node, ast.Attribute) else ""
+            assert name not in ("setattr", "delattr", "__class__", "__dict__", "__setattr__", "vars"), (
+                f"{path.name}: {name}"
+            )
 
 
 def _train(env: RankEnv, folder: str) -> int:

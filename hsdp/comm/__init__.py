@@ -7,6 +7,7 @@
     divergence.py        ranks that are about to start different collectives get an error instead of a hang
     questions.py         how they ask each other over the store, at a cost that is the same for any number of ranks
     labels.py            names of what is started and waited for, in torch.profiler
+    observer.py          the points at which whoever watches a unit is told what happens: `hsdp.trace`
     groups.py            a process group's backend and patience; groups of some of its ranks
     replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
     custom.py            users' own all-gather and reduce-scatter

@@ -132,6 +132,8 @@ class Recorder:
 
     def ends(self, work: Work, what: Any) -> None:
         """See `Observer`."""
+        if not self._held:
+            return  # stopped in the middle of it, by a user's hook
         if work == "unpack":
             # On the CPU it is a part of the wait, which tells of it.
             if self._streams.active and self._unpacks is not None:
@@ -173,8 +175,8 @@ class Recorder:
 
     def allocates(self, unit: Unit) -> None:
         """See `Observer`."""
-        before = self._held.get(unit)
-        if before is not None and (held := _held_by(unit)) != before:
+        before = self._held[unit]
+        if (held := _held_by(unit)) != before:
             self._held[unit] = held
             self._held_by_all += held - before
             self._memory.append((_now(), self._held_by_all))

@@ -405,15 +405,19 @@ def test_a_trace_ends_when_its_block_raises(pool2: Pool) -> None:
 
 
 def _ends_inside(env: RankEnv) -> None:
-    """A trace that is ended in the middle of a forward and of a backward: by a hook, with collectives under way."""
+    """A trace that is ended in the middle of a forward, a backward and a landing: by a hook, with collectives under way."""
     model = shard(_Chain(), env.mesh((2,)))
     x = torch.randn(2, 4)
-    for at in ("forward", "backward"):
+    for at in ("forward", "backward", "landing"):
         with ExitStack() as stack:
             t = stack.enter_context(hsdp.trace(model))
             end = lambda *_: stack.close()  # noqa: E731
             block = model.blocks[2]
-            hook = block.register_forward_hook(end) if at == "forward" else block.register_full_backward_hook(end)
+            hook = {
+                "forward": block.register_forward_hook,
+                "backward": block.register_full_backward_hook,
+                "landing": block.weight.register_post_accumulate_grad_hook,
+            }[at](end)
             model(x).sum().backward()
             assert _observers(model) == {None}
             hook.remove()

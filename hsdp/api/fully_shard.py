@@ -17,6 +17,7 @@ from hsdp.api.module import HSDPModule, has_forward, sharded_class
 from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
+from hsdp.comm.tree import check_axes
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
@@ -89,7 +90,8 @@ def fully_shard(
     Raises:
         TypeError: an argument is of the wrong type.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
-            no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
+            no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced, a
+            mesh whose sums cannot have the order of `CommPolicy(reduction="tree")`.
         DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
             `replica_policy` is "check". The module is as it was.
     """
@@ -97,6 +99,8 @@ def fully_shard(
     axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
     policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
     comm = _check_type("comm_policy", comm_policy, CommPolicy)
+    if comm.reduction == "tree":
+        check_axes(axes, "fully_shard(comm_policy=...)")
     offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
     reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")

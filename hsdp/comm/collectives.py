@@ -147,11 +147,18 @@ class Comm:
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
     @labels
-    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> CommWork:
-        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
+    def all_to_all(
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None = None,
+    ) -> CommWork:
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`."""
         group = self._ready(op, "all-to-all", owner)
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
-        return CommWork(self, "all-to-all", owner, works, (outputs, inputs))
+        return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
     @labels
     def exchange_parts(

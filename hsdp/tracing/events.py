@@ -34,9 +34,9 @@ Entry = tuple[float, Event, Op, str, Any]
 
 
 class WorkRecord:
-    """A collective that was started. `frees`: bytes of gradients that are let go once it was waited for."""
+    """A collective that was started."""
 
-    __slots__ = ("_ends", "calls", "end", "frees", "kind", "nbytes", "sent", "start", "track", "unit", "waited")
+    __slots__ = ("_ends", "calls", "end", "kind", "nbytes", "sent", "start", "track", "unit", "waited")
 
     def __init__(self, track: Track, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
         self.track: Track = track
@@ -47,7 +47,7 @@ class WorkRecord:
         self.sent = sent
         self.end: Moment | None = None
         self.waited: float | None = None
-        self.calls = self.frees = 0
+        self.calls = 0
         self._ends: list[float] = []
 
     def call_done(self, _: object) -> None:

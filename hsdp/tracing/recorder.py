@@ -28,6 +28,7 @@ from hsdp.comm.questions import Late, late_listeners
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
 from hsdp.schedule.module_hooks import ModuleHooks
+from hsdp.schedule.pipeline import ReductionBucket
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.tracing.events import Entry, Mark, Moment, Op, WorkRecord
 from hsdp.tracing.replay import replay
@@ -190,6 +191,7 @@ class Recorder:
         self._wrap(runtime.completed, self._after(partial(log, Op.LEAVE_BACKWARD, "backward")))
         self._wrap(runtime._end_backward, self._after(partial(log, Op.END_BACKWARD)))
         self._wrap(runtime.pipeline.submit, self._submitting)
+        self._wrap(runtime.pipeline.release, self._before(self._released))
         return runtime
 
     def _attach_unit(self, unit: Unit) -> None:
@@ -230,8 +232,6 @@ class Recorder:
                 twice = _nbytes(operands[double]) if double is not None else 0
                 comm_work: Any = call(owner, op, *operands)
                 record = WorkRecord(track, kind, owner.name, began, once + twice, share * (once + 2 * twice))
-                if track == "scatter":
-                    record.frees = once
                 comm_work.__class__ = TracedWork
                 comm_work.watch(self, record)
                 append(record)
@@ -302,6 +302,11 @@ class Recorder:
             self._gathering += held - before
             self._gathered[unit] = held
             self._note_memory()
+
+    def _released(self, bucket: ReductionBucket) -> None:
+        for reduction in bucket.items:
+            for part in reduction.parts:
+                self.reducing -= _nbytes(part.inputs)
 
     def _landed(self, parts: list[GroupReduction]) -> None:
         for part in parts:

@@ -17,8 +17,6 @@ _now = time.perf_counter
 class Log(Protocol):
     """The recorder, as far as its collectives write to it."""
 
-    reducing: int
-
     def now(self) -> Moment:
         """This moment."""
         ...
@@ -61,7 +59,6 @@ class TracedWork(CommWork):
         finally:
             recorder.log(_END)
             record.waited = _now()
-            recorder.reducing -= record.frees
 
 
 _under_way: dict[TracedWork, tuple[Log, WorkRecord]] = {}

@@ -197,9 +197,9 @@ def _ends(work: Any, backend: str) -> bool:
         try:
             work.wait(_TICK)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended since the tick did, perhaps well; if not, this raises its own error
         return True
     # A wait on a device makes the stream wait, not the host.
     deadline, pause = time.monotonic() + _TICK.total_seconds(), 20e-6

@@ -111,6 +111,7 @@ class _Ledger:
         self._stashed: set[int] = set()
         self._deferred: set[int] = set()
         self._early: set[int] = set()  # of those, what is summed over replicas first
+        self._joined: set[int] = set()
         self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
         self._staging: dict[int, int] = {}
         self._parted: set[int] = set()
@@ -260,12 +261,18 @@ class _Ledger:
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
+            self._joined.add(index)
 
     def _commit(self, unit: UnitPlan, index: int) -> None:
         self._add("sums", -self._replaced)
         self._replaced = 0
 
     def _land(self, unit: UnitPlan, index: int) -> None:
+        if index in self._joined:
+            self._joined.discard(index)
+            if unit.in_tree:  # what was deferred is added at the root, in its own dtype
+                groups = [group for group in unit.dtype_groups if group.kind.accumulate != group.kind.reduce]
+                self._for_a_moment("reduction", sum(group.partial_bytes for group in groups))
         self._add("reduction", -unit.received_bytes)
         for group in unit.dtype_groups:
             operands = sum(group.operands)

@@ -167,14 +167,17 @@ class Wires:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for dtype, nbytes in operands:
             by_dtype.setdefault(dtype, []).append(nbytes)
-        if in_tree:
+        if in_tree:  # an all-to-all of each tensor, and one all-gather of their sums
             cuts = [travelling(dtype, sizes, size) for dtype, sizes in by_dtype.items()]
             tensors = [nbytes for in_place, packed in cuts for nbytes in (*in_place, packed) if nbytes]
             calls = len(tensors) + self._calls([nbytes // size for nbytes in tensors], GATHER_ALONE_BYTES)
+            transfers = 2 * len(tensors)
         else:
+            tensors = [nbytes for _, nbytes in operands]
             calls = sum(self._calls(sizes, REDUCE_ALONE_BYTES) for sizes in by_dtype.values())
-        sent = 2 * sum(nbytes for _, nbytes in operands) * (size - 1) / size
-        return self._collective("all-reduce", axis, size, calls, len(operands), sent)
+            transfers = len(tensors)
+        sent = 2 * sum(tensors) * (size - 1) / size
+        return self._collective("all-reduce", axis, size, calls, transfers, sent)
 
     def _calls(self, sizes: list[int], alone: int) -> int:
         return len(share_calls(sizes, alone)) if self.backend == "gloo" else int(bool(sizes))

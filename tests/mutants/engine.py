@@ -160,12 +160,12 @@ def does_not_follow_requires_grad() -> Any:
 # -- factors --------------------------------------------------------------------------------------------------------
 
 
-@mutant(Check(rule_15.check_factors, ((2,), "packed")))
+@mutant(Check(rule_15.check_factors, ((2,), rule_15.POLICIES["packed"])))
 def skips_the_divide() -> Any:
     return mock.patch.object(Unit, "factor", lambda unit: unit.settings.gradient_scale)
 
 
-@mutant(Check(rule_15.check_factors, ((2, 1), "packed")))
+@mutant(Check(rule_15.check_factors, ((2, 1), rule_15.POLICIES["packed"])))
 def forgets_the_scale() -> Any:
     return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.settings.gradient_scale)
 

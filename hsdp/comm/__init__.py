@@ -9,6 +9,7 @@
     labels.py            names of what is started and waited for, in torch.profiler
     groups.py            a process group's backend and patience; groups of some of its ranks
     replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
+    tree.py              sums over ranks in one order, whatever the mesh
     custom.py            users' own all-gather and reduce-scatter
 
 May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`;

@@ -14,6 +14,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import distribute_tensor
 
 import hsdp
 import hsdp.checkpoint
@@ -229,6 +230,28 @@ def test_gradients_are_the_tree_of_the_ranks_own(pool4: Pool, shape: tuple[int, 
     pool4.run(check_order, shape, 3.0)
 
 
+def check_norms(env: RankEnv) -> None:
+    """The norm of gradients of many sizes, by the bits of the exact one, whatever the mesh."""
+    nets = [build(env.mesh(shape)) for shape in SHAPES[env.world_size]]
+    generator = torch.Generator().manual_seed(3)
+    for dtype in (torch.float32, torch.float64):
+        shapes = [(name, param.shape) for name, param in Net().named_parameters()]
+        whole = {name: torch.randn(shape, generator=generator) * 0.3**at for at, (name, shape) in enumerate(shapes)}
+        flat = torch.cat([value.double().flatten() for value in whole.values()])
+        for net in nets:
+            for name, param in net.to(dtype).named_parameters():
+                grad = whole[name].to(dtype)
+                param.grad = distribute_tensor(grad, param.device_mesh, param.placements, src_data_rank=None)
+        for order in (1.0, 2.0, float("inf")):
+            norms = [hsdp.clip_grad_norm_(net, float("inf"), order) for net in nets]
+            assert all(torch.equal(norm, norms[0]) for norm in norms), f"norms of order {order} differ: {norms}"
+            torch.testing.assert_close(norms[0], torch.linalg.vector_norm(flat, order).to(dtype))
+
+
+def test_the_norm_is_the_same_on_every_mesh(pool4: Pool) -> None:
+    pool4.run(check_norms)
+
+
 # -- as every other reduction ------------------------------------------------------------------------------------------
 
 
@@ -275,7 +298,7 @@ def check_resume(env: RankEnv, directory: str, precision: str) -> None:
         if turn:
             assert hsdp.checkpoint.resume(directory, net, optimizer) is not None
         seen += train(net, env.rank, range(4 * turn, 4 * turn + 4), optimizer)[: None if turn == 2 else -1]
-        hsdp.checkpoint.save(f"{directory}/step-{4 * turn + 4}", net, optimizer)
+        hsdp.checkpoint.save(directory, net, optimizer, step=4 * turn + 4)
     same({"straight": expected, "resumed": seen})
 
 

@@ -1,6 +1,9 @@
 """`python -m benchmarks.step`: a training step of hsdp beside FSDP2, on gloo ranks, 1-D and 2-D meshes.
 
 A step is forward, backward, optimizer step and zero_grad of a small transformer, on the same weights and batches.
+
+    --library tree        `CommPolicy(reduction="tree")` beside hsdp's default
+    --clip                the step clips gradients, too: `hsdp.clip_grad_norm_`, torch's beside it for FSDP2
 """
 
 from __future__ import annotations
@@ -35,7 +38,7 @@ class Sizes:
     length: int = 64
 
 
-def build(library: str, policy: dict[str, Any], sizes: Sizes, mesh: DeviceMesh) -> Step:
+def build(library: str, policy: dict[str, Any], sizes: Sizes, mesh: DeviceMesh, clip: bool = False) -> Step:
     """Shard the model by `library` and return its training step on this rank."""
     case = make_case(sizes)
     model = case.model()
@@ -43,9 +46,12 @@ def build(library: str, policy: dict[str, Any], sizes: Sizes, mesh: DeviceMesh) 
     shard(library, (*model.blocks, model), mesh, comm_policy=hsdp.CommPolicy(**policy))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
     batch = case.batch(0, mesh.get_rank())
+    clip_grad_norm_: Any = hsdp.clip_grad_norm_ if library == "hsdp" else torch.nn.utils.clip_grad_norm_
 
     def step() -> None:
         case.loss(model, batch).backward()
+        if clip:
+            clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
         optimizer.zero_grad()
 
@@ -66,8 +72,15 @@ def main(argv: Sequence[str] | None = None) -> None:
     num_params = sum(p.numel() for p in make_case(sizes).model().parameters())
     progress(f"{num_params:,} parameters, {num_params * 4 / 2**20:.1f} MiB in float32")
     policy = {"fusion": args.fusion} if args.fusion else {}
-    a = Contender(args.library, partial(build, args.library, policy, sizes))
-    b = Contender("fsdp2" if args.library != "fsdp2" else "fsdp2 again", partial(build, "fsdp2", {}, sizes))
+
+    def contender(name: str, library: str, policy: dict[str, Any]) -> Contender:
+        return Contender(name, partial(build, library, policy, sizes, clip=args.clip))
+
+    if args.library == "tree":
+        a, b = contender("tree", "hsdp", policy | {"reduction": "tree"}), contender("any", "hsdp", policy)
+    else:
+        a = contender(args.library, args.library, policy)
+        b = contender("fsdp2" if args.library != "fsdp2" else "fsdp2 again", "fsdp2", {})
     rows = []
     for mesh in args.mesh:
         progress(f"mesh {mesh} ...")
@@ -79,7 +92,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.step", description=__doc__)
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=["2", "4", "2x2"], help="R x S or S")
-    parser.add_argument("--library", choices=["hsdp", "fsdp2"], default="hsdp", help="fsdp2: against itself")
+    parser.add_argument("--library", choices=["hsdp", "fsdp2", "tree"], default="hsdp", help="fsdp2: against itself")
+    parser.add_argument("--clip", action="store_true", help="clip gradients in every step")
     parser.add_argument("--fusion", choices=["auto", "packed", "direct"], help="CommPolicy(fusion=...)")
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name}", type=positive, default=default, help="(default %(default)s)")

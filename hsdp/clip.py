@@ -3,6 +3,11 @@
     gradients --foreach norms--> a number per way of sharding --one all-reduce per group--> norm --foreach--> scaled
 
 Everything happens on local tensors: a DTensor operator costs the host tens of microseconds, and gradients are hundreds.
+
+Where a unit has `CommPolicy(reduction="tree")` the norm must not depend on the mesh. Its terms lie on other ranks, in other
+tensors, on every mesh, so they are added as integers, whose sum no order changes:
+
+    largest |x|: m < 2^e --all-reduce--> each |x / 2^e|^p as an integer of 56 bits --sums, one all-reduce--> norm
 """
 
 from __future__ import annotations
@@ -40,8 +45,10 @@ def clip_grad_norm_(
 
     Does what `torch.nn.utils.clip_grad_norm_` does with the unsharded gradients on one device, and what that does with
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
-    share a mesh there is one all-reduce of one number. The host does not wait for the device, unless
-    `error_if_nonfinite` is on or gradients are offloaded. Reductions that still run (`set_is_last_backward`) are joined.
+    share a mesh there is one all-reduce of one number; with `CommPolicy(reduction="tree")` in one of the units there are
+    two, and the norm is the same to the last bit on every mesh that the same gradients are sharded over. The host does not
+    wait for the device, unless `error_if_nonfinite` is on or gradients are offloaded. Reductions that still run
+    (`set_is_last_backward`) are joined.
 
     Args:
         parameters: a model, a parameter, or several. Gradients may be sharded (DTensors on one mesh or several) or
@@ -57,18 +64,24 @@ def clip_grad_norm_(
 
     Raises:
         TypeError: `parameters` is neither a module nor tensors.
-        ValueError: `max_norm` or `norm_type` makes no sense, or a gradient is a DTensor of partial sums.
+        ValueError: `max_norm` or `norm_type` makes no sense, a gradient is a DTensor of partial sums, or, with
+            `CommPolicy(reduction="tree")`, the `norm_type` is none of 1, 2 and inf.
         StateError: a unit holds gradient sums of earlier micro-batches that were not communicated.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     order, limit = _check_numbers(max_norm, norm_type)
     params = _distinct(parameters)
-    _join(params)
+    in_tree = _join(params)
+    if in_tree and order not in (1.0, 2.0, math.inf):
+        raise ValueError(
+            f"clip_grad_norm_(norm_type={norm_type!r}): with CommPolicy(reduction='tree') the norm is one of order 1, 2 or "
+            "inf, which no mesh changes; choose one of them"
+        )
     grads = [grad for param in params if (grad := param.grad) is not None]
     if not grads:
         return torch.zeros(())
     shardings = _by_sharding(grads)
-    norm = _norm(shardings, _device_of(grads[0]), order)
+    norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads[0]), order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
@@ -135,11 +148,15 @@ def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
                 stack.append(child)
 
 
-def _join(params: list[Tensor]) -> None:
+def _join(params: list[Tensor]) -> bool:
     """Waits for reductions that run past the end of backward; refuses sums that were never communicated.
 
     Replicas clip alike though they do not communicate about it: the next all-reduce of gradients tells whether they did.
+
+    Returns:
+        Whether one of the units adds gradients in the order of the tree.
     """
+    in_tree = False
     known: set[int] = set()
     replicas: dict[DivergenceGuard, None] = {}
     for param in params:
@@ -147,10 +164,12 @@ def _join(params: list[Tensor]) -> None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
         check_communicated(unit, "clip_grad_norm_")
+        in_tree = in_tree or unit.in_tree
         if unit.replicate_comm.divergence_guard is not None:
             replicas[unit.replicate_comm.divergence_guard] = None
     for divergence_guard in replicas:
         divergence_guard.note_event(CLIP)
+    return in_tree
 
 
 def _device_of(grad: Tensor) -> torch.device:
@@ -249,3 +268,72 @@ def _reduce(parts: dict[Groups, Tensor], order: float) -> Tensor:
             rest = tuple(other for other in groups if other is not group)
             parts[rest] = _combine(parts[rest], value, order) if rest in parts else value
     return parts[()]
+
+
+# -- the same on every mesh --------------------------------------------------------------------------------------------
+
+_BITS, _LOW = 56, 34
+"""Of a term as an integer, and of the lower of its two parts, which are added apart: the upper ones of 2^40 terms fit."""
+
+_AT_ONCE, _AT_ONCE_ON_DEVICE = 1 << 16, 1 << 22
+"""Elements whose terms are made at a time, 24 bytes of memory each: what a CPU's cache holds, what keeps a device busy."""
+
+
+def _norm_of_any_mesh(shardings: dict[Groups, Bundles], device: torch.device, order: float) -> Tensor:
+    """As `_norm`, of order 1, 2 or inf; no order of elements and ranks changes a bit of it."""
+    largest = _norm(shardings, device, math.inf)
+    if order == math.inf:
+        return largest
+    finite = largest.isfinite()
+    # Of the least float64 a scale would overflow; there terms have fewer bits.
+    exponent = torch.frexp(largest.double().masked_fill(~finite, 0.0)).exponent.clamp(min=-900)
+    scale = torch.exp2(_BITS / order - exponent.double())
+    parts: dict[Groups, Tensor] = {}
+    for groups, bundles in shardings.items():
+        for tensors in bundles.values():
+            total = _total(tensors, order, scale).to(device)
+            parts[groups] = _combine(parts[groups], total, order) if groups in parts else total
+    if not parts:
+        return largest
+    upper, lower = _reduce(parts, order).double()
+    norm = (upper * 2.0 ** (_LOW - _BITS) + lower * 2.0**-_BITS).pow(1.0 / order) * torch.exp2(exponent.double())
+    return torch.where(finite, norm.to(largest.dtype), largest)
+
+
+def _total(tensors: list[Tensor], order: float, scale: Tensor) -> Tensor:
+    """The sum of the terms of some tensors: its upper part and the `_LOW` bits below, both int64."""
+    device = tensors[0].device if tensors else scale.device
+    factor = scale.to(device)
+    total = torch.zeros(2, dtype=torch.int64, device=device)
+    upper, lower = total
+    at_once = _AT_ONCE if device.type == "cpu" else _AT_ONCE_ON_DEVICE
+    most = min(at_once, sum(tensor.numel() for tensor in tensors))
+    powers = torch.empty(most, dtype=torch.float64, device=device)
+    terms, parts = (torch.empty(most, dtype=torch.int64, device=device) for _ in range(2))
+    for values in _portions(tensors, at_once):
+        power, term, part = (memory[: values.numel()] for memory in (powers, terms, parts))
+        power.copy_(values).mul_(factor)
+        term.copy_(power.mul_(power) if order == 2 else power.abs_())
+        lower += torch.bitwise_and(term, (1 << _LOW) - 1, out=part).sum()
+        upper += torch.bitwise_right_shift(term, _LOW, out=part).sum()
+        upper += lower >> _LOW
+        lower &= (1 << _LOW) - 1
+    return total
+
+
+def _portions(tensors: list[Tensor], at_once: int) -> Iterator[Tensor]:
+    """The elements of tensors of one dtype and device as 1-D tensors of so many at most, small ones together."""
+    waiting: list[Tensor] = []
+    count = 0
+    for tensor in tensors:
+        for part in tensor.reshape(-1).split(at_once):
+            if waiting and count + part.numel() > at_once:
+                yield torch.cat(waiting)
+                waiting, count = [], 0
+            if part.numel() == at_once:
+                yield part
+            else:
+                waiting.append(part)
+                count += part.numel()
+    if waiting:
+        yield torch.cat(waiting)

@@ -74,6 +74,11 @@ class CommPolicy:
         accumulate: what `accumulate()` of the module does in all micro-batches but the last: "reduce_scatter" sums shards
             and defers the all-reduce; "local" sums whole gradients on each rank: no communication, but a whole model of
             fp32. That of the module on which it is called (the model) decides for all units below.
+        reduction: in which order gradients of data ranks are added. "any": in that of the backend, which depends on the
+            mesh. "tree": in one binary order of global ranks, the same for every split of as many ranks into replicas and
+            shards: gradients, and `clip_grad_norm_`, are equal bit for bit on all of them. Pass it to every unit. With
+            several replicas the number of shard ranks must be a power of two. It takes more memory, and deferred sums
+            save no all-reduces: see docs/formulas.md.
     """
 
     fusion: Fusion = "auto"
@@ -85,12 +90,15 @@ class CommPolicy:
     reduce_scatter_bucket_bytes: int = 0
     all_reduce_bucket_bytes: int = 0
     accumulate: Literal["reduce_scatter", "local"] = "reduce_scatter"
+    reduction: Literal["any", "tree"] = "any"
 
     def __post_init__(self) -> None:
         if self.fusion not in ("auto", "packed", "direct"):
             raise ValueError(f"CommPolicy(fusion={self.fusion!r}): expected 'auto', 'packed' or 'direct'")
         if self.accumulate not in ("reduce_scatter", "local"):
             raise ValueError(f"CommPolicy(accumulate={self.accumulate!r}): expected 'reduce_scatter' or 'local'")
+        if self.reduction not in ("any", "tree"):
+            raise ValueError(f"CommPolicy(reduction={self.reduction!r}): expected 'any' or 'tree'")
         smallest = {
             "direct_gather_bytes": 0,
             "direct_reduce_bytes": 0,

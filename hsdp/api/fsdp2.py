@@ -136,7 +136,10 @@ class FSDP2Methods(fsdp.FSDPModule):
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
         """Reduce-scatters this module's unit by `comm`, see `hsdp.ReduceScatter`; None: hsdp's own again."""
         _check_custom("set_custom_reduce_scatter", comm)
-        for unit in self._units(recurse=False):
+        units = self._units(recurse=False)
+        if comm is not None:
+            refuse_in_tree("set_custom_reduce_scatter", units)
+        for unit in units:
             unit.shard_comm.custom_reduce_scatter = unit.scatter_comm.custom_reduce_scatter = comm
 
     # -- gathering -----------------------------------------------------------------------------------------------
@@ -256,6 +259,16 @@ def check_flag(method: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{method}({value!r}): expected True or False")
     return value
+
+
+def refuse_in_tree(method: str, units: list[Unit]) -> None:
+    """Raises ValueError if one of `units` sums in the order of the tree, which a user's collective would not keep."""
+    for unit in units:
+        if unit.in_tree:
+            raise ValueError(
+                f"{method}: unit {unit.name!r} has CommPolicy(reduction='tree'), whose order of sums another collective "
+                "would not keep; leave the call out, or shard the module with reduction='any'"
+            )
 
 
 def _check_custom(method: str, comm: Any) -> None:

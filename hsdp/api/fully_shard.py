@@ -16,7 +16,8 @@ from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
 from hsdp.api.module import HSDPModule, has_forward, sharded_class
 from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, manage
-from hsdp.comm.mesh import DataParallelMeshDims, resolve_mesh
+from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
+from hsdp.comm.tree import check_axes
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
@@ -96,7 +97,7 @@ def fully_shard(
     modules = _check_modules(module)
     axes = resolve_mesh(mesh, _check_mesh_dims(mesh, own_policy(dp_mesh_dims)))
     policy = _check_type("mp_policy", own_policy(mp_policy), MixedPrecisionPolicy)
-    comm = _check_type("comm_policy", comm_policy, CommPolicy)
+    comm = _check_comm(comm_policy, axes)
     offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
     reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
@@ -189,6 +190,13 @@ def _check_placement_fn(choose: Any) -> PlacementFn | None:
             "None, e.g. lambda param: Shard(1)"
         )
     return asked_once(choose)
+
+
+def _check_comm(value: CommPolicy | None, axes: MeshAxes) -> CommPolicy:
+    comm = _check_type("comm_policy", value, CommPolicy)
+    if comm.reduction == "tree":
+        check_axes(axes, "fully_shard(comm_policy=...)")
+    return comm
 
 
 T = TypeVar("T")

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Methods, UnshardHandle, check_flag, on_stream
+from hsdp.api.fsdp2 import FSDP2Methods, UnshardHandle, check_flag, on_stream, refuse_in_tree
 from hsdp.comm.replica_reduce import ReplicaReduce
 from hsdp.params.ownership import PREFIX
 from hsdp.policies import check_reduce_op
@@ -322,10 +322,16 @@ class HSDPModule(FSDP2Methods):
             unit.settings.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
 
     def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
-        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`."""
+        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`.
+
+        Raises:
+            ValueError: a unit has `CommPolicy(reduction="tree")`, whose order the stage would not keep.
+        """
         if not callable(getattr(replica_reduce, "start", None)):
             raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
-        for unit in self._units(recurse):
+        units = self._units(recurse)
+        refuse_in_tree("set_replica_reduce", units)
+        for unit in units:
             unit.settings.replica_reduce = replica_reduce
 
     # -- gathering -----------------------------------------------------------------------------------------------

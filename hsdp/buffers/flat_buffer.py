@@ -72,7 +72,7 @@ class FlatBuffer:
                 self._poison()
 
     def free(self) -> None:
-        """Gives the memory back, unless somebody made a NumPy array of it: torch does not resize such a storage any more."""
+        """Gives the memory back, unless somebody made a NumPy array of it: torch never resizes such a storage again."""
         if debug.ON and self._storage.nbytes():
             self._poison()
         if self._storage.resizable():

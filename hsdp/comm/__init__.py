@@ -10,6 +10,7 @@
     observer.py          the points at which whoever watches a unit is told what happens: `hsdp.trace`
     groups.py            a process group's backend and patience; groups of some of its ranks
     replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
+    tree.py              sums over ranks in one order, whatever the mesh
     custom.py            users' own all-gather and reduce-scatter
 
 May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`;

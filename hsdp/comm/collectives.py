@@ -151,11 +151,13 @@ class Comm:
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
     @labels
-    def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> CommWork:
-        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
+    def all_to_all(
+        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None = None
+    ) -> CommWork:
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`."""
         group = self._ready(op, "all-to-all", owner)
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
-        return CommWork(self, "all-to-all", owner, works, (outputs, inputs))
+        return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
     @labels
     def exchange_parts(
@@ -406,10 +408,7 @@ def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
 
 
 def twin_of(comm: Comm) -> Comm:
-    """A `Comm` over the same ranks with a process group of its own, which all who ask for those ranks share.
-
-    Every rank of the group calls it.
-    """
+    """A `Comm` over the same ranks, which all call it, with a process group of its own that all who ask for them share."""
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
     group = shared_group("twin", dist.get_process_group_ranks(comm.group))

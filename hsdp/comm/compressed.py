@@ -21,7 +21,7 @@ from torch.distributed import ProcessGroup
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named
-from hsdp.comm.work import CommWork
+from hsdp.comm.work import CommWork, TwoPhases
 
 
 class CompressedAllReduce:
@@ -58,7 +58,7 @@ class CompressedAllReduce:
             mine = add_in_order(received, comm.size).to(self.wire_dtype)
             return comm.all_gather(owner, hash((op, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], land)
 
-        return _TwoWorks(comm, owner, comm.all_to_all(owner, op, [received], [sent]), gather)
+        return TwoPhases(comm, "all-reduce", owner, [comm.all_to_all(owner, op, [received], [sent])], gather)
 
 
 class CompressedReduceScatter:
@@ -107,38 +107,6 @@ def add_in_order(parts: Tensor, ranks: int) -> Tensor:
     for row in rows[1:]:
         total.add_(row)
     return total
-
-
-class _TwoWorks(CommWork):
-    """A collective of which the second half starts when the first has landed."""
-
-    __slots__ = ("_first", "_go_on", "_second")
-
-    def __init__(self, comm: Comm, owner: Named, first: CommWork, go_on: Callable[[], CommWork]) -> None:
-        super().__init__(comm, "all-reduce", owner, [], None)
-        self._first = first
-        self._go_on = go_on
-        self._second: CommWork | None = None
-        if comm.context.streams.active:
-            self._second = go_on()  # streams keep the order, the host goes on
-
-    @property
-    def event(self) -> Any:
-        """That of the second half."""
-        return None if self._second is None else self._second.event
-
-    def done(self) -> bool:
-        """Never before `wait`, on the CPU: whoever polls would start the second half, at another point on each rank."""
-        return self._second is not None and self._second.done()
-
-    def wait(self) -> None:
-        """Waits for both halves."""
-        super().wait()
-        if self._second is None:
-            self._second = self._first  # nothing follows it if it fails
-            self._first.wait()
-            self._second = self._go_on()
-        self._second.wait()
 
 
 class _Behind:

@@ -145,6 +145,42 @@ class CommWork:
             self._finish()
 
 
+class TwoPhases(CommWork):
+    """A collective of which the second phase starts when all works of the first have landed.
+
+    On the CPU that is in `wait`: a fixed point, which all ranks come to in the same order.
+    """
+
+    __slots__ = ("_go_on", "_phase")
+
+    def __init__(
+        self, comm: Carrier, kind: str, owner: Named, first: list[CommWork], go_on: Callable[[], CommWork]
+    ) -> None:
+        super().__init__(comm, kind, owner, [], None)
+        # Streams keep the order, the host goes on.
+        self._phase = [go_on()] if comm.context.streams.active else first
+        self._go_on = None if comm.context.streams.active else go_on
+
+    @property
+    def event(self) -> Event:
+        """That of the second phase."""
+        return self._phase[-1].event
+
+    def done(self) -> bool:
+        """Never before `wait`, on the CPU: whoever polls would start the second phase, at another point on each rank."""
+        return self._go_on is None and all(work.done() for work in self._phase)
+
+    def wait(self) -> None:
+        """Waits for both phases."""
+        super().wait()
+        go_on, self._go_on = self._go_on, None  # nothing follows the first phase if it fails
+        for work in self._phase:
+            work.wait()
+        if go_on is not None:
+            self._phase = [go_on()]
+            self._phase[0].wait()
+
+
 def wait_for(
     work: Any, backend: str, divergence_guard: DivergenceGuard | None, count: int, kind: str, name: str, asked: int = 0
 ) -> None:
@@ -183,9 +219,9 @@ def _ends(work: Any, backend: str) -> bool:
         try:
             work.wait(_TICK)
         except RuntimeError:
-            if work.is_completed():
-                raise
-            return False
+            if not work.is_completed():
+                return False
+            work.wait()  # it ended since the tick did, perhaps well; if not, this raises its own error
         return True
     # A wait on a device makes the stream wait, not the host.
     deadline, pause = time.monotonic() + _TICK.total_seconds(), 20e-6

@@ -10,6 +10,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from hsdp.comm.tree import fits_tree
 from hsdp.format import bytes_of, seconds_of
 from hsdp.params.placement import least_padding
 from hsdp.planning.data import Advice, PlanData
@@ -85,7 +86,7 @@ def _double_remedies(plan: PlanData) -> Iterator[dict[str, Any]]:
     while times <= _MOST:
         meshes = [(plan.replicas, plan.shards * times), (1, plan.replicas * plan.shards * times)]
         options = [{"mesh": mesh} | first for mesh in meshes for first in ({}, *_recomputations(plan))]
-        fitting = [one for one in options if _can(plan, one["mesh"][1]) and plan.changed(**one).fits]
+        fitting = [one for one in options if _can(plan, one["mesh"]) and plan.changed(**one).fits]
         if fitting:
             yield from fitting
             return
@@ -212,11 +213,14 @@ def _other_meshes(plan: PlanData) -> list[tuple[int, int]]:
     """The other meshes of as many ranks."""
     world = plan.replicas * plan.shards
     sizes = [shards for shards in range(1, world + 1) if world % shards == 0 and shards != plan.shards]
-    return [(world // shards, shards) for shards in sizes if _can(plan, shards)]
+    return [mesh for shards in sizes if _can(plan, mesh := (world // shards, shards))]
 
 
-def _can(plan: PlanData, shards: int) -> bool:
-    """Whether no unit asks for parts that do not divide so many shards."""
+def _can(plan: PlanData, mesh: tuple[int, int]) -> bool:
+    """Whether no unit asks for parts that do not divide so many shards, or for an order of sums that they cannot have."""
+    if any(unit.in_tree for unit in plan.units) and not fits_tree(*mesh):
+        return False
+    _, shards = mesh
     policies = [unit.facts.reshard_after_forward for unit in plan.units]
     return not any(type(policy) is int and shards % policy != 0 for policy in policies)
 

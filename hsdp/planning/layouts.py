@@ -10,6 +10,7 @@ from dataclasses import dataclass, replace
 
 from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
 from hsdp.comm.collectives import direct_bytes
+from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
 from hsdp.unit.dtype_group import GroupKey, thresholds_for
@@ -219,6 +220,22 @@ class UnitPlan:
         return any(param.trainable for param in self.facts.params)
 
     @property
+    def in_tree(self) -> bool:
+        """Whether its gradients are added in the order of the tree over data ranks."""
+        return self.facts.comm_policy.reduction == "tree"
+
+    @property
+    def received_bytes(self) -> int:
+        """What an all-reduce of its sums holds beside them: in a tree what arrives, and what small ones are packed in."""
+        if not self.in_tree or self.replicas == 1:
+            return 0
+        total = 0
+        for group in self.dtype_groups:
+            in_place, packed = travelling(group.kind.reduce, list(group.operands), self.replicas)
+            total += sum(in_place) + 2 * packed
+        return total
+
+    @property
     def parts(self) -> int:
         """Size of the group over which it stays sharded after forward; 1: it does not."""
         return max((group.parts for group in self.dtype_groups), default=1)
@@ -246,8 +263,11 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device
         device: whether the mesh is of devices with memory of their own, from which shards can be offloaded.
 
     Raises:
-        ValueError: `reshard_after_forward` is an integer that does not divide the shard ranks.
+        ValueError: `reshard_after_forward` is an integer that does not divide the shard ranks, or sums on the mesh cannot
+            have the order of `CommPolicy(reduction="tree")`.
     """
+    if facts.comm_policy.reduction == "tree":
+        check_shape(replicas, shards, f"plan: unit {facts.name!r}")
     after = facts.reshard_after_forward
     if type(after) is int and (after < 1 or shards % after):
         raise ValueError(

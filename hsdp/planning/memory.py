@@ -106,9 +106,12 @@ class _Ledger:
         self.at = ""
         self.activations: list[UnitActivations] = []
         self._here = ""
-        self._copies = 2 if backend == "gloo" else 1  # gloo's all-to-all receives beside what it sends
+        # An all-to-all receives beside what it sends.
+        self._copies = 2 if backend == "gloo" or units[0].in_tree else 1
         self._stashed: set[int] = set()
         self._deferred: set[int] = set()
+        self._early: set[int] = set()  # of those, what is summed over replicas first
+        self._joined: set[int] = set()
         self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
         self._staging: dict[int, int] = {}
         self._parted: set[int] = set()
@@ -127,6 +130,7 @@ class _Ledger:
             Verb.RELEASE: self._release,
             Verb.DEFER: self._defer,
             Verb.ALL_REDUCE: self._all_reduce,
+            Verb.SUM_EARLY: self._sum_early,
             Verb.LAND: self._land,
             Verb.COMMIT: self._commit,
         }
@@ -235,7 +239,14 @@ class _Ledger:
     def _release(self, unit: UnitPlan, index: int) -> None:
         self._add("reduction", -self._copies * unit.total("scatter_inputs"))
 
+    def _sum_early(self, unit: UnitPlan, index: int) -> None:
+        self._add("reduction", unit.received_bytes)
+        self._early.add(index)
+
     def _defer(self, unit: UnitPlan, index: int) -> None:
+        if index in self._early:
+            self._early.discard(index)
+            self._add("reduction", -unit.received_bytes)
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
         for group in unit.dtype_groups:
@@ -246,15 +257,23 @@ class _Ledger:
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
+        self._add("reduction", unit.received_bytes)
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
+            self._joined.add(index)
 
     def _commit(self, unit: UnitPlan, index: int) -> None:
         self._add("sums", -self._replaced)
         self._replaced = 0
 
     def _land(self, unit: UnitPlan, index: int) -> None:
+        if index in self._joined:
+            self._joined.discard(index)
+            if unit.in_tree:  # what was deferred is added at the root, in its own dtype
+                groups = [group for group in unit.dtype_groups if group.kind.accumulate != group.kind.reduce]
+                self._for_a_moment("reduction", sum(group.partial_bytes for group in groups))
+        self._add("reduction", -unit.received_bytes)
         for group in unit.dtype_groups:
             operands = sum(group.operands)
             if group.offloaded:

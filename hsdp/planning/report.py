@@ -89,6 +89,8 @@ def _assumed(plan: PlanData) -> Iterable[str]:
         if width
         else "attention: none was recognised by the names of its layers, so its flops are not counted"
     )
+    if any(unit.in_tree for unit in plan.units):
+        yield "sums: in one binary order of ranks (reduction='tree'), the time of adding them not counted"
     states = several(told.optimizer_states, "state")
     yield f"optimizer: {states} per parameter, in its dtype, bound by the memory's bandwidth"
     yield "not counted: fragmentation of the allocator, CUDA's and NCCL's own memory (1 to 2 GiB), the input pipeline"

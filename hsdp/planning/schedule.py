@@ -35,6 +35,7 @@ class Verb(enum.Enum):
     RELEASE = "waits for the reduce-scatter and frees its inputs"
     DEFER = "adds the shards to sums that are all-reduced later"
     ALL_REDUCE = "starts an all-reduce, joined by what was deferred"
+    SUM_EARLY = "starts an all-reduce of sums that are kept: in a tree micro-batches are added behind ranks"
     LAND = "waits for the all-reduce; its gradients are there"
     COMMIT = "ends its backward: what it would go back to is freed"
 
@@ -201,6 +202,7 @@ class _Reduction:
         self.source = source
         self.all_reduce = all_reduce
         self.replicas = unit.replicas
+        self.in_tree = unit.in_tree
         self._unit = unit
 
     def scatter_bytes(self) -> int:
@@ -238,7 +240,7 @@ class _Queue(ReduceQueue[_Reduction, Bucket[_Reduction]]):
 
     def start_all_reduce(self, items: list[_Reduction], behind: Bucket[_Reduction]) -> Bucket[_Reduction]:
         """With one replica nothing is under way."""
-        bucket = self._bucket(Verb.ALL_REDUCE, items)
+        bucket = self._bucket(Verb.ALL_REDUCE if items[0].all_reduce else Verb.SUM_EARLY, items)
         bucket.at_rest = items[0].replicas == 1 and not self.ordered_by_streams
         return bucket
 

@@ -103,10 +103,10 @@ def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePl
             start("reduce-scatter", event, now)
         elif verb is Verb.RELEASE:
             wait("reduce-scatter", unit)
-        elif verb is Verb.ALL_REDUCE:
+        elif verb in (Verb.ALL_REDUCE, Verb.SUM_EARLY):
             scattered = max(ends.get(("reduce-scatter", unit), 0.0) for unit in event.units)
             start("all-reduce", event, scattered if device else now)
-        elif verb is Verb.LAND:
+        elif verb in (Verb.LAND, Verb.DEFER):
             wait("all-reduce", unit)
     return TimePlan(now, compute, busy, exposed)
 

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from hsdp.comm.collectives import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
+from hsdp.comm.tree import travelling
 from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb
 
@@ -136,8 +137,8 @@ class Wires:
             return self._gather("part", involved[0].parts, parts)
         if event.verb is Verb.SCATTER and self.shards > 1:
             return self._scatter(involved)
-        if event.verb is Verb.ALL_REDUCE and self.replicas > 1:
-            return self._all_reduce("replicate", self.replicas, _operands(involved))
+        if event.verb in (Verb.ALL_REDUCE, Verb.SUM_EARLY) and self.replicas > 1:
+            return self._all_reduce("replicate", self.replicas, _operands(involved), involved[0].in_tree)
         return []
 
     def stepped(self, unit: UnitPlan) -> list[Collective]:
@@ -153,19 +154,30 @@ class Wires:
         inputs = [
             (group.kind.reduce, size) for unit in units for group in unit.dtype_groups for size in group.scatter_inputs
         ]
-        # On gloo each tensor is an all-to-all of its own.
-        calls = len(inputs) if self.backend == "gloo" else len({dtype for dtype, _ in inputs})
+        # On gloo, and in a tree, each tensor is an all-to-all of its own.
+        alone = self.backend == "gloo" or units[0].in_tree
+        calls = len(inputs) if alone else len({dtype for dtype, _ in inputs})
         sent = sum(size for _, size in inputs) * (self.shards - 1) / self.shards
         found = self._collective("reduce-scatter", "shard", self.shards, calls, len(inputs), sent)
-        return found + self._all_reduce("shard", self.shards, _operands(units, replicated=True))
+        return found + self._all_reduce("shard", self.shards, _operands(units, replicated=True), units[0].in_tree)
 
-    def _all_reduce(self, axis: str, size: int, operands: Sequence[tuple[torch.dtype, int]]) -> list[Collective]:
+    def _all_reduce(
+        self, axis: str, size: int, operands: Sequence[tuple[torch.dtype, int]], in_tree: bool
+    ) -> list[Collective]:
         by_dtype: dict[torch.dtype, list[int]] = {}
         for dtype, nbytes in operands:
             by_dtype.setdefault(dtype, []).append(nbytes)
-        calls = sum(self._calls(sizes, REDUCE_ALONE_BYTES) for sizes in by_dtype.values())
-        sent = 2 * sum(nbytes for _, nbytes in operands) * (size - 1) / size
-        return self._collective("all-reduce", axis, size, calls, len(operands), sent)
+        if in_tree:  # an all-to-all of each tensor, and one all-gather of their sums
+            cuts = [travelling(dtype, sizes, size) for dtype, sizes in by_dtype.items()]
+            tensors = [nbytes for in_place, packed in cuts for nbytes in (*in_place, packed) if nbytes]
+            calls = len(tensors) + self._calls([nbytes // size for nbytes in tensors], GATHER_ALONE_BYTES)
+            transfers = 2 * len(tensors)
+        else:
+            tensors = [nbytes for _, nbytes in operands]
+            calls = sum(self._calls(sizes, REDUCE_ALONE_BYTES) for sizes in by_dtype.values())
+            transfers = len(tensors)
+        sent = 2 * sum(tensors) * (size - 1) / size
+        return self._collective("all-reduce", axis, size, calls, transfers, sent)
 
     def _calls(self, sizes: list[int], alone: int) -> int:
         return len(share_calls(sizes, alone)) if self.backend == "gloo" else int(bool(sizes))

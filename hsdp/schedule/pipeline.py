@@ -20,6 +20,7 @@ from typing import ClassVar
 import torch
 
 from hsdp.comm.streams import Streams, host_wait
+from hsdp.comm.tree import reduce_scatter
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
@@ -34,7 +35,8 @@ class Reduction:
     Attributes:
         unit: whose gradients they are.
         parts: its operands, one part per dtype group;
-        all_reduce: whether replicas are summed now; if not, the sums become the unit's partial sums.
+        all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
+            tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
         factor: what its sums are multiplied with.
         offloads: its gradients leave the device.
     """
@@ -60,6 +62,11 @@ class Reduction:
         """Ranks over which it is all-reduced."""
         return self.unit.replicate_comm.size
 
+    @property
+    def in_tree(self) -> bool:
+        """Whether its sums have the order of the tree over data ranks."""
+        return self.unit.in_tree
+
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
         return sum(tensor.nbytes for part in self.parts for tensor in part.inputs)
@@ -72,7 +79,8 @@ class Reduction:
         """Whether it may share a collective with another one."""
         a, b = self.unit, other.unit
         return (
-            a.scatter_comm.group is b.scatter_comm.group
+            a.in_tree == b.in_tree
+            and a.scatter_comm.group is b.scatter_comm.group
             and a.scatter_comm.custom_reduce_scatter is b.scatter_comm.custom_reduce_scatter
             and a.replicate_comm.group is b.replicate_comm.group
             and a.settings.replica_reduce is b.settings.replica_reduce
@@ -196,13 +204,18 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         deferred = False
         for reduction in items:
             reduction.unit.gradients.heed_zero_grad()
-            deferred = deferred or reduction.unit.gradients.partial is not None
+            if reduction.all_reduce:
+                deferred = deferred or reduction.unit.gradients.partial is not None
         # Deferred sums were written on the compute stream.
         written = self.streams.mark() if deferred else None
         with self.streams.after("replicate", behind.comm_work.event):
             self.streams.join(written)
             for reduction in items:
-                reduction.unit.gradients.join_partial(reduction.parts)
+                if reduction.all_reduce:
+                    reduction.unit.gradients.join_partial(reduction.parts)
+                if not reduction.in_tree:
+                    for part in reduction.parts:
+                        part.join()
             finish = partial(self._finish, items) if any(map(_has_more, items)) else None
             if unit.replicate_comm.size > 1:
                 tensors = [t for r in items for part in r.parts for t in part.operands]
@@ -215,8 +228,18 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         return bucket
 
     def _finish(self, reductions: list[Reduction]) -> None:
-        """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live."""
+        """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live.
+
+        At the root of a tree the sums are scaled there, and joined by what was deferred, which was scaled at its own.
+        """
         for reduction in reductions:
+            if reduction.in_tree:
+                for part in reduction.parts:
+                    if reduction.replicas > 1:
+                        _scale(part, _split_factor(reduction, part)[1])
+                    part.join()
+            if not reduction.all_reduce:
+                continue
             hook = reduction.unit.settings.all_reduce_hook
             if hook is not None:
                 try:
@@ -253,8 +276,9 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
 
 
 def _scatter(bucket: ReductionBucket) -> CommWork:
-    """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once."""
-    comm = bucket.items[0].unit.scatter_comm
+    """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once, if it is a tree's root."""
+    first = bucket.items[0]
+    comm = first.unit.scatter_comm
     parts = [(part, _split_factor(r, part)) for r in bucket.items for part in r.parts]
     inputs = [tensor for part, _ in parts for tensor in part.inputs]
     outputs = [tensor for part, _ in parts for tensor in part.outputs]
@@ -265,12 +289,19 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
 
     def scale() -> None:
         for part, (_, after) in parts:
-            if after != 1.0:
-                torch._foreach_mul_(part.values(), after)
+            _scale(part, after)
 
-    if inputs or replicated:
-        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale)
-    return comm.local("scale", bucket, scale)
+    finish = None if first.in_tree and first.replicas > 1 else scale
+    if not inputs and not replicated:
+        return comm.local("scale", bucket, finish)
+    if first.in_tree:
+        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish)
+    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, finish)
+
+
+def _scale(part: GroupReduction, factor: float) -> None:
+    if factor != 1.0:
+        torch._foreach_mul_(part.values(), factor)
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:
@@ -289,4 +320,4 @@ def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, fl
 
 def _has_more(reduction: Reduction) -> bool:
     """Whether something follows the all-reduce on its stream."""
-    return reduction.offloads or reduction.unit.settings.all_reduce_hook is not None
+    return reduction.in_tree or reduction.offloads or reduction.unit.settings.all_reduce_hook is not None

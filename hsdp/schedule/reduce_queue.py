@@ -26,7 +26,7 @@ class Queued(Protocol):
     """A reduction, as far as its turn depends on it."""
 
     all_reduce: bool
-    """Replicas are summed now; if not, its sums are kept for a later one of the same source."""
+    """Its sums are over replicas too, and land; if not, they are kept for a later one of the same source."""
 
     @property
     def source(self) -> object:
@@ -36,6 +36,11 @@ class Queued(Protocol):
     @property
     def replicas(self) -> int:
         """Ranks over which it is all-reduced."""
+        ...
+
+    @property
+    def in_tree(self) -> bool:
+        """Replicas are summed now, also where its sums are kept: in a tree micro-batches are added behind ranks."""
         ...
 
     def scatter_bytes(self) -> int:
@@ -205,7 +210,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def _go_on(self, bucket: BucketT) -> None:
         """Behind the reduce-scatter: sums that are kept for a later micro-batch, or those for an all-reduce."""
         for item in bucket.items:
-            if not item.all_reduce:
+            if not item.all_reduce and not (item.in_tree and item.replicas > 1):
                 self._make_room_behind()
                 self._reducing.append(self.start_deferral(item, bucket))
                 self.advance()

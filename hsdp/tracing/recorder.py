@@ -274,9 +274,9 @@ class Recorder:
 
 def _stage(comm: Comm, owner: Named, kind: str) -> tuple[Track, str] | None:
     """The track of a collective and the kind under which it is shown; None: it is not shown."""
-    if isinstance(owner, ReductionBucket) and comm is owner.items[0].unit.replicate_comm:
-        # A `ReplicaReduce` may make its stage of others: `CompressedAllReduce` is an all-to-all and an all-gather.
-        return _STAGES["all-reduce"]
+    if isinstance(owner, ReductionBucket):
+        # Stages may be made of other collectives: those of `CompressedAllReduce` and of the tree begin with an all-to-all.
+        return _STAGES["all-reduce" if comm is owner.items[0].unit.replicate_comm else "reduce-scatter"]
     if isinstance(owner, Unit) and comm is owner.replicate_comm:
         return "replicate", kind  # parameters that an optimizer stepped on one of the replicas
     return _STAGES.get(kind)

@@ -199,21 +199,14 @@ class Gradients:
         self._watch_all(part.plan for part in parts)
 
     def join_partial(self, parts: list[GroupReduction]) -> None:
-        """Adds what was deferred to the operands that are about to be all-reduced. Runs on the stream of that.
+        """Hands what was deferred to the operands that it will be added to, by their `join`.
 
-        The parts hold what was deferred until they land: by then the compute stream, to which that memory belongs, is
-        behind the sum.
+        They hold it until they land: by then the compute stream, to which that memory belongs, is behind the sum.
         """
-        before = self.partial
-        if before is None:
-            return
-        for held, part in zip(before, parts, strict=True):
-            if held[0].dtype == part.operands[0].dtype:
-                torch._foreach_add_(part.operands, held)
-            else:
-                torch._foreach_copy_(part.operands, torch._foreach_add(held, part.operands))
-            part.joined = held
-        self._replace_partial(None, any(part in self._open for part in parts))
+        if self.partial is not None:
+            for held, part in zip(self.partial, parts, strict=True):
+                part.joined = held
+            self._replace_partial(None, any(part in self._open for part in parts))
 
     def _replace_partial(self, sums: Partial | None, undoable: bool) -> None:
         if undoable and self._partial_before is None:

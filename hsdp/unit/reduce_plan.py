@@ -212,7 +212,7 @@ class GroupReduction:
         used: which parameters this rank used.
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
         void: its backward failed: it is not to land.
-        joined: deferred sums that were added to the operands on a side stream: theirs until the reduction lands.
+        joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
     """
 
     __slots__ = ("_stored", "_values", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
@@ -248,6 +248,16 @@ class GroupReduction:
     def held_bytes(self) -> int:
         """Bytes of its inputs, until they are released, and of its operands."""
         return sum(tensor.nbytes for tensor in (*self.inputs, *self.operands))
+
+    def join(self) -> None:
+        """Adds deferred sums to the operands, if there are any. Runs on the stream of these."""
+        held = self.joined
+        if held is None:
+            return
+        if held[0].dtype == self.operands[0].dtype:
+            torch._foreach_add_(self.operands, held)
+        else:
+            torch._foreach_copy_(self.operands, torch._foreach_add(held, self.operands))
 
     def values(self) -> list[Tensor]:
         """The operands without the used-flags."""

@@ -19,6 +19,7 @@ from hsdp.comm.groups import subgroup
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext, Observer, Point
 from hsdp.comm.streams import Streams
+from hsdp.comm.tree import TREE
 from hsdp.comm.work import CommWork
 from hsdp.errors import StateError
 from hsdp.offload import OffloadPolicy
@@ -114,6 +115,8 @@ class Unit(UnshardedParams):
         self.replica_policy = replica_policy
         self.ignored = ignored
         self.settings: UnitSettings[Unit] = UnitSettings(reshard_after_forward)
+        if self.in_tree:
+            self.settings.replica_reduce = TREE
         self.state = TrainingState.IDLE
         self.lent = False
 
@@ -391,6 +394,11 @@ class Unit(UnshardedParams):
             if self.context.observer is not None:
                 self.context.observer.passes(Point.BACKWARD_LEFT, self)
 
+    @property
+    def in_tree(self) -> bool:
+        """Whether its gradients are added in the order of the tree over data ranks."""
+        return self.comm_policy.reduction == "tree"
+
     def factor(self) -> float:
-        """What the sum over all ranks is multiplied with, exactly once, after the reduce-scatter."""
+        """What the sum over all ranks is multiplied with, exactly once: after the reduce-scatter, in a tree at its root."""
         return self.settings.factor(self.axes.shard_size * self.axes.replicate_size)

@@ -14,8 +14,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from hsdp.comm import questions, work
+from hsdp.errors import CollectiveError
 from tests.support.deep import Deep, seeded, step
-from tests.support.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import shard
 
 LATE = 2
@@ -68,3 +69,27 @@ def test_a_late_rank_is_named_once(pool4: Pool, steps: int) -> None:
     assert "unit" in printed
     traced = [summary for text, summary in outcomes if text]
     assert steps == 0 or printed.removeprefix("hsdp: ").split(" (HSDP")[0] in traced[0]
+
+
+class _EndsAtTheTick:
+    """A work that ends between the moment at which a tick's wait gave up and the look whether it has ended."""
+
+    def __init__(self, error: str | None) -> None:
+        self.error = error
+
+    def wait(self, timeout: timedelta | None = None) -> None:
+        """As gloo's: it gives up after `timeout`, else it raises its error."""
+        error = "Operation timed out!" if timeout is not None else self.error
+        if error is not None:
+            raise RuntimeError(error)
+
+    def is_completed(self) -> bool:
+        """By now."""
+        return True
+
+
+def test_a_collective_that_ends_at_a_tick_has_not_failed() -> None:
+    with fake_world(2):
+        work.wait_for(_EndsAtTheTick(None), "gloo", None, 0, "all-reduce", "a")
+        with pytest.raises(CollectiveError, match="Connection closed"):
+            work.wait_for(_EndsAtTheTick("Connection closed by peer"), "gloo", None, 0, "all-reduce", "a")

@@ -24,7 +24,8 @@ import hsdp.schedule.optimizer_hooks
 import hsdp.schedule.pipeline
 import tests.mutants.loops
 import tests.mutants.optimizers
-import tests.mutants.sides  # noqa: F401  (all register their own)
+import tests.mutants.sides
+import tests.mutants.trees  # noqa: F401  (all register their own)
 from hsdp.api.fsdp2 import PipelineFace
 from hsdp.comm.collectives import Comm
 from hsdp.comm.divergence import DivergenceGuard
@@ -160,12 +161,12 @@ def does_not_follow_requires_grad() -> Any:
 # -- factors --------------------------------------------------------------------------------------------------------
 
 
-@mutant(Check(rule_15.check_factors, ((2,), "packed")))
+@mutant(Check(rule_15.check_factors, ((2,), rule_15.POLICIES["packed"])))
 def skips_the_divide() -> Any:
     return mock.patch.object(Unit, "factor", lambda unit: unit.settings.gradient_scale)
 
 
-@mutant(Check(rule_15.check_factors, ((2, 1), "packed")))
+@mutant(Check(rule_15.check_factors, ((2, 1), rule_15.POLICIES["packed"])))
 def forgets_the_scale() -> Any:
     return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.settings.gradient_scale)
 

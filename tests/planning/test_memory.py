@@ -6,7 +6,7 @@ reduce-scatter received for a moment after it has ended.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -46,6 +46,7 @@ class Setup:
         return {"mp_policy": policy, "comm_policy": self.comm, "reshard_after_forward": self.reshard}
 
 
+TREE = CommPolicy(reduction="tree")
 LOCAL, BF16 = CommPolicy(accumulate="local"), torch.bfloat16
 SETUPS = {
     "fp32": Setup(),
@@ -60,6 +61,9 @@ SETUPS = {
     "micro-batches": Setup(micro_batches=3),
     "micro-batches in bf16/fp32": Setup(BF16, torch.float32, micro_batches=3),
     "micro-batches in bf16": Setup(BF16, micro_batches=3),
+    "tree": Setup(comm=TREE),
+    "tree in bf16/fp32": Setup(BF16, torch.float32, TREE, micro_batches=3),
+    "tree, buckets": Setup(BF16, None, replace(TREE, all_reduce_bucket_bytes=1 << 20), micro_batches=2),
     "local micro-batches": Setup(comm=LOCAL, micro_batches=3),
     "local micro-batches in bf16/fp32": Setup(BF16, torch.float32, LOCAL, micro_batches=3),
     "local micro-batches in bf16": Setup(BF16, None, LOCAL, micro_batches=3),
@@ -157,4 +161,4 @@ def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_peak_memory_is_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_on_gloo, shape, ("fp32", "bf16/fp32", "micro-batches"))
+    pool4.run(check_on_gloo, shape, ("fp32", "bf16/fp32", "micro-batches", "tree in bf16/fp32"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import pytest
@@ -23,6 +23,7 @@ Sent = dict[tuple[str, str], tuple[int, int, int]]
 """(kind, axis) -> calls, transfers, bytes sent by a rank."""
 
 KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "reduce-scatter"}
+"""On an axis of replicas all are parts of an all-reduce."""
 
 
 @dataclass(frozen=True)
@@ -42,13 +43,19 @@ def _tokens(model: nn.Module) -> Tensor:
 
 
 def _floats(model: nn.Module) -> Tensor:
-    return model(torch.ones(2, 256)).float().sum()
+    return model(torch.ones(2, model.blocks[0].in_features)).float().sum()  # type: ignore[index,union-attr]
 
 
 def _wide() -> nn.Module:
     return MLP((256, 512, 256, 128))
 
 
+def _huge() -> nn.Module:
+    """Its shards are large enough to travel from where they are."""
+    return MLP((1024, 2049, 1024))
+
+
+TREE = CommPolicy(reduction="tree")
 ALL_BUT_Q = ("embedding", "norm", "head", "blocks.0", *(f"blocks.1.{name}" for name in ("n", "k", "v", "o", "g", "u", "d")))
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 SETUPS = {
@@ -70,6 +77,9 @@ SETUPS = {
     "a frozen first block": Setup(_wide, freeze=("blocks.0.weight", "blocks.0.bias")),
     "nested units": Setup(units=("blocks.*", "blocks.*.q", "head")),
     "one trained layer": Setup(units=("blocks.*", "blocks.1.q"), freeze=ALL_BUT_Q),
+    "tree": Setup(_wide, {"comm_policy": TREE}),
+    "tree in bf16": Setup(_huge, {"comm_policy": TREE, "mp_policy": BF16}, micro_batches=2),
+    "tree in buckets": Setup(_wide, {"comm_policy": replace(TREE, all_reduce_bucket_bytes=1 << 18)}, micro_batches=2),
     "replicated norms": Setup(replicate=("blocks.0.norm1.weight", "norm.weight")),
 }
 
@@ -101,7 +111,8 @@ def measured(model: nn.Module, mesh: DeviceMesh, micro_batches: int) -> Sent:
     axes = {mesh.get_group(name).group_name: name for name in mesh.mesh_dim_names or ()}
     found: Sent = {}
     for call in counter.calls:
-        key = KINDS.get(call.kind, "all-reduce"), axes.get(call.group, "part")
+        axis = axes.get(call.group, "part")
+        key = KINDS.get(call.kind, "all-reduce") if axis != "replicate" else "all-reduce", axis
         calls, transfers, sent = found.get(key, (0, 0, 0))
         found[key] = calls + 1, transfers + call.transfers, sent + round(call.wire_bytes)
     return found
@@ -146,9 +157,26 @@ def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) 
         check(SETUPS[name], env.mesh(shape))
 
 
+def test_sums_of_replicated_parameters_in_a_tree_are_an_all_to_all_and_an_all_gather() -> None:
+    """The plan counts both as an all-reduce over shards: bytes by axis are what happens."""
+    with fake_world(8) as env:
+        mesh = env.mesh((2, 4))
+        setup = replace(SETUPS["replicated norms"], options={"comm_policy": TREE})
+        model, options = build(setup)
+        hsdp.shard_units(model, setup.units, mesh=mesh, **options)
+        plan = hsdp.plan(model, tokens_per_rank=4)
+        totals: list[dict[str, int]] = []
+        for sent in (planned(plan), measured(model, mesh, 1)):
+            totals.append({"shard": 0, "replicate": 0})
+            for (_, axis), (_, _, nbytes) in sent.items():
+                totals[-1][axis] += nbytes
+        assert totals[0] == totals[1]
+
+
 ON_GLOO = ("transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets")
+IN_TREE = ("tree", "tree in bf16")
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_collectives_are_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_on_gloo, shape, ON_GLOO)
+    pool4.run(check_on_gloo, shape, (*ON_GLOO, *IN_TREE))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
 from tests.support.twin import assert_same, full_grads
 
+TREE = hsdp.CommPolicy(reduction="tree")
 LEVELS = {"local": (False, True), "scatter": (True, False), "full": (True, True)}
 """What is communicated: (`set_requires_grad_sync`, `set_requires_all_reduce`)."""
 
@@ -103,6 +105,7 @@ def check_script(env: RankEnv, script: str, shapes: Sequence[tuple[int, ...]], p
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_rule_14_accumulation_equals_the_twin(pool4: Pool, script: str) -> None:
     pool4.run(check_script, script, [(4,), (2, 2)], None)
+    pool4.run(check_script, script, [(2, 2), (4, 1)], TREE)
 
 
 def test_rule_14_accumulation_in_buckets(pool4: Pool) -> None:
@@ -110,21 +113,23 @@ def test_rule_14_accumulation_in_buckets(pool4: Pool) -> None:
     pool4.run(check_script, "local:a scatter:abc full:bc full:ab", [(2, 2)], policy)
 
 
-def check_replicated(env: RankEnv, script: str, shape: tuple[int, ...]) -> None:
+def check_replicated(env: RankEnv, script: str, shape: tuple[int, ...], policy: hsdp.CommPolicy | None) -> None:
     """Parameters that every rank keeps whole are summed over all ranks in the same pipeline, and pending as the others."""
     run = partial(play, script)
-    model = seeded(Choosy)
-    for block in model.blocks:  # type: ignore[union-attr]
-        hsdp.fully_shard(block, mesh=env.mesh(shape), replicate_params=[block.bias])
-    hsdp.fully_shard(model, mesh=env.mesh(shape), replicate_params=[model.last.weight])  # type: ignore[union-attr,list-item]
+    model: Any = seeded(Choosy)
+    options: dict[str, Any] = {"mesh": env.mesh(shape), "comm_policy": policy}
+    for block in model.blocks:
+        hsdp.fully_shard(block, replicate_params=[block.bias], **options)
+    hsdp.fully_shard(model, replicate_params=[model.last.weight], **options)
     run(model, env.rank)
     assert_same(full_grads(model), mean_grads(seeded(Choosy), run, env.world_size))
     check_rest(model)
 
 
+@pytest.mark.parametrize("policy", [None, TREE], ids=["any", "tree"])
 @pytest.mark.parametrize("script", ["full:abc", "local:ab scatter:abc zero local:c scatter:ab full:a"])
-def test_rule_14_accumulation_of_replicated_parameters(pool4: Pool, script: str) -> None:
-    pool4.run(check_replicated, script, (2, 2))
+def test_rule_14_accumulation_of_replicated_parameters(pool4: Pool, script: str, policy: hsdp.CommPolicy | None) -> None:
+    pool4.run(check_replicated, script, (2, 2), policy)
 
 
 def check_wide_sums(env: RankEnv, level: str, shape: tuple[int, ...]) -> None:

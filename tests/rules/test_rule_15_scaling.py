@@ -13,9 +13,8 @@ from tests.support.sharded import mesh_id, shard
 from tests.support.twin import assert_same, full_grads
 
 
-def check_factors(env: RankEnv, shape: tuple[int, ...], fusion: str) -> None:
+def check_factors(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
     means = mean_grads(seeded(Deep), step, env.world_size)
-    policy = hsdp.CommPolicy(fusion=fusion)  # type: ignore[arg-type]
     model = shard(seeded(Deep), env.mesh(shape), comm_policy=policy)
     for op, scale, divide, factor in (
         ("avg", 1.0, None, 1.0),
@@ -39,10 +38,17 @@ def check_factors(env: RankEnv, shape: tuple[int, ...], fusion: str) -> None:
             assert_same(full_grads(model), expected)
 
 
-@pytest.mark.parametrize("fusion", ["packed", "direct"])
+POLICIES = {
+    "packed": hsdp.CommPolicy(fusion="packed"),
+    "direct": hsdp.CommPolicy(fusion="direct"),
+    "tree": hsdp.CommPolicy(reduction="tree"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
-def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], fusion: str) -> None:
-    pool4.run(check_factors, shape, fusion)
+def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
+    pool4.run(check_factors, shape, POLICIES[policy])
 
 
 def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float) -> None:

@@ -21,6 +21,7 @@ class Item(NamedTuple):
     replicas: int
     kind: int
     nbytes: int
+    in_tree: bool = False
 
     def scatter_bytes(self) -> int:
         return self.nbytes

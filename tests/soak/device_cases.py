@@ -162,6 +162,22 @@ trains("narrow bounds", **_policy(max_inflight_reduce_scatters=1, max_inflight_a
 trains("scatter buckets", **_policy(reduce_scatter_bucket_bytes=3000))
 trains("all-reduce buckets", TWO_AXES, **_policy(all_reduce_bucket_bytes=2000))
 trains("both buckets", TWO_AXES, **_policy(reduce_scatter_bucket_bytes=3000, all_reduce_bucket_bytes=2000))
+trains("tree", TWO_AXES, (4, 1), **_policy(reduction="tree"))
+trains(
+    "tree, accumulating in buckets",
+    TWO_AXES,
+    (4, 1),
+    accumulate=3,
+    **_policy(reduction="tree", all_reduce_bucket_bytes=2000),
+)
+trains(
+    "tree, accumulating, deferred and offloaded",
+    TWO_AXES,
+    accumulate=3,
+    before_micro=lambda model, last: model.set_requires_all_reduce(last),
+    offload_policy=hsdp.CPUOffloadPolicy(),
+    **_policy(reduction="tree"),
+)
 for _reshard in (True, False, 2):
     trains(f"reshard after forward {_reshard}", ONE_AXIS, (4,), reshard_after_forward=_reshard)
 trains("replicated parameters", make=lambda env, case, shape, told: _with_replicated(env, case, shape))

@@ -37,6 +37,7 @@ POLICIES = st.fixed_dictionaries(
         "max_inflight_all_reduces": st.integers(1, 2),
         "reduce_scatter_bucket_bytes": st.just(1 << 20),
         "all_reduce_bucket_bytes": st.just(1 << 20),
+        "reduction": st.just("tree"),
     },
 )
 """Arguments of `CommPolicy` that random tests draw."""

@@ -151,6 +151,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self._release()
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
             self._land()
+        self.advance()
 
     def advance(self) -> None:
         """Lands what waits for no collective. What does is not landed when it happens to be done: that is timing."""

@@ -70,7 +70,6 @@ class Recorder:
         self._log: list[Entry] = []
         self._marks: list[Mark] = []
         self._works: list[WorkRecord] = []
-        self._asides: list[tuple[Track, str, str, Moment, Moment]] = []
         self._iterations: list[Moment] = []
         self._memory: list[tuple[float, int]] = []
         self._gathered: dict[Unit, int] = {}
@@ -202,7 +201,7 @@ class Recorder:
         self._wrap(unit.gradients.land, self._during("landing", unit, self._landed))
         self._wrap(unit.gradients.defer, self._after(self._landed))
         if self._streams.active:
-            self._wrap(unit._unpack, self._aside("gather", "copy", unit))
+            self._wrap(unit._assemble, self._during("copy", unit))
         for comm in (unit.shard_comm, unit.scatter_comm, unit.replicate_comm, unit.part_comm):
             if comm is None or "all_gather" in vars(comm):
                 continue
@@ -253,19 +252,6 @@ class Recorder:
                 self.log(Op.END)
 
         return submit
-
-    def _aside(self, track: Track, kind: str, unit: Unit) -> Change:
-        """The method's work goes to a side stream."""
-
-        def change(call: Callable[..., Any]) -> Callable[..., Any]:
-            def aside(*args: Any) -> None:
-                began = self.now()
-                call(*args)
-                self._asides.append((track, kind, unit.name, began, self.now()))
-
-            return aside
-
-        return change
 
     # -- recording -----------------------------------------------------------------------------------------------
 
@@ -332,8 +318,6 @@ class Recorder:
                     record.calls,
                 )
             )
-        for track, kind, unit, start, stop in self._asides:
-            spans.append(Span(track, kind, unit, self._seconds(start), self._seconds(stop)))
         return Recording(
             spans=spans,
             iterations=[self._seconds(moment) for moment in self._iterations],

@@ -132,7 +132,7 @@ class UnshardedParams:
             outputs = [tensor for group in self.dtype_groups for tensor in group.outputs]
             inputs = [tensor for group in self.dtype_groups for tensor in group.inputs]
             if inputs:
-                return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, self._unpack)
+                return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None)
             return self.shard_comm.local("cast", self)
 
     def _launch_parts(self, version: Version) -> None:
@@ -164,11 +164,6 @@ class UnshardedParams:
         """Whether unsharded parameters, or parts of them, are there or on their way."""
         return self.residency is not Residency.SHARDED or self._kept_version is not None
 
-    def _unpack(self) -> None:
-        # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
-        for group in self.dtype_groups:
-            group.unpack()
-
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> UNSHARDED."""
         assert self._gather_work is not None and self.residency is Residency.GATHERING, (
@@ -179,18 +174,20 @@ class UnshardedParams:
         self._gather_work = None
         self.residency = Residency.SHARDED
         try:
-            for group in self.dtype_groups:
-                group.assemble()
+            self._assemble()
         except BaseException:
             self._release()
             raise
-        for group in self.dtype_groups:
-            group.release_transients()
         self.residency = Residency.UNSHARDED
         if self._filled_version != self.gathered_version:
             self._filled_version = self.gathered_version
             self._fillings += 1
         self._guard.opened(self._fillings)
+
+    def _assemble(self) -> None:
+        for group in self.dtype_groups:
+            group.assemble()
+            group.release_transients()
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""

@@ -249,7 +249,7 @@ class Backwards(Root):
         if not settings.requires_grad_sync:
             unit.gradients.stash()
             return
-        self.pipeline.make_room()
+        self.pipeline.make_room(unit.gradients.scatter_bytes)
         parts = unit.gradients.take(not self.root.settings.drains, settings.requires_all_reduce)
         if parts:
             self.pipeline.submit(Reduction(unit, parts, settings.requires_all_reduce))

@@ -261,7 +261,7 @@ def formula(setup: Setup, device: str = "cpu") -> tuple[float, float]:
     queued = policy.max_inflight_all_reduces if setup.replicas > 1 or device != "cpu" else 0
     own = setup.reduced_bytes == 4 and not setup.standing
     results = 0 if own else wide * (holding + queued) / setup.shards
-    return gathered + packed, gathered + made + packed * max(0, 1 - wide) + wide * holding + results
+    return gathered + packed, gathered + made + wide * holding + results
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:

@@ -203,8 +203,10 @@ PRECISIONS = ("fp32", "bf16/fp32")
 
 
 def dtypes_of(precision: str) -> dict[str, torch.dtype]:
-    """A precision as arguments of either library's `MixedPrecisionPolicy`."""
-    return {} if precision == "fp32" else {"param_dtype": torch.bfloat16, "reduce_dtype": torch.float32}
+    """A precision as arguments of either library's `MixedPrecisionPolicy`; "bf16" is for reductions too."""
+    if precision == "fp32":
+        return {}
+    return {"param_dtype": torch.bfloat16} | ({"reduce_dtype": torch.float32} if precision == "bf16/fp32" else {})
 
 
 def shard(library: str, modules: Iterable[nn.Module], mesh: DeviceMesh, precision: str = "fp32", **options: Any) -> None:

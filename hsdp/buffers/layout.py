@@ -5,9 +5,10 @@ A *dtype group* is the set of a unit's parameters that share dtypes. For one dty
     shard buffer      [ big A | big B | mid C | small d | small e | pad ]              one rank's pieces
                       '- direct -----'                                                 own transfer each
                                       '- packed --------------------'                  one transfer together
-                        ^ every piece starts at a multiple of ALIGN elements
+                        ^ every piece starts at a multiple of ALIGN elements, those behind packed ones of ALIGN_PACKED
 
-    whole buffer      [ whole A | whole B | whole C | whole d | whole e ]              same order, whole sizes
+    whole             [ whole A | whole B ] [ whole C | whole d | whole e ]            same order, whole sizes
+                        there when their gather starts   when it has ended
 
 Pieces are ordered so that what is packed forms one contiguous range: first those that are gathered and reduced
 directly, then those gathered directly but reduced packed, then those packed in both. A piece is *padded* to the size of
@@ -23,6 +24,10 @@ from functools import cached_property
 
 ALIGN = 64
 """Alignment of pieces, in elements: 128 bytes in 16-bit dtypes, the widest vector access and cache-line pair in use."""
+
+ALIGN_PACKED = 8
+"""The same of packed pieces on several ranks: what a vector access needs. On many ranks small ones have fewer elements than
+`ALIGN`, and every rank would pad them to it."""
 
 DIRECT_MULTIPLE_BYTES = 16
 """A direct piece is a multiple of this many bytes per rank; odd sizes can be 12 times slower on NCCL."""
@@ -116,8 +121,9 @@ class Layout:
         shards: number of shard ranks S.
         pieces: one per parameter, in the order in which the parameters were given.
         numel: length of the shard buffer, and of the reduction buffer without its tail of used-flags.
-        whole_numel: length of the whole buffer.
+        whole_numel: length of all whole parameters.
         reduce_packed_start, gather_packed_start: where the packed ranges start; both end at `numel`.
+        whole_packed_start: where, among the whole parameters, those begin that are gathered packed.
     """
 
     shards: int
@@ -126,6 +132,7 @@ class Layout:
     whole_numel: int
     reduce_packed_start: int
     gather_packed_start: int
+    whole_packed_start: int
 
     @cached_property
     def in_order(self) -> tuple[int, ...]:
@@ -161,8 +168,9 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
             starts.setdefault("reduce", offset)
         if not draft.direct_gather:
             starts.setdefault("gather", offset)
+            starts.setdefault("whole", whole_offset)
         pieces[i] = replace(draft, offset=offset, whole_offset=whole_offset)
-        offset = _align(offset + draft.numel)
+        offset = _align(offset + draft.numel, ALIGN if draft.direct_gather or shards == 1 else ALIGN_PACKED)
         whole_offset = _align(whole_offset + draft.spec.numel)
     return Layout(
         shards=shards,
@@ -171,6 +179,7 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
         whole_numel=whole_offset,
         reduce_packed_start=starts.get("reduce", offset),
         gather_packed_start=starts.get("gather", offset),
+        whole_packed_start=starts.get("whole", whole_offset),
     )
 
 
@@ -199,5 +208,5 @@ def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
     )
 
 
-def _align(numel: int) -> int:
-    return -(-numel // ALIGN) * ALIGN
+def _align(numel: int, multiple: int = ALIGN) -> int:
+    return -(-numel // multiple) * multiple

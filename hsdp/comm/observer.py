@@ -39,9 +39,9 @@ class Point(enum.Enum):
     """Of a root: its forward or backward failed."""
 
 
-Work = Literal["launch", "copy", "landing", "unpack", "wait"]
-"""What begins and ends: a unit launches a gather or a reduction, copies gradients into the operands of one ("copy"), lands
-one, copies gathered parameters to their places ("unpack", on a device on a side stream); or a `CommWork` is waited for."""
+Work = Literal["launch", "copy", "landing", "wait"]
+"""What begins and ends: a unit launches a gather or a reduction, copies gathered parameters to their places or gradients
+into the operands of a reduction ("copy"), or lands one; or a `CommWork` is waited for."""
 
 
 class Observer(Protocol):

@@ -13,7 +13,7 @@ from hsdp.comm.collectives import direct_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
-from hsdp.unit.dtype_group import GroupKey, thresholds_for
+from hsdp.unit.dtype_group import GroupKey, thresholds_for, whole_numels
 
 # Blocks are alike: most layouts are asked for again and again.
 _layout = functools.lru_cache(maxsize=1024)(plan)
@@ -88,12 +88,20 @@ class GroupPlan:
         """The memory behind the whole parameters; none where they alias the shards."""
         if self.alone:
             return self.layout.numel * self.kind.compute.itemsize if self.moves else 0
-        return -(-self.layout.whole_numel // self.parts) * self.parts * self.kind.compute.itemsize
+        return sum(whole_numels(self.layout, self.parts)) * self.kind.compute.itemsize
 
     @property
-    def part_bytes(self) -> int:
-        """What is kept between forward and backward when parameters stay sharded over a smaller group."""
-        return 0 if self.alone or self.parts == 1 else self.whole_bytes // self.parts
+    def unpacked_bytes(self) -> int:
+        """What of that is there only when its gather has ended: the memory behind packed parameters."""
+        return 0 if self.alone else whole_numels(self.layout, self.parts)[1] * self.kind.compute.itemsize
+
+    @property
+    def part_bytes(self) -> list[int]:
+        """What is kept between forward and backward when parameters stay sharded over a smaller group, by transfers."""
+        if self.alone or self.parts == 1:
+            return []
+        kept = [numel // self.parts for numel in whole_numels(self.layout, self.parts)]
+        return [numel * self.kind.compute.itemsize for numel in kept if numel]
 
     @property
     def staging_bytes(self) -> int:

@@ -113,7 +113,7 @@ class _Ledger:
         self._early: set[int] = set()  # of those, what is summed over replicas first
         self._joined: set[int] = set()
         self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
-        self._staging: dict[int, int] = {}
+        self._packed: set[int] = set()  # being gathered from all ranks: packed ones by way of staging
         self._parted: set[int] = set()
         self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
             Verb.GATHER: self._gather,
@@ -161,18 +161,21 @@ class _Ledger:
     # -- parameters ----------------------------------------------------------------------------------------------
 
     def _gather(self, unit: UnitPlan, index: int) -> None:
-        self._add("gathered", unit.total("whole_bytes"))
+        self._add("gathered", unit.total("whole_bytes") - unit.total("unpacked_bytes"))
         self._add("staging", unit.total("staging_bytes"))
-        self._staging[index] = unit.total("staging_bytes")
+        self._packed.add(index)
         self._for_a_moment("staging", unit.total("arriving_bytes"))
 
     def _regather(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("whole_bytes"))
-        self._staging[index] = 0
 
     def _open(self, unit: UnitPlan, index: int) -> None:
-        self.note(self._here)
-        self._add("staging", -self._staging.pop(index))
+        if index in self._packed:
+            self._packed.discard(index)
+            for group in unit.dtype_groups:
+                self._add("gathered", group.unpacked_bytes)
+                self.note(self._here)
+                self._add("staging", -group.staging_bytes)
 
     def _keep_part(self, unit: UnitPlan, index: int) -> None:
         self._add("gathered", unit.total("part_bytes"))

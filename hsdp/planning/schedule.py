@@ -190,7 +190,7 @@ class _Rehearsal:
         if not self._last and self._policy.accumulate == "local":
             self._emit(Verb.STASH, unit)
             return
-        self._queue.make_room()
+        self._queue.make_room(self.units[unit].total("scatter_inputs"))
         self._emit(Verb.FILL, unit)
         self._queue.submit(_Reduction(unit, self.units[unit], all_reduce=self._last))
 

@@ -133,7 +133,7 @@ class Wires:
             inputs = [size for unit in involved for group in unit.dtype_groups for size in group.gather_inputs]
             return self._gather("shard", self.shards, inputs)
         if event.verb is Verb.REGATHER:
-            parts = [group.part_bytes for unit in involved for group in unit.dtype_groups if group.part_bytes]
+            parts = [size for unit in involved for group in unit.dtype_groups for size in group.part_bytes]
             return self._gather("part", involved[0].parts, parts)
         if event.verb is Verb.SCATTER and self.shards > 1:
             return self._scatter(involved)

@@ -251,7 +251,7 @@ class Backwards(Root):
         unit.state = TrainingState.BACKWARD_POST
         settings = unit.settings
         if settings.requires_grad_sync:
-            self.pipeline.make_room()
+            self.pipeline.make_room(unit.gradients.scatter_bytes)
             self._submit(unit, not self.root.settings.drains, settings.requires_all_reduce)
             return
         observer = unit.context.observer

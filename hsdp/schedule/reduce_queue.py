@@ -145,17 +145,24 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self._scatter()
         self.advance()
 
-    def make_room(self) -> None:
+    def make_room(self, scatter_bytes: int) -> None:
         """Waits for what the next `submit` would wait for, before its operands are made: they would be memory on top.
 
-        On a device nothing is waited for here: the host goes on, and the streams keep the order.
+        On a device the compute stream waits for reduce-scatters, behind which it will make casts; the host goes on.
+
+        Args:
+            scatter_bytes: those of unsharded gradients that the next reduction will hold.
         """
-        if self.ordered_by_streams or self.policy.reduce_scatter_bucket_bytes:
+        if self.policy.reduce_scatter_bucket_bytes:
+            return
+        if self.ordered_by_streams:
+            self._release_for(scatter_bytes)
             return
         while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
             self._release()
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
             self._land()
+        self.advance()
 
     def advance(self) -> None:
         """Lands what waits for no collective. What does is not landed when it happens to be done: that is timing."""
@@ -187,16 +194,20 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     # -- FILLED -> HOLDING -> BUCKETED -> REDUCING -> landed -------------------------------------------------------
 
     def _scatter(self) -> None:
-        # With the new one: as the queue is drained from its oldest, its sizes are read from the newest.
-        there = [self._filling, *(bucket.items for bucket in reversed(self._holding))]
-        sizes = [sum(item.scatter_bytes() for item in items) for items in there]
-        while len(self._holding) >= room_for(sizes, self.policy.max_inflight_reduce_scatters):
-            self._release()
+        self._release_for(sum(item.scatter_bytes() for item in self._filling))
         items, self._filling = self._filling, []
         bucket = self.start_scatter(items)
         self._holding.append(bucket)
         if self.ordered_by_streams:  # the next stage is enqueued behind the event of this one, at once
             self._go_on(bucket)
+
+    def _release_for(self, nbytes: int) -> None:
+        """Releases buckets until there is room for one of so many bytes."""
+        # With the new one: as the queue is drained from its oldest, its sizes are read from the newest.
+        held = (sum(item.scatter_bytes() for item in bucket.items) for bucket in reversed(self._holding))
+        room = room_for([nbytes, *held], self.policy.max_inflight_reduce_scatters)
+        while len(self._holding) >= room:
+            self._release()
 
     def _release(self) -> None:
         """The oldest bucket's shards are summed. Where the host orders the work, the next stage can start only now."""

@@ -64,8 +64,6 @@ class Recorder:
         self._works: list[WorkRecord] = []
         self._under_way: weakref.WeakKeyDictionary[CommWork, WorkRecord] = weakref.WeakKeyDictionary()
         self._starts: Moment | None = None
-        self._unpacks: Moment | None = None
-        self._unpacked: list[tuple[str, Moment, Moment]] = []
         self._iterations: list[Moment] = []
         self._memory: list[tuple[float, int]] = []
         self._held: dict[Unit, int] = {}
@@ -123,9 +121,7 @@ class Recorder:
 
     def begins(self, work: Work, what: Any) -> None:
         """See `Observer`."""
-        if work == "unpack":
-            self._unpacks = self.now()
-        elif work != "wait":
+        if work != "wait":
             self.log(_BEGIN, work, what)
         elif (record := self._under_way.get(what)) is not None:
             self.log(_BEGIN, record.wait, record)
@@ -134,11 +130,7 @@ class Recorder:
         """See `Observer`."""
         if not self._held:
             return  # stopped in the middle of it, by a user's hook
-        if work == "unpack":
-            # On the CPU it is a part of the wait, which tells of it.
-            if self._streams.active and self._unpacks is not None:
-                self._unpacked.append((what.name, self._unpacks, self.now()))
-        elif work != "wait":
+        if work != "wait":
             self.log(_END)
             self.allocates(what)
         elif (record := self._under_way.pop(what, None)) is not None:
@@ -225,8 +217,6 @@ class Recorder:
                     record.calls,
                 )
             )
-        for unit, start, stop in self._unpacked:
-            spans.append(Span("gather", "copy", unit, self._seconds(start), self._seconds(stop)))
         return Recording(
             spans=spans,
             iterations=[self._seconds(moment) for moment in self._iterations],

@@ -1,7 +1,10 @@
 """A dtype group: the parameters of a unit that share dtypes, and the buffers behind them.
 
-    shard buffer --(direct: own transfer)---------------------> unsharded parameter's place in the flat buffer
-    shard buffer --(packed: one transfer)--> staging --(copy)-> unsharded parameters' places in the flat buffer
+    shard buffer --(direct: own transfer)---------------------> unsharded parameter's place in one flat buffer
+    shard buffer --(packed: one transfer)--> staging --(copy)-> unsharded parameters' places in another flat buffer
+
+What a gather writes to is allocated when it starts; the places of packed parameters when it has ended, just before staging
+is freed: a unit that is gathered ahead takes the memory of its parameters once.
 
 Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the flat buffer
 and of staging, and gathered in place.
@@ -18,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
-from hsdp.buffers.layout import PACK_ALL, Piece, Thresholds, plan
+from hsdp.buffers.layout import PACK_ALL, Layout, Piece, Thresholds, plan
 from hsdp.comm.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
@@ -102,8 +105,10 @@ class DtypeGroup:
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
         self._parts = parts
-        self._part: Tensor | None = None
-        self._flat_buffer: FlatBuffer | None = None
+        self._whole: list[FlatBuffer] = []
+        self._kept: list[Tensor] = []
+        self._direct: FlatBuffer | None = None
+        self._packed: FlatBuffer | None = None
         self._staging: FlatBuffer | None = None
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
@@ -177,8 +182,8 @@ class DtypeGroup:
         if not self._moves:
             source = self.shard.data
         else:
-            self._flat_buffer = FlatBuffer(self.layout.numel, self.kind.compute, self.device)
-            source = self._flat_buffer.tensor
+            self._direct = self._new_whole(self.layout.numel)
+            source = self._direct.tensor
             self._fill_to, self._fill_from = [source.data], [self.shard.data]
         for param, piece in zip(self.params, self.layout.pieces, strict=True):
             param.make_whole(source.data[piece.offset : piece.offset + piece.numel])
@@ -186,16 +191,17 @@ class DtypeGroup:
     def _arrange_gather(self) -> None:
         layout, compute, device = self.layout, self.kind.compute, self.device
         shards = layout.shards
-        self._flat_buffer = FlatBuffer(self.whole_bytes // compute.itemsize, compute, device)
+        direct, unpacked = whole_numels(layout, self._parts)
+        if direct:
+            self._direct = self._new_whole(direct)
+        if unpacked:
+            self._packed = self._new_whole(unpacked)
         for param, piece in zip(self.params, layout.pieces, strict=True):
-            param.make_whole(self._flat_buffer.alias(piece.whole_offset, piece.whole_offset + piece.spec.numel))
+            param.make_whole(self._place(piece))
         for i in layout.in_order:
             piece = layout.pieces[i]
             if piece.direct_gather:
-                stop = piece.whole_offset + piece.spec.numel
-                self._add_transfer(
-                    self._flat_buffer.alias(piece.whole_offset, stop), piece.offset, piece.offset + piece.numel
-                )
+                self._add_transfer(self._place(piece), piece.offset, piece.offset + piece.numel)
         start = layout.gather_packed_start
         packed = layout.numel - start
         if packed:
@@ -204,8 +210,7 @@ class DtypeGroup:
             rows = self._staging.tensor.data.view(shards, packed)
             for piece in layout.pieces:
                 if not piece.direct_gather and piece.spec.numel:
-                    stop = piece.whole_offset + piece.spec.numel
-                    unsharded = self._flat_buffer.alias(piece.whole_offset, stop).view(piece.spec.shape)
+                    unsharded = self._place(piece).view(piece.spec.shape)
                     sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])
                     if piece.spec.dim is None:  # it came from every rank; the first one's serves
                         self._unpack_to.append(unsharded.view(-1))
@@ -213,6 +218,18 @@ class DtypeGroup:
                     else:
                         self._unpack_to += whole_views(piece, unsharded, shards)
                         self._unpack_from += sources
+
+    def _new_whole(self, numel: int) -> FlatBuffer:
+        self._whole.append(FlatBuffer(numel, self.kind.compute, self.device))
+        return self._whole[-1]
+
+    def _place(self, piece: Piece) -> Tensor:
+        """Where an unsharded parameter is, 1-D, with a version counter of its own."""
+        flat_buffer = self._direct if piece.direct_gather else self._packed
+        if flat_buffer is None:  # all that is packed is empty
+            return torch.empty(0, dtype=self.kind.compute, device=self.device)
+        start = piece.whole_offset - (0 if piece.direct_gather else self.layout.whole_packed_start)
+        return flat_buffer.alias(start, start + piece.spec.numel)
 
     def _add_transfer(self, output: Tensor, start: int, stop: int) -> None:
         """Gathers elements `start:stop` of every rank's shard buffer into `output`."""
@@ -229,17 +246,22 @@ class DtypeGroup:
         """The memory behind the unsharded parameters; none where they alias the shards."""
         if self.shards == 1:
             return self.layout.numel * self.kind.compute.itemsize if self._moves else 0
-        return -(-self.layout.whole_numel // self._parts) * self._parts * self.kind.compute.itemsize
+        return sum(whole_numels(self.layout, self._parts)) * self.kind.compute.itemsize
+
+    @property
+    def flat_buffers(self) -> dict[str, FlatBuffer]:
+        """Memory that comes and goes, by what is in it."""
+        found = {"whole, direct": self._direct, "whole, packed": self._packed, "staging": self._staging}
+        return {name: flat_buffer for name, flat_buffer in found.items() if flat_buffer is not None}
 
     @property
     def transient_bytes(self) -> int:
         """Bytes of unsharded parameters, and of what their gather needs, that are allocated now."""
-        unsharded, staging = self._flat_buffer, self._staging
-        return (0 if unsharded is None else unsharded.held) + (0 if staging is None else staging.held)
+        return sum(flat_buffer.held for flat_buffer in self.flat_buffers.values())
 
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
-        for flat_buffer in (self._flat_buffer, self._staging):
+        for flat_buffer in (self._direct, self._staging):
             if flat_buffer is not None:
                 flat_buffer.alloc()
 
@@ -252,13 +274,16 @@ class DtypeGroup:
                 parts = [part.to(self.device, non_blocking=True) for part in parts]
             torch._foreach_copy_(self._fill_to, parts)
 
-    def unpack(self) -> None:
-        """Copies packed parameters from the staging rows to their places."""
-        if self._unpack_to:
-            torch._foreach_copy_(self._unpack_to, self._unpack_from)
-
     def assemble(self) -> None:
-        """Runs when the gather has ended, on the compute stream: nothing is left to do but where users say how."""
+        """Runs when the gather has ended, on the compute stream: copies packed parameters from staging to their places.
+
+        Their memory is that stream's, as all of a gather is: it is allocated here, and not while others fill staging.
+        Parameters that come from kept parts are in their places already.
+        """
+        if self._packed is not None and self._staging is not None and self._staging.allocated:
+            self._packed.alloc()
+            # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
+            torch._foreach_copy_(self._unpack_to, self._unpack_from)
 
     def release_transients(self) -> None:
         """Frees what only the gather needed."""
@@ -267,27 +292,33 @@ class DtypeGroup:
 
     def free_unsharded(self) -> None:
         """Frees the unsharded parameters (unless they alias the shards)."""
-        if self._flat_buffer is not None:
-            self._flat_buffer.free()
+        for flat_buffer in self._whole:
+            flat_buffer.free()
 
     def keep_part(self, index: int) -> None:
         """Copies part `index` of equal parts of the unsharded parameters: their bytes, sharded over a smaller group."""
-        if self._flat_buffer is not None and self.shards > 1:
-            self._part = self._flat_buffer.tensor.view(self._parts, -1)[index].clone()
+        if self.shards > 1:
+            self._kept = [one.tensor.view(self._parts, -1)[index].clone() for one in self._whole]
 
     def prepare_parts(self) -> list[tuple[Tensor, Tensor]]:
         """Allocates the unsharded parameters; returns the transfers (output, input) that fill them from kept parts."""
-        if self._flat_buffer is None:
-            return []
-        self._flat_buffer.alloc()
-        if self._part is None:
+        for flat_buffer in self._whole:
+            flat_buffer.alloc()
+        if not self._kept:
             self.fill_gather()
             return []
-        return [(self._flat_buffer.tensor.data.view(U8), self._part.view(U8))]
+        return [(one.tensor.data.view(U8), kept.view(U8)) for one, kept in zip(self._whole, self._kept, strict=True)]
 
     def drop_part(self) -> None:
         """Forgets the kept part."""
-        self._part = None
+        self._kept = []
+
+
+def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
+    """Elements behind the unsharded parameters: of those gathered directly, and of packed ones; in `parts` equal parts."""
+    direct = layout.whole_packed_start
+    packed = layout.whole_numel - direct
+    return -(-direct // parts) * parts, -(-packed // parts) * parts
 
 
 def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: GroupKey) -> Thresholds:

@@ -49,6 +49,7 @@ class Gradients:
     Attributes:
         unused: what a parameter gets that no rank used: None or zeros.
         slots: unsharded gradients of the backward under way, one per parameter; None where none came.
+        scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
         partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
         kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
             though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
@@ -66,6 +67,7 @@ class Gradients:
         self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
+        self.scatter_bytes = 0
         self.partial: Partial | None = None
         self.kept = self.deferred = self.lost = False
         self._sentinels = Sentinels(params)
@@ -133,6 +135,7 @@ class Gradients:
             for group in self._dtype_groups:
                 if trainable := tuple(i for i, slot in enumerate(group.slots) if mask[slot]):
                     self._plans.append(self._made.plan(group, trainable))
+            self.scatter_bytes = sum(plan.scatter_bytes for plan in self._plans)
 
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
@@ -277,10 +280,8 @@ class Gradients:
         self._heed_zero_grad()
         found = {self._params[slot].fqn: "on this rank" for slot in self._stash}
         if self.partial is not None:
-            for plan in self._plans:
-                for param in plan.params:
-                    here = "on this rank and " if param.fqn in found else ""
-                    found[param.fqn] = f"{here}in the shard group"
+            for fqn in (param.fqn for plan in self._plans for param in plan.params):
+                found[fqn] = "on this rank and in the shard group" if fqn in found else "in the shard group"
         if self.lost:
             found.update(dict.fromkeys(self._sentinels.names(), "lost with a backward that failed"))
         return found

@@ -48,6 +48,7 @@ class ReducePlan:
 
     Attributes:
         op: identifies the set for the ranks' divergence guard.
+        scatter_bytes: of the inputs of its reduce-scatter.
     """
 
     def __init__(self, group: DtypeGroup, trainable: tuple[int, ...]) -> None:
@@ -77,6 +78,8 @@ class ReducePlan:
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
+        numel = self.shards * self.packed + sum(layout.pieces[i].spec.numel for i in self._direct)
+        self.scatter_bytes = numel * self.kind.reduce.itemsize if self.shards > 1 else 0
         self._tiles = self._tiled()
         with torch.inference_mode(False):
             # Real memory: chunk_cat's kernel is for tensors without overlaps.

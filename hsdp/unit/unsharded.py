@@ -136,7 +136,7 @@ class UnshardedParams:
             outputs = [tensor for group in self.dtype_groups for tensor in group.outputs]
             inputs = [tensor for group in self.dtype_groups for tensor in group.inputs]
             if inputs:
-                return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, self._unpack)
+                return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None)
             return self.shard_comm.local("cast", self)
 
     def _start_parts(self) -> CommWork:
@@ -169,16 +169,6 @@ class UnshardedParams:
         """Whether unsharded parameters, or parts of them, are there or on their way."""
         return self.residency is not Residency.SHARDED or self._kept_version is not None
 
-    def _unpack(self) -> None:
-        observer = self.context.observer
-        if observer is not None:
-            observer.begins("unpack", self)
-        # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
-        for group in self.dtype_groups:
-            group.unpack()
-        if observer is not None:
-            observer.ends("unpack", self)
-
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> UNSHARDED."""
         assert self._gather_work is not None and self.residency is Residency.GATHERING, (
@@ -189,13 +179,10 @@ class UnshardedParams:
         self._gather_work = None
         self.residency = Residency.SHARDED
         try:
-            for group in self.dtype_groups:
-                group.assemble()
+            self._assemble()
         except BaseException:
             self._release()
             raise
-        for group in self.dtype_groups:
-            group.release_transients()
         self.residency = Residency.UNSHARDED
         if self._filled_version != self.gathered_version:
             self._filled_version = self.gathered_version
@@ -203,6 +190,19 @@ class UnshardedParams:
         self._guard.opened(self._fillings)
         if self.context.observer is not None:
             self.context.observer.allocates(self)
+
+    def _assemble(self) -> None:
+        """Copies packed parameters to their places, on the compute stream."""
+        observer = self.context.observer
+        if observer is not None:
+            observer.begins("copy", self)
+        try:
+            for group in self.dtype_groups:
+                group.assemble()
+                group.release_transients()
+        finally:
+            if observer is not None:
+                observer.ends("copy", self)
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""

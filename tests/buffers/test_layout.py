@@ -10,7 +10,17 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from torch.distributed.tensor.placement_types import Shard
 
-from hsdp.buffers.layout import ALIGN, DIRECT_MULTIPLE_BYTES, PACK_ALL, Layout, ParamSpec, Piece, Thresholds, plan
+from hsdp.buffers.layout import (
+    ALIGN,
+    ALIGN_PACKED,
+    DIRECT_MULTIPLE_BYTES,
+    PACK_ALL,
+    Layout,
+    ParamSpec,
+    Piece,
+    Thresholds,
+    plan,
+)
 from hsdp.unit.dtype_group import row_views, whole_views
 
 
@@ -54,10 +64,21 @@ def test_pieces_do_not_overlap_and_lie_in_the_buffers(group: tuple[list[ParamSpe
 @given(_LANES)
 def test_every_piece_starts_aligned(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
     layout = plan(*group)
-    starts = [start for p in layout.pieces for start in (p.offset, p.whole_offset)]
-    starts += [layout.numel, layout.whole_numel, layout.reduce_packed_start, layout.gather_packed_start]
+    starts = [p.whole_offset for p in layout.pieces] + [layout.whole_numel, layout.whole_packed_start]
+    starts += [p.offset for p in layout.pieces if p.direct_gather or layout.shards == 1]
     assert all(start % ALIGN == 0 for start in starts)
     assert ALIGN * 2 % 128 == 0, "128 bytes in the narrowest dtype"
+    starts = [p.offset for p in layout.pieces] + [layout.numel, layout.reduce_packed_start, layout.gather_packed_start]
+    assert all(start % ALIGN_PACKED == 0 for start in starts)
+    assert ALIGN_PACKED * 2 % 16 == 0, "a vector access in the narrowest dtype"
+
+
+def test_small_pieces_on_many_ranks_are_hardly_padded() -> None:
+    layout = plan(
+        [ParamSpec((256,), 0), ParamSpec((64, 100), 0), ParamSpec((256,), 0)], 64, Thresholds(1 << 9, 4, 1 << 9, 4)
+    )
+    assert [piece.offset for piece in layout.pieces] == [0, 8, 112]
+    assert layout.numel == 120, "4, 100 and 4 elements"
 
 
 @given(_LANES)
@@ -117,6 +138,7 @@ def test_what_is_large_and_even_goes_direct_and_the_rest_is_packed(
         if piece.numel:
             assert (piece.offset >= layout.gather_packed_start) == (not gather)
             assert (piece.offset >= layout.reduce_packed_start) == (not (gather and reduce))
+            assert (piece.whole_offset >= layout.whole_packed_start) == (not gather)
     assert layout.reduce_packed_start <= layout.gather_packed_start <= layout.numel
 
 

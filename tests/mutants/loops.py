@@ -100,12 +100,15 @@ def takes_strided_memory_as_it_lies() -> Any:
 
 @mutant(Check(rule_04.check_shapes, ((4,),), world=4))
 def leaves_one_piece_packed() -> Any:
-    def unpack(group: DtypeGroup) -> None:
-        if group._unpack_to:
-            torch._foreach_copy_(group._unpack_to[:-1], group._unpack_from[:-1])
-            group._unpack_to[-1].zero_()
+    def change(assemble: Callable[..., None]) -> Callable[..., None]:
+        def go(group: DtypeGroup) -> None:
+            assemble(group)
+            if group._unpack_to:
+                group._unpack_to[-1].zero_()
 
-    return mock.patch.object(DtypeGroup, "unpack", unpack)
+        return go
+
+    return replaced(DtypeGroup, "assemble", change)
 
 
 @mutant(Check(rule_05.check_broadcast, ((2, 2),), world=4))

@@ -216,19 +216,19 @@ def test_rule_20_recovery_survives_warnings_as_errors(pool2: Pool) -> None:
 
 
 def check_nothing_held(env: RankEnv) -> None:
-    """A collective whose follow-up fails is not remembered; a model that is deleted after a failure is gone."""
+    """A gather whose unpacking fails is not remembered; a model that is deleted after a failure is gone."""
     model = shard(seeded(Deep), env.mesh(2))
     step(model, env.rank)
-    unpack = Unit._unpack
+    assemble = Unit._assemble
     calls = [0]
 
     def explode(unit: Unit) -> None:
         calls[0] += 1
         if calls[0] == 3:
             raise BoomError
-        unpack(unit)
+        assemble(unit)
 
-    with mock.patch.object(Unit, "_unpack", explode), pytest.raises(BoomError):
+    with mock.patch.object(Unit, "_assemble", explode), pytest.raises(BoomError):
         step(model, env.rank)
     assert not outstanding(), [work.name for work in outstanding()]
     fail(model, env.rank)

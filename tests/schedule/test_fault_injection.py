@@ -82,7 +82,7 @@ GATHER = [
     (Unit, "show"),
     (Unit, "finish"),
     (Unit, "reshard"),
-    (Unit, "_unpack"),
+    (Unit, "_assemble"),
     (Comm, "all_gather"),
     (CommWork, "wait"),
 ]
@@ -108,8 +108,8 @@ POINTS: dict[str, tuple[type, str]] = {
 }
 
 
-NEVER_BEHIND = {"Comm", "Unit._unpack", "Runtime._end_task"}
-"""Points behind which nothing can raise: a collective that nobody has yet, the end of a follow-up, the end of it all."""
+NEVER_BEHIND = {"Comm", "Runtime._end_task"}
+"""Points behind which nothing can raise: a collective that nobody has yet, the end of it all."""
 
 
 @contextmanager

@@ -3,33 +3,42 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import cache
 
 import pytest
 import torch
 from torch import nn
 
-from benchmarks.memory import WORLD, Peaks, Setup, build, formula, measure
+from benchmarks.memory import Peaks, Setup, TransientBytes, build, formula, measure
 from tests.support.counting import LiveBytes
 from tests.support.rig import Pool, RankEnv, fake_world
 
-SETUPS = [Setup(mesh, precision, "hsdp", w) for mesh in ("4", "2x2") for precision in ("fp32", "bf16/fp32") for w in (0, 1)]
+PRECISIONS = ("fp32", "bf16/fp32", "bf16")
+SETUPS = [
+    *(
+        Setup(mesh, precision, "hsdp", prefetch, fusion)
+        for mesh in ("4", "2x2")
+        for precision in PRECISIONS
+        for fusion in ("direct", "packed")
+        for prefetch in (0, 1)
+    ),
+    *(Setup("2x64", precision, "hsdp", 1, "packed") for precision in PRECISIONS),
+]
+SLACK = 0.02
+"""In units: used-flags, padding, and the small parameter, which is packed."""
 
 
 @pytest.fixture
 def fake4() -> Iterator[RankEnv]:
-    with fake_world(WORLD) as env:
+    with fake_world(4) as env:
         yield env
 
 
 @cache
 def _peaks(setup: Setup, layers: int) -> Peaks:
-    with fake_world(WORLD) as env:
-        return measure(setup, layers, env.mesh(_shape(setup)))
-
-
-def _shape(setup: Setup) -> tuple[int, ...]:
-    return (setup.shards,) if setup.replicas == 1 else (setup.replicas, setup.shards)
+    with fake_world(setup.world) as env:
+        return measure(setup, layers, env.mesh(setup.shape))
 
 
 @pytest.mark.parametrize("setup", SETUPS, ids=str)
@@ -42,9 +51,33 @@ def test_transient_memory_is_constant_in_the_number_of_layers(setup: Setup) -> N
 def test_transient_memory_keeps_to_the_formula(setup: Setup) -> None:
     peaks = _peaks(setup, 7)
     forward, backward = formula(setup)
-    slack = 0.02  # used-flags, padding, and the small parameter, which is packed
-    assert peaks.forward <= forward + slack, f"forward: {peaks.forward:.3f} U, formula {forward:.3f} U"
-    assert peaks.backward <= backward + slack, f"backward: {peaks.backward:.3f} U, formula {backward:.3f} U"
+    assert peaks.forward <= forward + SLACK, f"forward: {peaks.forward:.3f} U, formula {forward:.3f} U"
+    assert peaks.backward <= backward + SLACK, f"backward: {peaks.backward:.3f} U, formula {backward:.3f} U"
+
+
+@pytest.mark.parametrize("setup", [setup for setup in SETUPS if setup.prefetch], ids=str)
+def test_transient_memory_is_that_of_fsdp2_at_most(setup: Setup) -> None:
+    ours, theirs = _peaks(setup, 7), _peaks(replace(setup, library="fsdp2", fusion="direct"), 7)
+    # FSDP2 casts what a reduce-scatter in bf16 will have made at once; hsdp when it has ended.
+    result = 1 / setup.shards if setup.precision == "bf16" and setup.replicas == 1 else 0
+    assert ours.forward <= theirs.forward + SLACK
+    assert ours.backward <= theirs.backward + result + SLACK
+    if setup.precision == "fp32" and setup.fusion == "direct":
+        assert ours.step <= theirs.step + SLACK, "all bytes at their peak, gradients too"
+
+
+def test_memory_is_transient_unless_it_becomes_a_gradient() -> None:
+    weight = nn.Parameter(torch.zeros(256))
+    with TransientBytes([weight]) as counted:
+        spare = torch.zeros(64)
+        weight.grad = torch.zeros(256)
+        del spare
+        torch.zeros(32)
+    assert (counted.peak, counted.transient()) == (4 * (256 + 64), 4 * 64)
+    with TransientBytes([weight]) as counted:
+        weight.grad = weight.grad + 1  # what was there is freed, and new memory is the gradient's
+        torch.zeros(16)
+    assert (counted.peak, counted.transient()) == (4 * 256, 0)
 
 
 def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
@@ -53,9 +86,9 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("setup", SETUPS[1::2], ids=str)
+@pytest.mark.parametrize("setup", [one for one in SETUPS if one.prefetch and one.world == 4], ids=str)
 def test_steady_state_from_the_third_step_on(fake4: RankEnv, setup: Setup) -> None:
-    model = build(setup, 6, fake4.mesh(_shape(setup)))
+    model = build(setup, 6, fake4.mesh(setup.shape))
     optimizer = torch.optim.AdamW(model.parameters())
     _step(model, optimizer)
     _step(model, optimizer)

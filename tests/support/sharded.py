@@ -64,12 +64,7 @@ def check_rest(model: nn.Module) -> None:
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
         assert not unit.gradients.waiting(), f"{unit.name} holds gradients"
         for group in unit.dtype_groups:
-            flat_buffers = {"whole": group._flat_buffer, "staging": group._staging}
-            held = [
-                kind
-                for kind, flat_buffer in flat_buffers.items()
-                if flat_buffer is not None and flat_buffer.nbytes and flat_buffer.allocated
-            ]
+            held = [kind for kind, flat_buffer in group.flat_buffers.items() if flat_buffer.held]
             assert not held, f"{unit.name} holds {held} memory"
         assert unit.runtime is None or len(unit.runtime.pipeline) == 0, f"{unit.name}: reductions did not land"
 

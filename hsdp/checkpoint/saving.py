@@ -1,6 +1,6 @@
 """Saving: who writes what, the staged copy, the writing, and the handle that follows it.
 
-    all ranks        the same arguments?  what do I hold?  --> rank 0: who writes it (replica 0), does it fit?  --> my part
+    all ranks        the same arguments?  what do I hold?  --> rank 0: who writes what (`shares.py`), is there room?
     async only       copy my part to host memory; the caller goes on from here, the rest runs in a thread (`handles.py`)
     writing ranks    one file each, checksummed on its way to disk
     rank 0           what all wrote --> .metadata, index.json, extra.bin --> complete (`commits.py`) --> retention
@@ -44,6 +44,7 @@ from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath
+from hsdp.checkpoint.shares import shared_out, size_of
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -72,8 +73,9 @@ def save(
     """Saves a checkpoint as `directory/step-NNNNNN`. Every rank calls it, between steps.
 
     It appears under its name when all of it is on disk. A run that dies before leaves the earlier checkpoints as they
-    were, and nothing that looks like one. Each element is written once, by the first replica that holds it; buffers and
-    other plain tensors are those of rank 0. Only one save is under way at a time: the next one, and a load, wait for it.
+    were, and nothing that looks like one. Each element is written once; replicas share the writing of what is large.
+    Buffers and other plain tensors are those of rank 0. Only one save is under way at a time: the next one, and a load,
+    wait for it.
 
     Args:
         directory: where the checkpoints of this run are: a file system that all ranks share, and no other run writes to; or
@@ -203,8 +205,8 @@ def _plan(
 
     def everyones(held: list[tuple[SavePlan, bytes]]) -> list[SavePlan]:
         blobs[:] = [blob for _, blob in held]
-        plans, planner.metadata = planner.create_global_plan([plan for plan, _ in held])
-        store.check_space(target.path, sum(_size(item) for one in plans for item in one.items) + sum(map(len, blobs)))
+        plans, planner.metadata = planner.create_global_plan(shared_out([plan for plan, _ in held]))
+        store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
         return plans
 
     plan = planner.finish_plan(ranks.meet(what, mine, everyones))
@@ -237,7 +239,7 @@ def _write(
         final = store.publish(target.directory, target.name, target.step, ranks.size, files, target.keep)
         return [final.name] * ranks.size
 
-    # Ranks of other replicas have nothing to write: not even an empty file.
+    # Ranks of other replicas may have nothing to write: not even an empty file.
     name = f"__{ranks.rank}_0.distcp"
     return target.directory / ranks.meet(what, lambda: _write_file(target.path / name, plan, planner), complete)
 
@@ -268,7 +270,7 @@ def _write_file(path: AnyPath, plan: SavePlan, planner: _Planner) -> _Written:
             else:
                 stream.write(data.getbuffer())
             places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)
-            done += _size(item)
+            done += size_of(item)
             del data
         stream.sync()
     planner.report(done)
@@ -307,7 +309,7 @@ def _index(metadata: Metadata) -> Index:
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner; replica 0 writes, and what this rank writes can be copied first."""
+    """DCP's planner; what no rank has to itself is rank 0's to write, and what this rank writes can be copied first."""
 
     metadata: Metadata
 
@@ -331,7 +333,7 @@ class _Planner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Takes this rank's part of the plan."""
-        self._total = sum(map(_size, new_plan.items))
+        self._total = sum(map(size_of, new_plan.items))
         return super().finish_plan(new_plan)
 
     def report(self, done: int) -> None:
@@ -350,10 +352,3 @@ class _Planner(DefaultSavePlanner):
         stream = io.BytesIO()
         torch.save(object, stream)
         return stream
-
-
-def _size(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        return 0
-    return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)

@@ -247,7 +247,7 @@ class _Writer:
 
     def write(self, tensor: Tensor) -> None:
         """Writes the next tensor."""
-        tensor = tensor.contiguous()
+        tensor = tensor.resolve_neg().contiguous()
         size = tensor.numel() * tensor.itemsize
 
         def body() -> None:

@@ -44,7 +44,7 @@ from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath
-from hsdp.checkpoint.shares import shared_out, size_of
+from hsdp.checkpoint.shares import pack_plan, shared_out, size_of, unpack_plans
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -191,7 +191,7 @@ def _plan(
 ) -> tuple[SavePlan, list[bytes]]:
     """Decides who writes what; returns this rank's part and, on rank 0, the packed `extra` of each rank."""
 
-    def mine() -> tuple[SavePlan, bytes]:
+    def mine() -> tuple[bytes, bytes]:
         if not commits_in(target.directory).is_seen(target.name):
             raise CheckpointError(f"{target.path}, which rank 0 made, is not there: all ranks must share the directory")
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
@@ -199,13 +199,13 @@ def _plan(
             state["optimizer"] = optimizer_state(model, optimizer)
             planner.optimizer = kind_of(optimizer)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-        return planner.create_local_plan(), pack(extra, "extra")
+        return pack_plan(planner.create_local_plan()), pack(extra, "extra")
 
     blobs: list[bytes] = []
 
-    def everyones(held: list[tuple[SavePlan, bytes]]) -> list[SavePlan]:
+    def everyones(held: list[tuple[bytes, bytes]]) -> list[SavePlan]:
         blobs[:] = [blob for _, blob in held]
-        plans, planner.metadata = planner.create_global_plan(shared_out([plan for plan, _ in held]))
+        plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
         store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
         return plans
 
@@ -266,7 +266,7 @@ def _write_file(path: AnyPath, plan: SavePlan, planner: _Planner) -> _Written:
             planner.report(done)
             start, data = stream.tell(), planner.resolve_data(item)
             if isinstance(data, Tensor):
-                write_tensor(stream, data.detach().cpu().contiguous())
+                write_tensor(stream, data.detach().cpu().resolve_conj().resolve_neg().contiguous())
             else:
                 stream.write(data.getbuffer())
             places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)

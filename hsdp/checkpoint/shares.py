@@ -7,6 +7,8 @@ file of rank    0 (replica 0)    2 (replica 1)    4 (replica 2)      all hold th
 
 from __future__ import annotations
 
+import pickle
+import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
@@ -24,6 +26,22 @@ def size_of(item: WriteItem) -> int:
     if data is None or data.chunk is None:
         return 0
     return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)
+
+
+def pack_plan(plan: SavePlan) -> bytes:
+    """A plan as it travels to rank 0: a tenth of its pickle."""
+    return zlib.compress(pickle.dumps(plan), 1)
+
+
+def unpack_plans(packed: Sequence[bytes]) -> list[SavePlan]:
+    """The plans of all ranks. Replicas hold the same and send the same bytes, so they get one object: with thousands of
+    ranks, rank 0 would otherwise hold as many copies of each description as there are replicas.
+    """
+    plans: dict[bytes, SavePlan] = {}
+    for one in packed:
+        if one not in plans:
+            plans[one] = pickle.loads(zlib.decompress(one))
+    return [plans[one] for one in packed]
 
 
 def shared_out(plans: Sequence[SavePlan]) -> list[SavePlan]:

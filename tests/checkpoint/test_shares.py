@@ -12,7 +12,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from hsdp import checkpoint
 from hsdp.checkpoint import shares
-from hsdp.checkpoint.shares import shared_out, size_of
+from hsdp.checkpoint.shares import pack_plan, shared_out, size_of, unpack_plans
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -58,6 +58,13 @@ def test_each_part_is_written_once_by_a_rank_that_has_it() -> None:
 def test_what_is_no_shard_stays_with_all() -> None:
     plain = item("buffer", 0, 100, WriteItemType.TENSOR)
     assert all(plain in plan.items for plan in shared_out(held({"a": 20}, 1, 3, plain)))
+
+
+def test_what_replicas_describe_alike_is_held_once() -> None:
+    plans = held({"a": 1, "b": 2}, 2, 3, item("buffer", 0, 1, WriteItemType.TENSOR))
+    found = unpack_plans([pack_plan(plan) for plan in plans])
+    assert found == plans
+    assert len({id(plan) for plan in found}) == 2
 
 
 def share(env: RankEnv, directory: str) -> dict[str, Any]:

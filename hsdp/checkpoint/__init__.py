@@ -21,6 +21,7 @@ from hsdp.checkpoint.full import (
 )
 from hsdp.checkpoint.handles import SaveHandle
 from hsdp.checkpoint.loading import Loaded, load, resume, verify
+from hsdp.checkpoint.remote import RemotePath
 from hsdp.checkpoint.rng import rng_state, set_rng_state
 from hsdp.checkpoint.safetensors import load_safetensors, save_safetensors
 from hsdp.checkpoint.saving import save
@@ -30,6 +31,7 @@ from hsdp.errors import CheckpointError
 __all__ = [
     "CheckpointError",
     "Loaded",
+    "RemotePath",
     "SaveHandle",
     "full_optimizer_state_dict",
     "full_state_dict",

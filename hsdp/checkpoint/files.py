@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable
-from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, cast
+
+from hsdp.checkpoint.remote import AnyPath
 
 _MOST_OPEN = 256
 
@@ -33,6 +34,6 @@ class Files:
             self._streams.popitem()[1].close()
 
 
-def opener(path: Path) -> Callable[[str], BinaryIO]:
+def opener(path: AnyPath) -> Callable[[str], BinaryIO]:
     """Opens files of a directory, unbuffered."""
-    return lambda name: (path / name).open("rb", buffering=0)
+    return lambda name: cast(BinaryIO, (path / name).open("rb", buffering=0))

@@ -12,8 +12,8 @@ import atexit
 import logging
 import threading
 from collections.abc import Callable
-from pathlib import Path
 
+from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 
 logger = logging.getLogger("hsdp.checkpoint")
@@ -29,7 +29,7 @@ class SaveHandle:
 
     _in_flight: SaveHandle | None = None
 
-    def __init__(self, path: Path, step: int) -> None:
+    def __init__(self, path: AnyPath, step: int) -> None:
         self.path = path
         self.step = step
         self._finished = threading.Event()
@@ -40,7 +40,7 @@ class SaveHandle:
         """Whether `wait` would return, or raise, at once."""
         return self._finished.is_set()
 
-    def wait(self, timeout: float | None = None) -> Path:
+    def wait(self, timeout: float | None = None) -> AnyPath:
         """Waits until the checkpoint is complete.
 
         Args:
@@ -64,7 +64,7 @@ class SaveHandle:
             raise CheckpointError(f"saving {self.path} was ended by {self._error!r}") from self._error
         return self.path
 
-    def run(self, finish: Callable[[], Path], *, in_background: bool) -> None:
+    def run(self, finish: Callable[[], AnyPath], *, in_background: bool) -> None:
         """Does the rest of a save, here or in a thread."""
 
         def body() -> None:
@@ -72,6 +72,8 @@ class SaveHandle:
                 self.path = finish()
             except BaseException as error:  # also SystemExit: what is not there must not be said to be
                 self._error = error
+                if not in_background and not isinstance(error, Exception):
+                    raise  # Ctrl-C in the caller's own thread is the caller's
                 if in_background:
                     logger.error("saving %s in the background failed: %s", self.path, error)
             finally:

@@ -15,7 +15,6 @@ import re
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from pathlib import Path
 
 from torch import nn
 
@@ -24,6 +23,7 @@ from hsdp.checkpoint.choice import Choice
 from hsdp.checkpoint.contents import listing, model_entries
 from hsdp.checkpoint.index import Index, Place, Record, TensorRecord, from_dcp
 from hsdp.checkpoint.models import is_extra_state
+from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 
 _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
@@ -46,13 +46,13 @@ class Layout:
     tops: frozenset[str] | None = None
 
     @staticmethod
-    def of(path: Path) -> dict[str, Path]:
+    def of(path: AnyPath) -> dict[str, AnyPath]:
         """The directories of which a checkpoint consists that has one for each object (accelerate's); else none."""
         try:
-            found = {child.name: child for child in sorted(path.iterdir()) if _PART.fullmatch(child.name)}
+            found: dict[str, AnyPath] = {one.name: one for one in path.iterdir() if _PART.fullmatch(one.name)}
         except OSError as error:
             raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
-        return {name: child for name, child in found.items() if manifests.has(child, manifests.METADATA)}
+        return {name: child for name, child in sorted(found.items()) if manifests.has(child, manifests.METADATA)}
 
     def model_records(self, index: Index) -> dict[str, Record]:
         """The model's records, by name."""
@@ -70,7 +70,7 @@ class Layout:
         return index.below(self.optimizer_prefix)
 
 
-def read_foreign(path: Path) -> Index:
+def read_foreign(path: AnyPath) -> Index:
     """The index of a checkpoint that `torch.distributed.checkpoint` wrote, or of the several that make one.
 
     Raises:
@@ -90,7 +90,7 @@ def read_foreign(path: Path) -> Index:
     return Index(records, paths)
 
 
-def _read_part(path: Path) -> Index:
+def _read_part(path: AnyPath) -> Index:
     file = path / manifests.METADATA
     try:
         index = from_dcp(manifests.read_file(file))
@@ -117,7 +117,7 @@ def _moved(record: Record, directory: str) -> Record:
 
 def find_layout(
     index: Index,
-    path: Path,
+    path: AnyPath,
     model: nn.Module,
     choice: Choice,
     prefix: str | None,
@@ -154,7 +154,7 @@ def find_layout(
     return Layout(prefix, optimizer_prefix, inner, None if choice.rename is not None else tops)
 
 
-def _find_prefix(records: Mapping[str, Record], path: Path, names: list[str], choice: Choice) -> str:
+def _find_prefix(records: Mapping[str, Record], path: AnyPath, names: list[str], choice: Choice) -> str:
     if not names:
         return ""
     if choice.rename is not None:

@@ -16,7 +16,6 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -35,6 +34,7 @@ from hsdp.checkpoint.optimizers import OptimizerReading
 from hsdp.checkpoint.own import read_own
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import Reader
+from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 
@@ -54,7 +54,7 @@ class Loaded:
         report: what became of each name of the model.
     """
 
-    path: Path
+    path: AnyPath
     step: int | None
     extra: Any
     world_size: int | None
@@ -85,7 +85,7 @@ def load(
     own `foreach`, `fused` and `capturable`.
 
     Args:
-        path: a checkpoint, or a directory of them, of which the one saved last is taken.
+        path: a checkpoint, or a directory of them, of which the one saved last is taken; a URL of fsspec will do.
         model: the module; its parameters and persistent buffers must be those of the checkpoint, by name, shape, dtype.
         optimizer: an optimizer of its parameters; None: the checkpoint's optimizer state is left alone.
         strict: False: names that only the checkpoint or only the model has are left as they are, and reported.
@@ -174,16 +174,16 @@ def verify(path: str | os.PathLike[str]) -> Loaded:
 
 # -- finding and checking ------------------------------------------------------------------------------------------
 
-_Found = tuple[Path, manifests.Manifest | None]
+_Found = tuple[AnyPath, manifests.Manifest | None]
 
 
-def _find(path: Path) -> _Found | None:
+def _find(path: AnyPath) -> _Found | None:
     """The checkpoint that `path` means, and its manifest (None for one that hsdp did not write); None if there is none.
 
     Raises:
         CheckpointError: there is something that could be a checkpoint, and is none that can be loaded.
     """
-    if not path.exists():
+    if not manifests.has(path.parent, path.name):
         return None
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
@@ -217,6 +217,11 @@ def _found(found: _Found | None, path: object) -> _Found:
     return found
 
 
+def _named(path: AnyPath, found: _Found | None) -> tuple[str, manifests.Manifest | None] | None:
+    """What was found as other ranks can be told of it: a checkpoint by its name in `path`, "" for `path` itself."""
+    return None if found is None else ("" if found[0] == path else found[0].name, found[1])
+
+
 def _shares(manifest: manifests.Manifest, count: int) -> list[list[str]]:
     """The files, dealt out so that each rank checks about as many bytes."""
     shares: list[list[str]] = [[] for _ in range(count)]
@@ -229,7 +234,7 @@ def _shares(manifest: manifests.Manifest, count: int) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def _opened(path: Path) -> Iterator[Files]:
+def _opened(path: AnyPath) -> Iterator[Files]:
     files = Files(opener(path))
     try:
         yield files
@@ -237,7 +242,7 @@ def _opened(path: Path) -> Iterator[Files]:
         files.close()
 
 
-def _unpacked(path: Path, held: bytes, rank: int, size: int) -> Packed:
+def _unpacked(path: AnyPath, held: bytes, rank: int, size: int) -> Packed:
     try:
         return unpack_extras(held, rank, size)
     except CheckpointError as error:
@@ -251,7 +256,7 @@ def _unpacked(path: Path, held: bytes, rank: int, size: int) -> Packed:
 class _Job:
     """What is to be loaded into what."""
 
-    path: Path
+    path: AnyPath
     model: nn.Module
     optimizer: Optimizer | None
     choice: Choice
@@ -274,16 +279,17 @@ def _load(
     what = f"loading {path}"
     job = ranks.agree(what, make, {"an optimizer": with_optimizer, "validate": validate})
     for left in reversed(range(_TRIES)):
-        found = ranks.one(what, lambda: _found(_find(job.path), path) if must_be else _find(job.path))
+        found = ranks.one(what, lambda: _named(job.path, _found(_find(job.path), path) if must_be else _find(job.path)))
         if found is None:
             return None
+        name, manifest = found
         try:
-            return _Load(ranks, what, job, *found).run()
+            return _Load(ranks, what, job, job.path / name if name else job.path, manifest).run()
         except CheckpointError:
             if ranks.lost_contact:
                 raise
             # The run that saves here may have pruned it meanwhile; then there is a later one.
-            gone = ranks.one(what, lambda: found[0] != job.path and not found[0].exists())
+            gone = ranks.one(what, lambda: name and not manifests.has(job.path / name, manifests.MANIFEST))
             if not left or not gone:
                 raise
     raise AssertionError("the last try returns or raises")
@@ -292,7 +298,7 @@ def _load(
 class _Load:
     """One checkpoint on its way into a model and its optimizer."""
 
-    def __init__(self, ranks: Ranks, what: str, job: _Job, path: Path, manifest: manifests.Manifest | None) -> None:
+    def __init__(self, ranks: Ranks, what: str, job: _Job, path: AnyPath, manifest: manifests.Manifest | None) -> None:
         self._ranks = ranks
         self._what = what
         self._job = job

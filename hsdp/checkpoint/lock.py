@@ -2,8 +2,11 @@
 
 The operating system holds the lock for a process and lets go of it when the process ends, however it ends. The file says
 which process it is, and for file systems without locks that is all there is: then the lock of a process that is gone, on
-    this
-host, counts for nothing.
+this host, counts for nothing.
+
+An object store has no locks, and a job that was moved to another host must be able to go on, though nobody can tell it
+whether the one before has ended. So there the later process takes the directory over, and the earlier one is told of it at
+its next save.
 """
 
 from __future__ import annotations
@@ -12,12 +15,17 @@ import atexit
 import contextlib
 import errno
 import json
+import logging
 import os
+import secrets
 import socket
 from pathlib import Path
 from typing import IO, Any
 
+from hsdp.checkpoint.remote import RemotePath
 from hsdp.errors import CheckpointError
+
+logger = logging.getLogger("hsdp.checkpoint")
 
 try:
     import fcntl
@@ -28,6 +36,9 @@ LOCK = ".lock"
 
 _held: dict[tuple[int, Path], IO[str]] = {}
 """Locks by process and file: a forked child inherits the table, not the locks. Used by the thread that calls `save`."""
+
+_claimed: dict[tuple[int, RemotePath], str] = {}
+"""What this process wrote into lock files where there are no locks, by process and directory."""
 
 
 def lock(directory: Path) -> None:
@@ -50,7 +61,7 @@ def lock(directory: Path) -> None:
         raise
     _held[os.getpid(), file] = stream
     stream.truncate(0)
-    stream.write(json.dumps({"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}))
+    stream.write(json.dumps(_this_process()))
     stream.flush()
 
 
@@ -62,6 +73,40 @@ def unlock(directory: Path) -> None:
         with contextlib.suppress(OSError):
             stream.truncate(0)
         stream.close()
+
+
+def claim(directory: RemotePath) -> None:
+    """Takes a directory in which nothing can be locked, or sees that this process still has it.
+
+    Raises:
+        CheckpointError: a process on this host has it, or one took it since this one did; names it.
+    """
+    key, file = (os.getpid(), directory), directory / LOCK
+    owner = _parsed(file.read_bytes()) if file.exists() else {}
+    mine = _claimed.get(key)
+    if mine is not None and owner.get("nonce") == mine:
+        return
+    if mine is not None and owner:
+        raise CheckpointError(
+            f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} has begun to save checkpoints to "
+            f"{directory} since this one did; end one of the two, or save to another directory"
+        )
+    if owner and not _is_gone(owner):
+        if owner.get("host") == socket.gethostname():
+            raise _taken(directory, owner)
+        logger.warning(
+            "process %s on host %s saved checkpoints to %s before; if it still runs, its next save will fail",
+            owner.get("pid", "?"),
+            owner.get("host", "?"),
+            directory,
+        )
+    nonce = secrets.token_hex(8)
+    file.write_bytes(json.dumps({**_this_process(), "nonce": nonce}).encode())
+    _claimed[key] = nonce
+
+
+def _this_process() -> dict[str, Any]:
+    return {"host": socket.gethostname(), "pid": os.getpid(), "started": _started(os.getpid())}
 
 
 def _take(stream: IO[str], directory: Path) -> None:
@@ -79,7 +124,7 @@ def _take(stream: IO[str], directory: Path) -> None:
         raise _taken(directory, owner)
 
 
-def _taken(directory: Path, owner: dict[str, Any]) -> CheckpointError:
+def _taken(directory: Path | RemotePath, owner: dict[str, Any]) -> CheckpointError:
     return CheckpointError(
         f"process {owner.get('pid', '?')} on host {owner.get('host', '?')} is saving checkpoints to {directory}; end it, "
         f"or save to another directory (if there is no such process: remove {directory / LOCK})"
@@ -87,8 +132,12 @@ def _taken(directory: Path, owner: dict[str, Any]) -> CheckpointError:
 
 
 def _owner(stream: IO[str]) -> dict[str, Any]:
+    return _parsed(stream.read(10_000))
+
+
+def _parsed(text: str | bytes) -> dict[str, Any]:
     try:
-        found = json.loads(stream.read(10_000))
+        found = json.loads(text)
     except ValueError:
         return {}
     return found if isinstance(found, dict) else {}

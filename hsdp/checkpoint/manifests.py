@@ -9,13 +9,13 @@ from __future__ import annotations
 import json
 import stat
 import zlib
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
-from pathlib import Path
 from typing import Any
 
 from hsdp.checkpoint.files import Files
 from hsdp.checkpoint.index import is_plain_name
+from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -63,7 +63,7 @@ class Manifest:
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
-def has(path: Path, name: str) -> bool:
+def has(path: AnyPath, name: str) -> bool:
     """Whether a directory has an entry of that name.
 
     Raises:
@@ -75,7 +75,7 @@ def has(path: Path, name: str) -> bool:
         raise CheckpointError(f"{path / name} cannot be read: {error.strerror}") from error
 
 
-def read_file(path: Path) -> bytes:
+def read_file(path: AnyPath) -> bytes:
     """The content of a small file.
 
     Raises:
@@ -89,7 +89,7 @@ def read_file(path: Path) -> bytes:
         raise CheckpointError(f"{path} cannot be read: {error.strerror}") from error
 
 
-def read_manifest(path: Path) -> Manifest:
+def read_manifest(path: AnyPath) -> Manifest:
     """Reads and checks the manifest of a checkpoint.
 
     Raises:
@@ -135,32 +135,45 @@ def _checksum(body: Mapping[str, Any]) -> int:
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 
-def check_sizes(path: Path, manifest: Manifest) -> None:
+def check_sizes(path: AnyPath, manifest: Manifest) -> None:
     """Compares the sizes of all files with the manifest, reading none.
 
     Raises:
         CheckpointError: files are missing, truncated or too long; names each.
     """
     wrong = []
-    for name, record in sorted(manifest.files.items()):
-        try:
-            status = (path / name).stat()
-        except FileNotFoundError:
-            wrong.append(f"{name} is missing")
-            continue
-        except OSError as error:
-            wrong.append(f"{name} cannot be read: {error.strerror}")
-            continue
-        if not stat.S_ISREG(status.st_mode):
-            wrong.append(f"{name} is not a file")
-        elif status.st_size != record.bytes:
-            how = "truncated" if status.st_size < record.bytes else "longer than it was written"
-            wrong.append(f"{name} is {how}: {status.st_size} bytes instead of {record.bytes}")
+    for name, size in _sizes(path, sorted(manifest.files)):
+        expected = manifest.files[name].bytes
+        if isinstance(size, str):
+            wrong.append(f"{name} {size}")
+        elif size != expected:
+            how = "truncated" if size < expected else "longer than it was written"
+            wrong.append(f"{name} is {how}: {size} bytes instead of {expected}")
     if wrong:
         raise CheckpointError(f"checkpoint {path}: " + "; ".join(wrong))
 
 
-def check_content(path: Path, files: Files, manifest: Manifest, names: Iterable[str]) -> None:
+def _sizes(path: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, int | str]]:
+    """The size of each of these files in bytes, or what is wrong with it."""
+    if isinstance(path, RemotePath):
+        try:
+            listed = path.sizes()
+        except OSError as error:
+            raise CheckpointError(f"checkpoint {path} cannot be read: {error.strerror}") from error
+        yield from ((name, listed.get(name, "is missing")) for name in names)
+        return
+    for name in names:
+        try:
+            status = (path / name).stat()
+        except FileNotFoundError:
+            yield name, "is missing"
+        except OSError as error:
+            yield name, f"cannot be read: {error.strerror}"
+        else:
+            yield name, status.st_size if stat.S_ISREG(status.st_mode) else "is not a file"
+
+
+def check_content(path: AnyPath, files: Files, manifest: Manifest, names: Iterable[str]) -> None:
     """Reads files whole and compares their checksums with the manifest.
 
     Raises:
@@ -185,7 +198,7 @@ def check_content(path: Path, files: Files, manifest: Manifest, names: Iterable[
         raise CheckpointError(f"checkpoint {path}: " + "; ".join(unread))
 
 
-def check_bytes(path: Path, manifest: Manifest, name: str, data: bytes) -> None:
+def check_bytes(path: AnyPath, manifest: Manifest, name: str, data: bytes) -> None:
     """Compares the content of a file, already read, with the manifest.
 
     Raises:

@@ -162,7 +162,7 @@ class _Packer:
                 f"{name!r} is a {type(value).__name__} ({value.layout}, {value.device}), which cannot be saved: "
                 "convert it to a plain dense tensor first"
             )
-        held = value.detach().cpu().contiguous()
+        held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
         trained = value.requires_grad if isinstance(value, nn.Parameter) else None
         return {"tensor": [str(value.dtype), list(value.shape), self._blob(raw), trained]}

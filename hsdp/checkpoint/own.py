@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from hsdp.checkpoint import manifests
 from hsdp.checkpoint.index import Index, from_json
+from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 
 
-def read_own(path: Path, manifest: manifests.Manifest) -> tuple[Index, bytes]:
+def read_own(path: AnyPath, manifest: manifests.Manifest) -> tuple[Index, bytes]:
     """The index of a checkpoint and the content of its `extra.bin`, both as the manifest has them.
 
     Raises:

@@ -150,9 +150,10 @@ class Ranks:
             told = _Told(told.value, told.error or combined.error)
             failed = isinstance(combined.value, _Failure)
             replies = [combined.value] * self.size if failed else combined.value
-            lost = [rank for rank in others if not self._posted(replies[rank], rank)]
-            if lost and not failed:
-                raise CheckpointError(f"{what}: rank 0 of {self.size} lost contact with {_ranks(lost)} at its end")
+            # Who is gone by now is missed at the next meeting, where the others hear of it. An error here would be rank 0's
+            # alone: they have their replies, go on, and would wait at that meeting for a rank that has left.
+            for rank in others:
+                self._post_if_there(replies[rank], rank)
             reply = replies[0]
         if isinstance(reply, _Failure):
             self.lost_contact |= reply.lost
@@ -169,14 +170,10 @@ class Ranks:
                 f"rank 0 of {self.size} lost contact with it: it may have died or raised (see its log): {error}"
             )
 
-    def _posted(self, value: object, rank: int) -> bool:
-        """Whether a rank could be told."""
-        try:
+    def _post_if_there(self, value: object, rank: int) -> None:
+        """Tells a rank, if it can be told."""
+        with suppress(RuntimeError, ValueError):
             self._post(value, rank)
-        except (RuntimeError, ValueError):
-            self.lost_contact = True
-            return False
-        return True
 
     def _post(self, value: object, rank: int) -> None:
         # By the group itself: torch.distributed's functions refuse one that was destroyed while the save was under way,
@@ -200,8 +197,8 @@ class Ranks:
         except (RuntimeError, ValueError) as error:  # ValueError: the group was destroyed
             self.lost_contact = True  # there is no use in asking anything else
             raise CheckpointError(
-                f"{what}: rank {self.rank} of {self.size} lost contact with the others, one of which may have died or "
-                f"raised (see its log): {error}"
+                f"{what}: rank {self.rank} of {self.size} lost contact with rank 0, which may have died or raised (see its "
+                f"log): {error}"
             ) from error
 
 

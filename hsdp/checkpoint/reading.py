@@ -57,7 +57,10 @@ class _Read:
         rows, row_bytes = self.source[0] if self.source else (0, 1), inner * stored.dtype.itemsize
         whole_rows = all((o, n) == (0, size) for (o, n), size in zip(self.source[1:], stored.shape[1:], strict=True))
         start = stored.start + rows[0] * row_bytes
-        if whole_rows and target.is_contiguous() and (target.device.type, target.dtype) == ("cpu", stored.dtype):
+        as_stored = (target.device.type, target.dtype) == ("cpu", stored.dtype) and not (
+            target.is_conj() or target.is_neg()
+        )
+        if whole_rows and target.is_contiguous() and as_stored:
             read_into(stream, start, target)
             torch.autograd.graph.increment_version(target)  # autograd has not seen the write
             return

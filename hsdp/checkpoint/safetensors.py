@@ -33,6 +33,7 @@ from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.store import expanded
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 
@@ -85,14 +86,14 @@ def save_safetensors(
         The files with tensors, on every rank.
 
     Raises:
-        ValueError: an argument makes no sense.
+        ValueError: an argument makes no sense, or the directory is a URL.
         CheckpointError: on all ranks: a tensor's dtype is none that the format knows, or writing failed.
     """
     if dtype is not None and not (dtype in _CODES and dtype.is_floating_point):
         raise ValueError(f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in _CODES if t.is_floating_point]}")
     if max_file_bytes < 1:
         raise ValueError(f"save_safetensors(max_file_bytes={max_file_bytes!r}): expected at least 1")
-    directory = Path(directory)
+    directory = _local("save_safetensors", directory)
     ranks = Ranks(process_group)
     what = f"save_safetensors to {directory}"
     entries = model_entries(model)
@@ -145,10 +146,11 @@ def load_safetensors(
     Raises:
         ImportError: the safetensors library is not installed.
         TypeError: `include`, `exclude` or `rename` make no sense.
+        ValueError: the path is a URL.
         CheckpointError: on all ranks, before anything is changed: files are missing, truncated or damaged; names, shapes
             or dtypes differ.
     """
-    safe_open = _library()
+    safe_open, path = _library(), _local("load_safetensors", path)
     choice = Choice(strict, include, exclude, rename, cast)
     ranks = Ranks(process_group)
     what = f"loading {path}"
@@ -159,9 +161,9 @@ def load_safetensors(
         reports: list[Report] = []
 
         def prepare() -> None:
-            files = _open(Path(path), safe_open, stack)
+            files = _open(path, safe_open, stack)
             places.update({name: _Place(files[old], old) for name, old in choice.sources(list(files)).items()})
-            reports.append(_check(places, own, firsts, choice, sorted(files), Path(path)))
+            reports.append(_check(places, own, firsts, choice, sorted(files), path))
 
         ranks.each(what, prepare)
         with torch.no_grad():
@@ -169,6 +171,13 @@ def load_safetensors(
                 block_of(own[name]).copy_(_read(places[name], own[name]))
     tell_units(model)
     return reports[0]
+
+
+def _local(function: str, path: str | os.PathLike[str]) -> Path:
+    found = expanded(path)
+    if not isinstance(found, Path):
+        raise ValueError(f"{function}({str(path)!r}): only local directories will do; copy the files from or to there")
+    return found
 
 
 def _library() -> Any:
@@ -238,7 +247,7 @@ class _Writer:
 
     def write(self, tensor: Tensor) -> None:
         """Writes the next tensor."""
-        tensor = tensor.contiguous()
+        tensor = tensor.resolve_neg().contiguous()
         size = tensor.numel() * tensor.itemsize
 
         def body() -> None:

@@ -1,9 +1,9 @@
 """Saving: who writes what, the staged copy, the writing, and the handle that follows it.
 
-    all ranks        the same arguments?  what do I hold?  --> rank 0: who writes it (replica 0), does it fit?  --> my part
+    all ranks        the same arguments?  what do I hold?  --> rank 0: who writes what (`shares.py`), is there room?
     async only       copy my part to host memory; the caller goes on from here, the rest runs in a thread (`handles.py`)
     writing ranks    one file each, checksummed on its way to disk
-    rank 0           what all wrote --> .metadata, index.json, extra.bin, manifest.json --> rename --> retention
+    rank 0           what all wrote --> .metadata, index.json, extra.bin --> complete (`commits.py`) --> retention
 
 torch.distributed.checkpoint's own planner decides, and what is left is an ordinary DCP checkpoint. Only the writing itself
 is done here: DCP's writer keeps a copy of every piece until the last one is written, this one lets go of each.
@@ -21,7 +21,6 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,6 +34,8 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.archives import write_tensor
+from hsdp.checkpoint.checksums import ChecksumStream, write_file
+from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
 from hsdp.checkpoint.handles import SaveHandle, settle
 from hsdp.checkpoint.index import Index, Piece, Place, Record, TensorRecord, ValueRecord
@@ -42,6 +43,8 @@ from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.remote import AnyPath
+from hsdp.checkpoint.shares import pack_plan, shared_out, size_of, unpack_plans
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -70,11 +73,13 @@ def save(
     """Saves a checkpoint as `directory/step-NNNNNN`. Every rank calls it, between steps.
 
     It appears under its name when all of it is on disk. A run that dies before leaves the earlier checkpoints as they
-    were, and nothing that looks like one. Each element is written once, by the first replica that holds it; buffers and
-    other plain tensors are those of rank 0. Only one save is under way at a time: the next one, and a load, wait for it.
+    were, and nothing that looks like one. Each element is written once; replicas share the writing of what is large.
+    Buffers and other plain tensors are those of rank 0. Only one save is under way at a time: the next one, and a load,
+    wait for it.
 
     Args:
-        directory: where the checkpoints of this run are: a file system that all ranks share, and no other run writes to.
+        directory: where the checkpoints of this run are: a file system that all ranks share, and no other run writes to; or
+            a URL of fsspec ("s3://bucket/run"), where a checkpoint's name ends in eight more characters.
         model: any module; the parameters of a sharded one are saved as the shards they are.
         optimizer: its state is saved as it is: nothing is initialised, no step is taken.
         extra: whatever else the run needs: data loader, generators (see `rng_state`), scheduler. Each rank's own is
@@ -92,6 +97,7 @@ def save(
 
     Raises:
         ValueError: an argument makes no sense.
+        ImportError: what the URL needs is not installed.
         CheckpointError: on all ranks: ranks were called with different arguments, any rank could not do its part, the disk
             has no room, another job saves to the directory; or an earlier asynchronous save had failed.
     """
@@ -104,17 +110,17 @@ def save(
         {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
     )
     what = f"saving step {num} to {directory}"
-    partial = ranks.one(what, lambda: store.begin(where, num))
-    with _discarding(partial, ranks):
+    target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
+    with _discarding(target, ranks):
         planner = _Planner(progress)
-        plan, extras = _plan(what, ranks, partial, planner, model, optimizer, extra)
+        plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
         if async_:
             ranks.each(what, lambda: planner.stage(staging_of(model)))
-    handle = SaveHandle(where / f"step-{num:06d}", num)
+    handle = SaveHandle(where / commits_in(where).name_of(target.name, num), num)
 
-    def finish() -> Path:
-        with _discarding(partial, ranks):
-            path = _write(what, ranks, planner, plan, extras, partial, num, keep)
+    def finish() -> AnyPath:
+        with _discarding(target, ranks):
+            path = _write(what, ranks, planner, plan, extras, target)
         if ranks.rank == 0:
             logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
         return path
@@ -125,7 +131,7 @@ def save(
     return handle
 
 
-def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple[Path, int]:
+def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple[AnyPath, int]:
     """The directory and the step that `save` was called with.
 
     Raises:
@@ -146,14 +152,28 @@ def _is_count(value: Any, least: int) -> bool:
         return False
 
 
+@dataclass(frozen=True)
+class _Target:
+    """Where a checkpoint is written: `name` in a directory, as `store.begin` gave it; and what becomes of it there."""
+
+    directory: AnyPath
+    name: str
+    step: int
+    keep: int | None
+
+    @property
+    def path(self) -> AnyPath:
+        return self.directory / self.name
+
+
 @contextmanager
-def _discarding(partial: Path, ranks: Ranks) -> Iterator[None]:
+def _discarding(target: _Target, ranks: Ranks) -> Iterator[None]:
     """Removes the unfinished checkpoint if the body raises."""
     try:
         yield
     except BaseException:
         if ranks.rank == 0:
-            store.discard(partial)
+            commits_in(target.directory).discard(target.name)
         raise
 
 
@@ -163,7 +183,7 @@ def _discarding(partial: Path, ranks: Ranks) -> Iterator[None]:
 def _plan(
     what: str,
     ranks: Ranks,
-    partial: Path,
+    target: _Target,
     planner: _Planner,
     model: nn.Module,
     optimizer: Optimizer | None,
@@ -171,22 +191,22 @@ def _plan(
 ) -> tuple[SavePlan, list[bytes]]:
     """Decides who writes what; returns this rank's part and, on rank 0, the packed `extra` of each rank."""
 
-    def mine() -> tuple[SavePlan, bytes]:
-        if not partial.is_dir():
-            raise CheckpointError(f"{partial}, which rank 0 made, is not there: all ranks must share the directory")
+    def mine() -> tuple[bytes, bytes]:
+        if not commits_in(target.directory).is_seen(target.name):
+            raise CheckpointError(f"{target.path}, which rank 0 made, is not there: all ranks must share the directory")
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
         if optimizer is not None:
             state["optimizer"] = optimizer_state(model, optimizer)
             planner.optimizer = kind_of(optimizer)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-        return planner.create_local_plan(), pack(extra, "extra")
+        return pack_plan(planner.create_local_plan()), pack(extra, "extra")
 
     blobs: list[bytes] = []
 
-    def everyones(held: list[tuple[SavePlan, bytes]]) -> list[SavePlan]:
+    def everyones(held: list[tuple[bytes, bytes]]) -> list[SavePlan]:
         blobs[:] = [blob for _, blob in held]
-        plans, planner.metadata = planner.create_global_plan([plan for plan, _ in held])
-        store.check_space(partial, sum(_size(item) for one in plans for item in one.items) + sum(map(len, blobs)))
+        plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+        store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
         return plans
 
     plan = planner.finish_plan(ranks.meet(what, mine, everyones))
@@ -199,13 +219,11 @@ def _write(
     planner: _Planner,
     plan: SavePlan,
     extras: list[bytes],
-    partial: Path,
-    step: int,
-    keep: int | None,
-) -> Path:
+    target: _Target,
+) -> AnyPath:
     """Writes this rank's part; rank 0 then writes what describes all parts, and gives the checkpoint its name."""
 
-    def complete(written: list[_Written]) -> list[Path]:
+    def complete(written: list[_Written]) -> list[str]:
         files = {name: record for one in written for name, record in one.files.items()}
         values = {key: value for one in written for key, value in one.values.items()}
         metadata = planner.metadata
@@ -217,12 +235,13 @@ def _write(
             manifests.INDEX: _index(metadata).to_json(),
             manifests.EXTRA: pack_extras(extras, values, planner.optimizer),
         }.items():
-            files[name] = store.write_file(partial / name, content)
-        return [store.publish(partial, step, ranks.size, files, keep)] * ranks.size
+            files[name] = write_file(target.path / name, content)
+        final = store.publish(target.directory, target.name, target.step, ranks.size, files, target.keep)
+        return [final.name] * ranks.size
 
-    # Ranks of other replicas have nothing to write: not even an empty file.
+    # Ranks of other replicas may have nothing to write: not even an empty file.
     name = f"__{ranks.rank}_0.distcp"
-    return ranks.meet(what, lambda: _write_file(partial / name, plan, planner), complete)
+    return target.directory / ranks.meet(what, lambda: _write_file(target.path / name, plan, planner), complete)
 
 
 @dataclass(frozen=True)
@@ -234,7 +253,7 @@ class _Written:
     values: dict[str, bytes]
 
 
-def _write_file(path: Path, plan: SavePlan, planner: _Planner) -> _Written:
+def _write_file(path: AnyPath, plan: SavePlan, planner: _Planner) -> _Written:
     """Writes the items of a plan one after the other, as DCP does, each as `torch.save` has it."""
     if not plan.items:
         planner.report(0)
@@ -242,16 +261,16 @@ def _write_file(path: Path, plan: SavePlan, planner: _Planner) -> _Written:
     places: dict[MetadataIndex, _StorageInfo] = {}
     done = 0
     with _telling(path), path.open("wb", buffering=0) as raw:
-        stream = store.ChecksumStream(raw)
+        stream = ChecksumStream(raw)
         for item in plan.items:
             planner.report(done)
             start, data = stream.tell(), planner.resolve_data(item)
             if isinstance(data, Tensor):
-                write_tensor(stream, data.detach().cpu().contiguous())
+                write_tensor(stream, data.detach().cpu().resolve_conj().resolve_neg().contiguous())
             else:
                 stream.write(data.getbuffer())
             places[item.index] = _StorageInfo(path.name, start, stream.tell() - start)
-            done += _size(item)
+            done += size_of(item)
             del data
         stream.sync()
     planner.report(done)
@@ -259,7 +278,7 @@ def _write_file(path: Path, plan: SavePlan, planner: _Planner) -> _Written:
 
 
 @contextmanager
-def _telling(path: Path) -> Iterator[None]:
+def _telling(path: AnyPath) -> Iterator[None]:
     """Says of an error of the file system how much room there is: it is the usual reason."""
     try:
         yield
@@ -290,7 +309,7 @@ def _index(metadata: Metadata) -> Index:
 
 
 class _Planner(DefaultSavePlanner):
-    """DCP's planner; replica 0 writes, and what this rank writes can be copied first."""
+    """DCP's planner; what no rank has to itself is rank 0's to write, and what this rank writes can be copied first."""
 
     metadata: Metadata
 
@@ -314,7 +333,7 @@ class _Planner(DefaultSavePlanner):
 
     def finish_plan(self, new_plan: SavePlan) -> SavePlan:
         """Takes this rank's part of the plan."""
-        self._total = sum(map(_size, new_plan.items))
+        self._total = sum(map(size_of, new_plan.items))
         return super().finish_plan(new_plan)
 
     def report(self, done: int) -> None:
@@ -333,10 +352,3 @@ class _Planner(DefaultSavePlanner):
         stream = io.BytesIO()
         torch.save(object, stream)
         return stream
-
-
-def _size(item: WriteItem) -> int:
-    data = item.tensor_data
-    if data is None or data.chunk is None:
-        return 0
-    return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)

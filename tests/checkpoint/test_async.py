@@ -174,3 +174,13 @@ def test_a_failed_background_save_leaves_its_memory_to_the_next(tmp_path: Path) 
     handle.wait()
     checkpoint.load(tmp_path, model)
     assert torch.equal(model.weight, weight)
+
+
+def test_ctrl_c_in_a_save_of_the_main_thread_stays_what_it_is(tmp_path: Path) -> None:
+    def interrupt(done: int, total: int) -> None:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        checkpoint.save(tmp_path, nn.Linear(4, 4), step=1, progress=interrupt)
+    assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+    assert checkpoint.save(tmp_path, nn.Linear(4, 4), step=2).done()

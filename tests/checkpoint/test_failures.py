@@ -19,6 +19,7 @@ from torch import nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, manifests, store
+from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.lock import LOCK, lock, unlock
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
@@ -150,14 +151,14 @@ def test_what_cannot_fit_is_refused_before_the_first_byte(tmp_path: Path) -> Non
 
 def test_a_disk_that_fills_up_is_told_as_such(tmp_path: Path) -> None:
     model = nn.Linear(100, 100)
-    written = store.ChecksumStream.write
+    written = ChecksumStream.write
 
     def full(stream: Any, data: Any, crc32: int | None = None) -> int:
         if stream.bytes > 10_000:
             raise OSError(errno.ENOSPC, "No space left on device")
         return written(stream, data, crc32)
 
-    with mock.patch.object(store.ChecksumStream, "write", full):
+    with mock.patch.object(ChecksumStream, "write", full):
         for async_ in (False, True):
             with pytest.raises(CheckpointError, match=r"__0_0.distcp could not .*: No space left on device \([\d,]+ bytes"):
                 checkpoint.save(tmp_path, model, step=1, async_=async_).wait()
@@ -257,6 +258,7 @@ def test_ranks_that_were_called_otherwise_are_told_so(pool2: Pool, tmp_path: Pat
 HOLDING = """
 import sys
 from pathlib import Path
+from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.lock import lock
 
 lock(Path(sys.argv[1]))

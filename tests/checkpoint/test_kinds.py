@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
@@ -256,3 +256,27 @@ def test_modules_that_change_what_is_loaded_still_do(tmp_path: Path) -> None:
     model = nn.Sequential(Doubling(2, 2))
     checkpoint.load(path, model)
     assert torch.equal(model[0].weight, source[0].weight * 2)
+
+
+class Lazy(nn.Module):
+    """Buffers whose memory does not hold their values: torch negates what is read of them."""
+
+    def __init__(self, values: Tensor) -> None:
+        super().__init__()
+        self.register_buffer("conjugate", values.conj())
+        self.register_buffer("negative", values.clone().conj().imag)
+
+
+def test_tensors_that_are_conjugated_or_negated_as_they_are_read(tmp_path: Path) -> None:
+    """What lies in memory is the other sign; it was written and read as if it were the value."""
+    first, second = (Lazy(torch.randn(3, dtype=torch.complex64)) for _ in range(2))
+    expected = {name: value.clone() for name, value in first.state_dict().items()}
+    assert first.conjugate.is_conj()
+    assert first.negative.is_neg()
+    for async_ in (False, True):
+        checkpoint.save(tmp_path, first, extra=[first.conjugate, first.negative], step=1, async_=async_).wait()
+        for target in (second, Lazy(torch.zeros(3, dtype=torch.complex64)), first):
+            extra = checkpoint.load(tmp_path, target).extra
+            cm.assert_equal(dict(target.state_dict()), expected)
+            assert torch.equal(extra[0], expected["conjugate"])
+            assert torch.equal(extra[1], expected["negative"])

@@ -14,6 +14,7 @@ from torch import nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, manifests, store
+from hsdp.checkpoint.checksums import write_file
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.lock import LOCK
 
@@ -24,9 +25,9 @@ class Crash(BaseException):
 
 def save(directory: Path, step: int, content: bytes = b"tensors", keep: int | None = None) -> Path:
     """What a save does to a directory, with a file in the place of tensors."""
-    partial = store.begin(directory, step)
-    files = {"data": store.write_file(partial / "data", content)}
-    return store.publish(partial, step, 1, files, keep)
+    written = store.begin(directory, step)
+    files = {"data": write_file(directory / written / "data", content)}
+    return store.publish(directory, written, step, 1, files, keep)  # type: ignore[return-value]
 
 
 def names(directory: Path) -> list[str]:
@@ -56,7 +57,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_run_left_is_swept_by_the_next_save(tmp_path: Path) -> None:
-    dead = store.begin(tmp_path, 7)
+    dead = tmp_path / store.begin(tmp_path, 7)
     (dead / "half").write_bytes(b"...")
     assert checkpoint.latest(tmp_path) is None
     other = tmp_path / ".step-notes"
@@ -85,11 +86,11 @@ def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path
 
 
 def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
-    partial = store.begin(tmp_path, 1)
-    files = {"data": manifests.FileRecord(3, 0), "more": store.write_file(partial / "more", b"abcd")}
+    partial = tmp_path / store.begin(tmp_path, 1)
+    files = {"data": manifests.FileRecord(3, 0), "more": write_file(partial / "more", b"abcd")}
     (partial / "more").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"):
-        store.publish(partial, 1, 1, files, None)
+        store.publish(tmp_path, partial.name, 1, 1, files, None)
     assert checkpoint.latest(tmp_path) is None
 
 
@@ -104,12 +105,12 @@ def test_a_manifest_that_was_edited_is_refused(tmp_path: Path, field: str) -> No
 
 
 def crash_at(count: int, body: Callable[[], Any]) -> bool:
-    """Runs `body`, raising at the `count`-th line of store.py; returns whether it got that far."""
+    """Runs `body`, raising at the `count`-th line of what writes to the directory; returns whether it got that far."""
     left = count
 
     def trace(frame: Any, event: str, arg: Any) -> Any:
         nonlocal left
-        if not frame.f_code.co_filename.endswith("store.py"):
+        if not frame.f_code.co_filename.endswith(("store.py", "commits.py", "checksums.py")):
             return None
         if event == "line":
             left -= 1

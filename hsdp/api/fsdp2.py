@@ -198,11 +198,17 @@ class PipelineFace:
         module: Any = self._module()
         assert module is not None, "a stage that ran is alive"
         units = module._units()
-        if any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units):
+        for runtime in module._runtimes():
+            runtime.take_outside()
+        unfound = any([unit.unfound for unit in units])
+        for unit in units:
+            unit.unfound = False
+        if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
             raise StateError(
-                f"{type(module).__name__}: no gradient of this stage reached hsdp. Schedules that split a backward into "
-                "inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters in `parameters()`, where "
-                "hsdp shows sharded ones; use Schedule1F1B, ScheduleGPipe or ScheduleInterleaved1F1B"
+                f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
+                "into inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters between forward and "
+                "backward, which fully_shard keeps whole with reshard_after_forward=False only; call it so on every "
+                "module of the stage"
             )
         module.flush()
         for unit in module._units():

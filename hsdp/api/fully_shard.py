@@ -236,11 +236,16 @@ def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:
 
 
 def _watch_loads(unit: Unit) -> None:
-    """Loading a state dict, into any module that holds one of the unit's parameters, makes them new."""
+    """State dicts are of sharded parameters, and loads make them new, also of a module that holds one of the unit's."""
     this = weakref.ref(unit)
+
+    def saves(*_: object) -> None:
+        if (owner := this()) is not None:
+            owner.unregister()  # inside a forward
 
     def loads(*_: object) -> None:
         if (owner := this()) is not None:
+            owner.unregister()
             owner.join_gather()
 
     def loaded(module: nn.Module, keys: object) -> None:
@@ -248,6 +253,7 @@ def _watch_loads(unit: Unit) -> None:
             owner.weights_changed()
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
+        holder.register_state_dict_pre_hook(saves)
         holder.register_load_state_dict_pre_hook(loads)
         holder.register_load_state_dict_post_hook(loaded)
         holder.register_load_state_dict_pre_hook(explain_whole_tensors)

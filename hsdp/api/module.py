@@ -112,14 +112,14 @@ class HSDPModule(FSDP2Methods):
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unsharded parameters of this module's unit; the module's attributes show them until `reshard()`.
 
-        `parameters()` shows the sharded ones all the same. A forward of the root gathers anew, as the shards may have been
-        written since.
+        `parameters()` shows the sharded ones all the same, except inside forwards and backwards. A forward of the root
+        gathers anew, as the shards may have been written since.
 
         Args:
             async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
-                unsharded parameters serve every forward and backward until `reshard()`, or until the optimizer or a load
-                changes the shards: for those who schedule gathers themselves, such as pipelines. Do not write to
-                `p.data` meanwhile: on a device nobody notices.
+                unsharded parameters serve every forward and backward until `reshard()`, until one that is told to
+                reshard, or until the optimizer or a load changes the shards: for those who schedule gathers themselves,
+                such as pipelines. Do not write to `p.data` meanwhile: on a device nobody notices.
 
         Raises:
             StateError: inside `full_params`.
@@ -179,11 +179,16 @@ class HSDPModule(FSDP2Methods):
         """Whether the end of backward waits for every reduction.
 
         With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
-        wait for them.
+        wait for them. Schedules that compute gradients of weights apart look for weights in `parameters()`: with False it
+        shows unsharded parameters that `unshard(async_op=True)` keeps, until the next forward or backward ends.
         """
         flag = check_flag("set_is_last_backward", is_last_backward)
         for unit in self._units():
             unit.settings.drains = flag
+            if flag:
+                unit.unregister()
+            elif unit.pinned:
+                unit.register()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -264,9 +269,10 @@ class HSDPModule(FSDP2Methods):
         for unit in self._units():
             if unit.runtime is not None and not unit.runtime.in_backward():
                 unit.runtime.recover()
-            sharded = {param.fqn: id(param.sharded) for param in unit.params}
+            # Inside a forward its unsharded parameters have the names.
+            mine = {p.fqn: names.get(id(p.sharded)) or names.get(id(p.unsharded)) for p in unit.params}
             # A list unit may reach beyond this module: of those parameters nothing is told here.
-            found |= {names[sharded[fqn]]: value for fqn, value in told(unit).items() if sharded[fqn] in names}
+            found |= {name: value for fqn, value in told(unit).items() if (name := mine[fqn]) is not None}
         return found
 
     # -- reduction -----------------------------------------------------------------------------------------------

@@ -1,4 +1,8 @@
-"""Unsharded parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first."""
+"""Unsharded parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first.
+
+Inside a forward they are *registered* in the place of the sharded ones too, where `parameters()` finds them: models ask
+these for their dtype or device.
+"""
 
 from __future__ import annotations
 
@@ -46,6 +50,7 @@ class Shadows:
                 self._registered.append(module._parameters)
                 self._registered_as.append(name)
                 self._registered_params.append(param.sharded)
+        self._expected = self._registered_params
         self.choose()
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
@@ -59,7 +64,9 @@ class Shadows:
 
     def choose(self) -> None:
         """Takes the unsharded parameters that forwards are to see from now on (`ManagedParam.choose`)."""
+        self.unregister()
         self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
+        self._unsharded: list[Any] = [unsharded for _, _, unsharded in self._shadows]
 
     def show(self) -> None:
         """Puts the unsharded parameters in front."""
@@ -70,8 +77,27 @@ class Shadows:
             if (there := module()) is not None:
                 refresh_flat_weights(there, name, there.__dict__[name])
 
+    def register(self) -> None:
+        """Makes `parameters()` give the unsharded parameters, which are in front, until they are hidden."""
+        if self._expected is self._registered_params:
+            self._exchange(self._unsharded)
+
+    def unregister(self) -> None:
+        """Makes `parameters()` give the sharded parameters again."""
+        if self._expected is not self._registered_params:
+            self._exchange(self._registered_params)
+
+    def _exchange(self, params: list[Any]) -> None:
+        for registered, name, before, after in zip(
+            self._registered, self._registered_as, self._expected, params, strict=True
+        ):
+            if registered.get(name) is before:  # else somebody replaced it, which `disturbed` is to see
+                registered[name] = after
+        self._expected = params
+
     def hide(self) -> None:
-        """Takes them away again."""
+        """Takes them away again, from both places."""
+        self.unregister()
         for module, name, _ in self._shadows:
             if (there := module()) is not None:
                 there.__dict__.pop(name, None)
@@ -88,12 +114,11 @@ class Shadows:
         return None
 
     def disturbed(self) -> bool:
-        """Whether somebody replaced or moved a sharded parameter since these shadows were made."""
+        """Whether somebody replaced or moved a parameter since these shadows were made."""
         # Loops without Python in them: every gather asks.
         registered = map(dict.get, self._registered, self._registered_as)
         return not (
-            all(map(is_, registered, self._registered_params))
-            and all(map(is_, map(_local_of, self._sharded), self._locals))
+            all(map(is_, registered, self._expected)) and all(map(is_, map(_local_of, self._sharded), self._locals))
         )
 
     def assigned(self) -> str | None:

@@ -52,22 +52,38 @@ class Backwards(Root):
         anybody can look at them. On a device this may be the engine's own thread, which must not: `recover` does it.
         """
         backward = self.backward
-        if backward is None or not backward.tasks or self.streams.active:
+        if backward is None or any(left() is not None for left in backward.tasks.values()):
             return
-        bury_tasks(backward)
-        if not backward.tasks:
+        self._unregister()
+        if not self.streams.active:
+            backward.tasks.clear()
             self._roll_back(at_once=True)
             self.tell(Point.DROPPED)
+
+    def _unregister(self) -> None:
+        """A backward is over, or has failed: `parameters()` gives sharded parameters, but in forwards under way."""
+        for unit in self.units:
+            if not unit.calls:
+                unit.unregister()
 
     def _begin_backward(self) -> BackwardPass:
         reduces = self._accumulates()
         if reduces:
             for unit in self.units:
                 unit.gradients.refuse_lost(unit.name, "backward")
+        if not self.root.settings.drains:
+            self.take_outside()
         self.backward = BackwardPass(reduces, self.reduce_order.begin(answers=not self.depth))
         for divergence_guard in self._backward_guards:
             divergence_guard.begin_pass(0)
         return self.backward
+
+    def take_outside(self) -> None:
+        """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters."""
+        for unit in self.units:
+            if unit.take_outside():
+                unit.gradients.stash()
+                unit.gradients.commit()
 
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into an unsharded parameter; that of `autograd.grad` does not."""
@@ -132,6 +148,7 @@ class Backwards(Root):
         if begins:
             backward.turns.visit(unit)
         if unit.open:
+            unit.register()
             if comes:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
                 self._launch(_ahead(backward, unit))
             if visit is not None or unit not in opened:
@@ -144,6 +161,7 @@ class Backwards(Root):
         self._gather(unit, version, looked=True)
         self._launch(_ahead(backward, unit))
         unit.show()
+        unit.register()  # a part of the module may be recomputed without a word to hsdp
         opened[unit] = (first_node, task)
 
     def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
@@ -294,6 +312,7 @@ class Backwards(Root):
                 backward.ending = True
                 self._end_backward(backward)
             except BaseException:
+                self._unregister()
                 if not self.streams.active:
                     self._roll_back(at_once=True)
                 self.tell(Point.DROPPED)
@@ -310,6 +329,10 @@ class Backwards(Root):
         # Before reductions land: an optimizer in a hook may write to shards, which on one shard rank are the parameters.
         for unit in backward.opened:
             unit.check_unwritten()
+        drains = self.root.settings.drains
+        if not drains and not backward.reduces:
+            for unit in backward.entered:
+                unit.unfound = unit.unfound or (any(unit.trainable) and not unit.pinned)
         if backward.reduces:
             left = self.reduce_order.end(backward.turns)
             for unit in (*left, *(u for u in self.units if u not in left)):
@@ -318,7 +341,7 @@ class Backwards(Root):
                 due = settings.requires_grad_sync and (gradients.kept or deferred)
                 if due or unit in left or gradients.waiting():
                     self._reduce(unit)
-        if self.root.settings.drains:
+        if drains:
             self.drain()
         else:
             self.pipeline.tell_errors()
@@ -336,6 +359,7 @@ class Backwards(Root):
                 self._release(unit)
         for unit in self.units:
             unit.gradients.commit()
+        self._unregister()
         self.streams.finish_host_reads()
         if backward.reduces:
             self.awaits_gradients = False

@@ -61,6 +61,7 @@ class Runtime(Backwards):
             if other.residency is Residency.SHARDED:
                 other.launch()
         unit.show()
+        unit.register()
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

@@ -91,6 +91,8 @@ class Unit(UnshardedParams):
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
+        unfound: a backward that a schedule of pipelines split into inputs and weights came while its unsharded parameters
+            were not kept whole, so that the schedule did not find them.
         visits: how often backwards visited it, by the number of its forwards that waited for theirs.
     """
 
@@ -153,6 +155,7 @@ class Unit(UnshardedParams):
         self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
+        self.unfound = False
 
         # Communication.
         self.context = CommContext(Streams(axes.device))
@@ -370,11 +373,7 @@ class Unit(UnshardedParams):
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
-        if grad.layout is not _STRIDED:
-            grad = grad.to_dense()  # that of an embedding with sparse=True
-        inner = param.inner
-        if inner is not None:
-            grad = inner.block_of_grad(grad)
+        grad = _dense_block(param, grad)
         task, remaining = graph_task(), self.remaining
         if task not in remaining:
             runtime.enter_task()
@@ -399,6 +398,22 @@ class Unit(UnshardedParams):
         """Whether its gradients are added in the order of the tree over data ranks."""
         return self.comm_policy.reduction == "tree"
 
+    def take_outside(self) -> bool:
+        """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""
+        found = False
+        for slot, param in enumerate(self.params):
+            if param.trained is not None and (grad := param.trained.grad) is not None:
+                param.trained.grad = None
+                self.gradients.put(slot, _dense_block(param, grad))
+                found = True
+        return found
+
     def factor(self) -> float:
         """What the sum over all ranks is multiplied with, exactly once: after the reduce-scatter, in a tree at its root."""
         return self.settings.factor(self.axes.shard_size * self.axes.replicate_size)
+
+
+def _dense_block(param: ManagedParam, grad: Tensor) -> Tensor:
+    if grad.layout is not _STRIDED:
+        grad = grad.to_dense()  # that of an embedding with sparse=True
+    return grad if param.inner is None else param.inner.block_of_grad(grad)

@@ -2,7 +2,8 @@
 
     SHARDED --launch--> GATHERING --finish--> UNSHARDED --reshard--> SHARDED
 
-A unit is *open* when its unsharded parameters lie in front of the sharded ones in their modules.
+A unit is *open* when its unsharded parameters lie in front of the sharded ones in their modules. Between its forward's
+begin and the moment it is closed they are registered there too.
 """
 
 from __future__ import annotations
@@ -240,6 +241,14 @@ class UnshardedParams:
         self._shadows.show()
         self.open = True
 
+    def register(self) -> None:
+        """Makes `parameters()` of the open unit's modules give unsharded parameters, until the unit is closed."""
+        self._shadows.register()
+
+    def unregister(self) -> None:
+        """Makes it give the sharded ones again: for whoever reads or writes `state_dict()` inside a forward."""
+        self._shadows.unregister()
+
     @property
     def version(self) -> Version:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
@@ -269,6 +278,7 @@ class UnshardedParams:
         self.pinned = False
         if self.open:
             self.hide()
+        self.unregister()  # a schedule may have asked to see them while the unit is closed
         if self.residency is Residency.GATHERING:
             self.finish()
         if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `as_kept`

@@ -15,7 +15,7 @@ import hsdp
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest
-from tests.support.twin import Twin, assert_close_to_twin, sgd, train, twin_of
+from tests.support.twin import Twin, assert_close_to_twin, full_params, sgd, train, twin_of
 
 STEPS = 3
 
@@ -163,3 +163,40 @@ class Fails(nn.Linear):
 
 def test_a_compiled_forward_that_fails_leaves_the_compiler_as_it_was(pool2: Pool) -> None:
     pool2.run(_fails_compiled)
+
+
+LENGTHS = (4, 6, 5, 7)
+
+
+def _gelu_blocks() -> nn.Sequential:
+    torch.manual_seed(3)
+    return nn.Sequential(*(nn.Sequential(nn.Linear(8, 8), nn.GELU()) for _ in range(2)))
+
+
+def _by_lengths(model: nn.Module, ranks: list[int]) -> dict[str, torch.Tensor]:
+    """Trains with another number of rows in each step, on the mean over `ranks`."""
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for step, length in enumerate(LENGTHS):
+        for rank in ranks:
+            x = torch.randn(length, 8, generator=torch.Generator().manual_seed(10 * step + rank))
+            (model(x).square().mean() / len(ranks)).backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return dict(full_params(model))
+
+
+def _of_any_length(env: RankEnv) -> None:
+    model: Any = _gelu_blocks()
+    with _counted() as told:
+        for block in model:
+            block.compile(backend="eager", dynamic=True)
+            hsdp.fully_shard(block, mesh=env.mesh((2,)))
+        hsdp.fully_shard(model, mesh=env.mesh((2,)))
+        ours = _by_lengths(model, [env.rank])
+    torch.testing.assert_close(ours, _by_lengths(_gelu_blocks(), [0, 1]), rtol=1e-5, atol=1e-6)
+    assert told["graphs"] == len(model) and told["breaks"] == 0, "no length is compiled anew"
+    check_rest(model)
+
+
+def test_one_graph_serves_all_lengths(pool2: Pool) -> None:
+    pool2.run(_of_any_length, timeout=120)

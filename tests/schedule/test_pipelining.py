@@ -10,10 +10,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining._backward import stage_backward_input, stage_backward_weight
 from torch.distributed.pipelining.schedules import (
     Schedule1F1B,
     ScheduleGPipe,
     ScheduleInterleaved1F1B,
+    ScheduleInterleavedZeroBubble,
+    ScheduleZBVZeroBubble,
 )
 
 import hsdp
@@ -71,9 +74,9 @@ def _expected(count: int) -> list[tuple[Any, Any]]:
 def _train(env: RankEnv, schedule_class: Any, keep: bool) -> None:
     mesh = env.mesh((2, 2), ("pp", "dp"))
     pp_rank, dp_rank = mesh.get_coordinate()  # type: ignore[misc]
-    per_rank = 2 if schedule_class is ScheduleInterleaved1F1B else 1
+    per_rank = 1 if schedule_class in (ScheduleGPipe, Schedule1F1B) else 2
     count = 2 * per_rank
-    mine = list(range(pp_rank, count, 2))
+    mine = [pp_rank, 3 - pp_rank] if schedule_class is ScheduleZBVZeroBubble else list(range(pp_rank, count, 2))
     stages = {index: copy.deepcopy(stage) for index, stage in enumerate(_stages(count)) if index in mine}
     for stage in stages.values():
         for module in (*stage.layers, stage):
@@ -110,11 +113,58 @@ def test_training_equals_the_twin(pool4: Pool, schedule: Any, keep: bool) -> Non
     pool4.run(_train, schedule, keep)
 
 
-def test_schedules_that_split_the_backward_are_refused() -> None:
-    # They make gradients of inputs first, and look for those of weights by way of `parameters()` later.
+@pytest.mark.parametrize("schedule", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
+def test_schedules_that_split_the_backward_equal_the_twin(pool4: Pool, schedule: Any) -> None:
+    # They make gradients of inputs first, and those of what `parameters()` shows them later.
+    pool4.run(_train, schedule, True)
+
+
+def _split(stage: Any, x: Tensor) -> None:
+    """The backward of one micro-batch as zero-bubble schedules run it."""
+    out = stage(x)
+    _no_sync(stage)
+    _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
+    _no_sync(stage)
+    stage_backward_weight(stage.parameters(), groups)
+
+
+def _no_sync(stage: Any) -> None:
+    stage.set_is_last_backward(False)
+    stage.set_reshard_after_backward(False)
+    stage.set_requires_gradient_sync(False)
+
+
+def _reduce(stage: Any) -> None:
+    stage.set_is_last_backward(True)
+    stage.set_requires_gradient_sync(True)
+    fsdp.fully_shard.state(stage)._root_post_backward_final_callback()
+
+
+def test_split_backwards_sum_in_full_precision() -> None:
+    x = torch.full((1, DIM), 1 / 256, dtype=torch.bfloat16, requires_grad=True)
+    with fake_world(1):
+        stage: Any = hsdp.fully_shard(
+            nn.Linear(DIM, DIM, bias=False), mp_policy=hsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+        )
+        stage.unshard(async_op=True).wait()
+        stage.set_reshard_after_forward(False)
+        _split(stage, torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True))
+        _split(stage, x)
+        _reduce(stage)
+        assert torch.equal(stage.weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
+
+
+def test_split_backwards_that_find_no_parameters_are_refused() -> None:
+    # Beside a whole backward, with which the stage has gradients, though not all.
+    x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
     with fake_world(2):
-        stage: Any = hsdp.fully_shard(_stages(2)[0])
-        x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
-        torch.autograd.grad(stage(x).sum(), x)
-        with pytest.raises(hsdp.StateError, match=r"FSDPStage: no gradient of this stage .*ScheduleInterleaved1F1B"):
-            fsdp.fully_shard.state(stage)._root_post_backward_final_callback()
+        stage: Any = hsdp.fully_shard(_stages(2)[0], reshard_after_forward=True)
+        with stage.no_sync():
+            stage(x).sum().backward()
+        _split(stage, x)
+        with pytest.raises(hsdp.StateError, match=r"FSDPStage: gradients of this stage .*reshard_after_forward=False"):
+            _reduce(stage)
+        stage.zero_grad()
+        with stage.no_sync():
+            stage(x).sum().backward()
+        _reduce(stage)

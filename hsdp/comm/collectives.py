@@ -147,6 +147,13 @@ class Comm:
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
     @labels
+    def all_reduce_beyond(
+        self, owner: Named, op: int, tensors: list[Tensor], start: Callable[[], list[Any]], finish: Callable[[], object]
+    ) -> CommWork:
+        """An all-reduce of `tensors` over ranks that are not in this group: `start` begins it and returns its works."""
+        return CommWork(self, "all-reduce", owner, start(), tensors, finish)
+
+    @labels
     def all_to_all(self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor]) -> CommWork:
         """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order."""
         group = self._ready(op, "all-to-all", owner)

@@ -216,6 +216,7 @@ class Recorder:
             self._wrap(comm.reduce_scatter, self._recorded(comm, scatters, single=1, double=2))
             self._wrap(comm.all_to_all, self._recorded(comm, scatters, single=1))
             self._wrap(comm.all_reduce, self._recorded(comm, _ALL_REDUCE, double=0))
+            self._wrap(comm.all_reduce_beyond, self._recorded(comm, _ALL_REDUCE, double=0))
 
     def _recorded(self, comm: Comm, stage: _Stage, single: int | None = None, double: int | None = None) -> Change:
         """The method starts a collective; `single` and `double` are the operands that a ring sends once and twice."""

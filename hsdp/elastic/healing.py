@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import clean_name, plain
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
 from hsdp.errors import StateError
@@ -78,6 +79,11 @@ class HealedState:
                     states[name] = {entry: _sent(value) for entry, value in held.items()}
         groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
         return {"model": model, "states": states, "groups": groups}
+
+    def digest(self) -> int:
+        """Of this rank's shards of the parameters."""
+        shards = (block_of(tensor) for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
+        return hash(tuple(fingerprint(shard) for shard in shards))
 
     @torch.no_grad()
     def give(self, shards: Shards) -> None:

@@ -51,6 +51,7 @@ class ElasticOptimizer:
         self._streams = Streams(self._units[0].axes.device)
         self._stepped: Any = None
         self._begun = False
+        self._digest = 0
         self._healed = HealedState(model, optimizer)
         manager.register_state_dict_fn("hsdp", self._give, self._take)
 
@@ -69,6 +70,8 @@ class ElasticOptimizer:
             self._healed.note()
             self._stage.begin()
             self.manager.start_quorum()
+            # A manager that waits has healed this rank by now; one that does not gives it other weights after its backward.
+            self._digest = self._healed.digest() if self.manager.current_step() == 0 else 0
             self._begun = True
         self.optimizer.zero_grad(set_to_none)
 
@@ -82,8 +85,8 @@ class ElasticOptimizer:
             this one dropped; then it is healed in the next one.
 
         Raises:
-            StateError: `zero_grad` did not begin a step, gradients were not communicated, or settings of the optimizer
-                were changed since.
+            StateError: `zero_grad` did not begin a step, gradients were not communicated, settings of the optimizer were
+                changed since, or replicas began the first step of all with different weights.
             RuntimeError: no quorum was found in time, or the manager gave up.
         """
         if not self._begun:
@@ -97,9 +100,15 @@ class ElasticOptimizer:
             check_communicated(unit, "ElasticOptimizer.step")
         self._healed.check_settings()
         self.manager.wait_quorum()
-        self._stage.check_order(self._units[0].axes.device)
+        digest = self._digest if self.manager.current_step() == 0 else 0
+        same = self._stage.compare(digest, self._units[0].axes.device)
         takes = self.manager.should_commit()
         self._begun = False
+        if not same:
+            raise StateError(
+                "ElasticOptimizer.step: replicas began the first step with different weights; seed them alike, load the "
+                "same checkpoint, or make the manager with use_async_quorum=False, which gives all of them those of one"
+            )
         if takes:
             self.optimizer.step()
         else:

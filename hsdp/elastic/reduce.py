@@ -34,8 +34,9 @@ def replicas(manager: Manager, reduce_op: ReduceOp = "avg") -> ManagedAllReduce:
 
     Args:
         manager: torchft's manager of this rank.
-        reduce_op: "avg" divides by the number of replicas that take part in a step, so that a gradient is the mean over
-            those; "sum" does not. What happens among the ranks of one replica is the model's `set_reduce_op_type`.
+        reduce_op: "avg" divides by the number of replicas that take part in a step, which is counted, so that a gradient is
+            the mean over those; "sum" does not. What happens among the ranks of one replica is the model's
+            `set_reduce_op_type`.
 
     Raises:
         ValueError: `reduce_op` is neither.
@@ -58,7 +59,7 @@ class ManagedAllReduce:
         self.manager = manager
         self.reduce_op = check_reduce_op(reduce_op, "elastic.replicas")
         self._order = 0
-        self._op: Any = dist.ReduceOp.AVG if self.reduce_op == "avg" else dist.ReduceOp.SUM
+        self._count: Tensor | None = None
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
@@ -76,11 +77,21 @@ class ManagedAllReduce:
             for reduction in owner.items:
                 for part in reduction.parts:
                     part.used = [False] * len(part.used)
+        works = []
+        if self._count is None:
+            # The manager's own number counts replicas that are healed in the first step of all.
+            self._count = torch.ones((), dtype=torch.float32, device=tensors[0].device)
+            works.append(manager.allreduce(self._count, reduce_op=dist.ReduceOp.SUM))
+        count = self._count
         packs = _packed(tensors)
-        sent = [flat for flat, _ in packs]
+
+        def start() -> list[Any]:
+            return works + [manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM) for flat, _ in packs]
 
         def land() -> None:
             for flat, pieces in packs:
+                if self.reduce_op == "avg":
+                    flat.div_(count)
                 if pieces[0] is not flat:
                     torch._foreach_copy_(pieces, flat.split([piece.numel() for piece in pieces]))
             if manager.errored() is not None:
@@ -91,30 +102,43 @@ class ManagedAllReduce:
             if finish is not None:
                 finish()
 
-        return comm.all_reduce_beyond(
-            owner, op, tensors, lambda: [manager.allreduce(flat, reduce_op=self._op) for flat in sent], land
-        )
+        return comm.all_reduce_beyond(owner, op, tensors, start, land)
 
     def begin(self) -> None:
         """A step begins."""
         self._order = 0
+        self._count = None
 
-    def check_order(self, device: torch.device) -> None:
-        """Has the step dropped if replicas did not reduce the same units in the same order, all of which have ended.
+    def compare(self, weights: int, device: torch.device) -> bool:
+        """Has the step dropped if gradients do not belong together: of other units, or of other weights.
 
-        Replicas have no divergence guard: who is there changes from step to step. One small all-reduce a step tells
-        afterwards whether their gradients belong together. Replicas that do not take part send nothing, and compare.
+        Replicas have no divergence guard: who is there changes from step to step. One small all-reduce behind those of a
+        step tells whether they reduced the same units in the same order. A replica that does not take part compares, too.
+
+        Args:
+            weights: a digest of this rank's weights, or 0.
+            device: that of the manager's all-reduces.
+
+        Returns:
+            Whether the weights were the same.
         """
         manager = self.manager
-        told = torch.tensor([self._order], dtype=torch.int64, device=device)
+        told = torch.tensor([1, self._order, weights & _MASK], dtype=torch.int64, device=device)
         manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
-        if manager.errored() is None and int(told) != self._order * manager.num_participants():
+        if manager.errored() is not None:
+            return True
+        count, orders, digests = told.tolist()
+        if orders != self._order * count:
             what = (
                 "elastic replicas reduced different units, or in another order: their gradients do not belong together, "
                 "and the step is dropped; every replica must run the same model, with the same modules in each forward"
             )
             warnings.warn(f"hsdp: {what}", stacklevel=3)
             manager.report_error(DivergenceError(what))
+        same = bool(digests == (weights & _MASK) * count)
+        if not same:
+            manager.report_error(DivergenceError("elastic replicas began with different weights"))
+        return same
 
     def _join_quorum(self) -> None:
         """Waits until it is known who takes part. A quorum that was not found is an error of the step, which raises it."""

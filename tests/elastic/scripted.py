@@ -55,7 +55,8 @@ class ScriptedManager:
         return None if self.heals else int(self.across.rank())
 
     def num_participants(self) -> int:
-        return int(self.across.size()) - (self.attempt in self.healed)
+        """As torchft has it, one that is healed in the first step counts, though nothing of it does."""
+        return int(self.across.size()) - (self.step > 0 and self.attempt in self.healed)
 
     def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> Any:
         if self.heals:
@@ -64,7 +65,8 @@ class ScriptedManager:
         if (self.attempt, self.calls) in self.fails:
             self.report_error(RuntimeError("a peer is lost"))
         self.calls += 1
-        return _Work(self, work, tensor, reduce_op == dist.ReduceOp.AVG)
+        assert reduce_op == dist.ReduceOp.SUM
+        return _Work(self, work, tensor)
 
     def errored(self) -> Exception | None:
         return self.error
@@ -102,13 +104,11 @@ class ScriptedManager:
 class _Work:
     """Leaves nonsense where the manager met an error."""
 
-    def __init__(self, manager: ScriptedManager, work: Any, tensor: Tensor, mean: bool) -> None:
-        self._manager, self._work, self._tensor, self._mean = manager, work, tensor, mean
+    def __init__(self, manager: ScriptedManager, work: Any, tensor: Tensor) -> None:
+        self._manager, self._work, self._tensor = manager, work, tensor
 
     def wait(self) -> bool:
         self._work.wait()
-        if self._mean:
-            self._tensor /= self._manager.num_participants()
         if self._manager.error is not None:
             self._tensor.fill_(float("nan") if self._tensor.is_floating_point() else 7)
         return True

@@ -90,7 +90,7 @@ def _as_on_two_axes(env: RankEnv, micros: int, drains: bool) -> None:
         assert optimizer.step()
         adamw.step()
         adamw.zero_grad()
-        assert manager.calls == 4 + 1, "one all-reduce for each unit, whatever the number of micro-batches, and the order's"
+        assert manager.calls == 1 + 4 + 1, "one for each unit, whatever the number of micro-batches, and two numbers'"
         assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
 
 
@@ -125,7 +125,7 @@ def _traced(env: RankEnv) -> None:
             _backward(net, env.rank, step)
         optimizer.step()
     shown = traced.summary().collectives["all-reduce"]
-    assert shown.started == shown.calls == 4 and shown.nbytes > 0
+    assert shown.started == 4 and shown.calls == 5 and shown.nbytes > 0
 
 
 def test_a_trace_shows_the_managers_all_reduces(pool4: Pool) -> None:
@@ -193,8 +193,12 @@ def test_replicas_that_reduce_other_units_drop_the_step(pool4: Pool) -> None:
 
 def _healed(env: RankEnv) -> None:
     """The second replica begins with other weights, and other states, and joins in the third step."""
-    net, optimizer, manager = _elastic(env, seed=env.rank // 2, healed=(2,))
+    net, optimizer, manager = _elastic(env, healed=(2,))
     other = env.rank > 1
+    with torch.no_grad():
+        for shard in (param.to_local() for param in net.parameters() if other):
+            shard.add_(0.1)
+    manager.step = 1  # or they would be found to begin with different weights
     for attempt in range(5):
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + manager.current_step() + (other and attempt < 3))
@@ -209,11 +213,34 @@ def _healed(env: RankEnv) -> None:
             dist.all_gather(theirs, mine, group=manager.across)
             assert torch.equal(*theirs), f"replicas differ after step {attempt}"
             assert len({group["lr"] for group in optimizer.param_groups}) == 1
-    assert manager.batches_committed() == 4 + 1 + 4
+    assert manager.batches_committed() == 2 * 2 + 1 + 2 * 2
 
 
 def test_a_replica_that_joins_is_that_of_its_counterparts(pool4: Pool) -> None:
     pool4.run(_healed)
+
+
+def _first_step(env: RankEnv) -> None:
+    """In the first step of all one replica is healed, and its gradients count neither above nor below the line."""
+    net, optimizer, _ = _elastic(env, healed=(0,))
+    twin = _net(env.mesh((2, 2))["shard"])
+    adamw = _adamw(twin)
+    optimizer.zero_grad()
+    for model in (net, twin):
+        _backward(model, env.rank % 2 if model is twin else env.rank, 0)
+        hsdp.clip_grad_norm_(model, 0.01)
+    assert optimizer.step()
+    adamw.step()
+    assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
+    other, optimizer, _ = _elastic(env, seed=env.rank // 2)
+    optimizer.zero_grad()
+    _backward(other, env.rank, 0)
+    with pytest.raises(StateError, match="different weights"):
+        optimizer.step()
+
+
+def test_the_first_step(pool4: Pool) -> None:
+    pool4.run(_first_step)
 
 
 def _misfits(env: RankEnv) -> None:

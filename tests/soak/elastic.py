@@ -19,6 +19,7 @@ import multiprocessing.connection
 import random
 import tempfile
 import time
+from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -337,6 +338,8 @@ def soak(folder: Path, replicas: int, kills: int, seed: int, **options: Any) -> 
     for name, value in told.items():
         run.say(f"{name}: {value}")
     run.say(f"seconds from a kill to the next step of anybody: median {waits[len(waits) // 2]:.2f}, most {waits[-1]:.2f}")
+    kinds = Counter(f"{kill['kind']}: {kill['moment']}" for kill in killed)
+    run.say(f"kills by kind and moment: {', '.join(f'{kind} {number}' for kind, number in kinds.items())}")
     run.say(f"{len(killed)} kills in {time.monotonic() - began:.0f} s; ended by themselves: {run.failures or 'none'}")
     assert not run.failures, run.failures
     return run.lines

@@ -172,6 +172,7 @@ def make_manager(place: Place) -> Any:
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,
+        init_sync=False,
         use_async_quorum=not place.waits,
         timeout=patience,
         quorum_timeout=3 * patience,

@@ -177,8 +177,8 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument(
         "--elastic",
         metavar="NAME",
-        help="this job is the replica NAME among jobs that come and go; TORCHFT_LIGHTHOUSE tells where they meet, and "
-        "--batch is that of one replica (default: all ranks are this job's)",
+        help="this job is the replica NAME among jobs that come and go, each with its batch; TORCHFT_LIGHTHOUSE tells "
+        "where they meet (default: there is no other job)",
     )
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 

@@ -63,7 +63,7 @@ class Run:
         from torchft.coordination import LighthouseServer
 
         self.lighthouse = LighthouseServer(
-            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=300, quorum_tick_ms=20, heartbeat_timeout_ms=1500
+            bind="127.0.0.1:0", min_replicas=1, join_timeout_ms=30000, quorum_tick_ms=20, heartbeat_timeout_ms=1500
         )
         self.folder = folder
         self.options = options
@@ -72,6 +72,7 @@ class Run:
         self._context.set_forkserver_preload(["tests.support.elastic", "torchft", "hsdp"])
         self.last = self._context.Value("i", 1 << 30)
         self.replicas = [Replica(number) for number in range(replicas)]
+        self.moments: list[str] = []
         self.lines: list[str] = []
         self.failures: list[str] = []
         self._moved_at = time.monotonic()
@@ -217,8 +218,10 @@ def _kill_one(run: Run, replica: Replica, kills: list[dict[str, Any]], kind: str
 
 def _kill_at(run: Run, replica: Replica, kills: list[dict[str, Any]]) -> None:
     """Tells one rank to die at a moment, and waits until it has; for healing, it is started anew before."""
-    moments = [name for name in MOMENTS if name != "saving" or run.options.get("checkpoints")]
-    moment, rank = run.random.choice(moments), run.random.randrange(RANKS)
+    if not run.moments:  # each in its turn, in another order every time
+        run.moments = [name for name in MOMENTS if name != "saving" or run.options.get("checkpoints")]
+        run.random.shuffle(run.moments)
+    moment, rank = run.moments.pop(), run.random.randrange(RANKS)
     if moment in ("healing", "healed"):
         before = replica.incarnation
         run.kill(replica)
@@ -234,6 +237,7 @@ def _kill_at(run: Run, replica: Replica, kills: list[dict[str, Any]]) -> None:
         _note(run, replica, kills, "rank at a moment", moment)
     else:
         replica.told[rank].value = 0
+        run.say(f"          replica {replica.number}  did not come to the moment {moment} in time")
 
 
 def _note(run: Run, replica: Replica, kills: list[dict[str, Any]], kind: str, moment: str) -> None:

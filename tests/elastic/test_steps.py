@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import pickle
 import warnings
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hsdp
 from hsdp import elastic
@@ -24,7 +26,7 @@ WIDTH = 12
 class Net(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 13), nn.Tanh(), nn.Linear(13, WIDTH)) for _ in range(3))
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 14), nn.Tanh(), nn.Linear(14, WIDTH)) for _ in range(3))
         self.sometimes = nn.Linear(WIDTH, WIDTH)
         self.head = nn.Linear(WIDTH, 3)
 
@@ -241,6 +243,46 @@ def _first_step(env: RankEnv) -> None:
 
 def test_the_first_step(pool4: Pool) -> None:
     pool4.run(_first_step)
+
+
+def _given(env: RankEnv, optimizer_of: str) -> None:
+    """What a rank takes of its model is given to another one, with tensor parallelism inside and with bf16 outside."""
+    mesh = env.mesh((2, 2), ("shard", "tp"))
+    alone, _ = dist.new_subgroups(1)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        net: Any = Net()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+        policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*net.blocks, net):
+            hsdp.fully_shard(module, mesh=mesh["shard"], mp_policy=policy)
+        inner = hsdp.optim.local(_adamw(net), flat=True) if optimizer_of == "local" else _adamw(net)
+        manager = ScriptedManager(alone, dist.group.WORLD)
+        optimizer = elastic.ElasticOptimizer(manager, net, inner)
+        found.append((net, optimizer, manager))
+        for _ in range(1 + seed):
+            optimizer.zero_grad()
+            net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(env.rank // 2))).square().mean().backward()
+            assert optimizer.step()
+    (one, its, source), (other, their, target) = found
+    its.zero_grad()
+    their.zero_grad()
+    # Over the wire, as the transport sends it.
+    state = pickle.loads(pickle.dumps(source.states["hsdp"][1]()))
+    assert not _equal(_shards(one, its.optimizer), _shards(other, their.optimizer))
+    target.states["hsdp"][0](state)
+    for net, optimizer in ((one, its), (other, their)):
+        net(torch.ones(4, WIDTH)).square().mean().backward()
+        assert optimizer.step()
+    assert _equal(_shards(one, its.optimizer), _shards(other, their.optimizer))
+
+
+@pytest.mark.parametrize("optimizer_of", ["torch", "local"])
+def test_the_state_of_a_counterpart_with_tensor_parallelism(pool4: Pool, optimizer_of: str) -> None:
+    pool4.run(_given, optimizer_of)
 
 
 def _misfits(env: RankEnv) -> None:

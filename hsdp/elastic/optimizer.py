@@ -106,8 +106,8 @@ class ElasticOptimizer:
         self._begun = False
         if not same:
             raise StateError(
-                "ElasticOptimizer.step: replicas began the first step with different weights; seed them alike, load the "
-                "same checkpoint, or make the manager with use_async_quorum=False, which gives all of them those of one"
+                "ElasticOptimizer.step: replicas began the first step with different weights; seed them alike, load one "
+                "checkpoint, or make the manager with use_async_quorum=False and init_sync=True, which heals them before"
             )
         if takes:
             self.optimizer.step()

@@ -320,7 +320,7 @@ class HSDPModule(FSDP2Methods):
             ValueError: `stream` is given, and the unit has replicas.
         """
         for unit in self._units(recurse=False):
-            if stream is not None and unit.axes.replicate_size > 1:
+            if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
                 raise ValueError(
                     "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
                     "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
@@ -331,14 +331,24 @@ class HSDPModule(FSDP2Methods):
         """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`.
 
         Raises:
-            ValueError: a unit has `CommPolicy(reduction="tree")`, whose order the stage would not keep.
+            TypeError: it is no such stage.
+            ValueError: its replicas are not in the mesh, and the mesh has replicas too; or a unit has
+                `CommPolicy(reduction="tree")`, whose order the stage would not keep.
         """
         if not callable(getattr(replica_reduce, "start", None)):
             raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
+        beyond_mesh = bool(getattr(replica_reduce, "beyond_mesh", False))
         units = self._units(recurse)
         refuse_in_tree("set_replica_reduce", units)
         for unit in units:
+            if beyond_mesh and unit.axes.replicate_size > 1:
+                raise ValueError(
+                    f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
+                    f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
+                )
+        for unit in units:
             unit.settings.replica_reduce = replica_reduce
+            unit.settings.beyond_mesh = beyond_mesh
 
     # -- gathering -----------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ import socket
 from pathlib import Path
 from typing import IO, Any
 
-from hsdp.checkpoint.remote import RemotePath
+from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
 
 logger = logging.getLogger("hsdp.checkpoint")
@@ -103,6 +103,14 @@ def claim(directory: RemotePath) -> None:
     nonce = secrets.token_hex(8)
     file.write_bytes(json.dumps({**_this_process(), "nonce": nonce}).encode())
     _claimed[key] = nonce
+
+
+def release(directory: AnyPath) -> None:
+    """Lets another process save to a directory, if this one has locked or claimed it."""
+    if not isinstance(directory, RemotePath):
+        unlock(directory)
+    elif _claimed.pop((os.getpid(), directory), None) is not None:
+        (directory / LOCK).unlink()
 
 
 def _this_process() -> dict[str, Any]:

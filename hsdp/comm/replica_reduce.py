@@ -17,7 +17,12 @@ from hsdp.comm.work import CommWork
 
 
 class ReplicaReduce(Protocol):
-    """The all-reduce stage."""
+    """The all-reduce stage.
+
+    One whose replicas are not in the mesh (`hsdp.elastic`) has an attribute `beyond_mesh`, which is true. It is called
+    though the mesh has one replica, with a `comm` of one rank, and averages by itself, as the mesh does not tell over how
+    many ranks.
+    """
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None

@@ -22,6 +22,7 @@ class Options:
     replicate: int
     shard: int
     device: str
+    elastic: str | None
     dtype: str
     timeout: float
     steps: int
@@ -80,6 +81,13 @@ def parse_options(argv: list[str] | None, world_size: int) -> Options:
         JobError: naming the flag, its value and what would be accepted.
     """
     values = vars(_parser().parse_args(argv))
+    if values["elastic"] is not None:
+        if not values["elastic"].isidentifier() and not values["elastic"].isdigit():
+            raise JobError(f"--elastic {values['elastic']!r} must be a name of letters, digits and underscores")
+        if values["replicate"] not in (None, 1) or values["async_save"]:
+            raise JobError("--elastic goes with neither --replicate, as each replica is a job of its own, nor --async-save")
+        values["replicate"] = 1
+        values["out"] = values["out"] / f"replica_{values['elastic']}"
     values["replicate"], values["shard"] = _mesh_shape(values["replicate"], values["shard"], world_size)
     options = Options(**values)
     rows = world_size * options.accumulate
@@ -166,6 +174,12 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--replicate", type=_positive, help="replicas (default: 2 from four processes on, else 1)")
     mesh.add_argument("--shard", type=_positive, help="ranks that share one replica (default: the rest)")
     mesh.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there is one each")
+    mesh.add_argument(
+        "--elastic",
+        metavar="NAME",
+        help="this job is the replica NAME among jobs that come and go, each with its batch; TORCHFT_LIGHTHOUSE tells "
+        "where they meet (default: there is no other job)",
+    )
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 
     training = parser.add_argument_group("training")

@@ -24,7 +24,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.optim import Optimizer
 
-from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, clip_grad_norm_, fully_shard, optim, trace
+from hsdp import HSDPModule, MixedPrecisionPolicy, checkpoint, clip_grad_norm_, elastic, fully_shard, optim, trace
 from hsdp.examples.corpus import (
     Corpus,
     CorpusError,
@@ -48,6 +48,7 @@ from hsdp.examples.launch import (
 from hsdp.examples.llama import Llama, generate
 from hsdp.examples.logs import Log, open_log
 from hsdp.examples.options import Options, parse_options
+from hsdp.examples.replicas import join_replicas
 from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes, prepare_folder
 
 NUM_QUICK_WINDOWS = 128  # held-out windows behind each progress line; the last figure takes all of them
@@ -79,6 +80,7 @@ class Job:
     corpus: Corpus
     model: Llama
     optimizer: Optimizer
+    replicas: elastic.ElasticOptimizer | None
     report: Report
     first_step: int
 
@@ -88,8 +90,11 @@ def run(options: Options, device: torch.device, stop: StopSignal) -> int:
     started = time.perf_counter()
     corpus = _load_corpus(options)
     model, optimizer = build(options, device)
-    first_step = _resume(options, model, optimizer)
-    job = Job(options, device, corpus, model, optimizer, _open_report(options, corpus, first_step), first_step)
+    name = options.elastic
+    replicas = None if name is None else join_replicas(name, device, options.timeout, model, optimizer)
+    first_step = _resume(options, model, optimizer, replicas)
+    report = _open_report(options, corpus, first_step)
+    job = Job(options, device, corpus, model, optimizer, replicas, report, first_step)
     _introduce(job)
 
     try:
@@ -102,8 +107,10 @@ def _train_and_show(job: Job, stop: StopSignal, started: float) -> int:
     options, corpus, model, device = job.options, job.corpus, job.model, job.device
     first_step = job.first_step
     num_done = train(job, first_step, stop)
-    if options.checkpoint_dir is not None and num_done > first_step:
-        job.report.say(f"checkpoint: {_save(job, num_done, in_background=False).path}")
+    if options.checkpoint_dir is not None and num_done > first_step and (path := _save(job, num_done, False)) is not None:
+        job.report.say(f"checkpoint: {path}")
+    if job.replicas is not None:
+        job.replicas.manager.shutdown(wait=False)  # type: ignore[attr-defined]  # the others need not wait for it
     if num_done < options.steps:
         resumable = options.checkpoint_dir is not None
         job.report.say(f"interrupted after step {num_done}" + "; the same command goes on from there" * resumable)
@@ -154,22 +161,33 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
     quick_windows = _spread(consecutive_windows(job.corpus.held_out, options.seq_len), NUM_QUICK_WINDOWS)
     losses: list[float] = []
     since = time.perf_counter()
-    for step in range(first_step, options.steps):
+    step, num_attempts, num_replicas = first_step, 0, 1
+    while step < options.steps:
         learning_rate = options.learning_rate(step)
         for group in job.optimizer.param_groups:
             group["lr"] = learning_rate
-        rows = _rank_rows(job, step).to(device)
-        if options.trace is not None and step == first_step + STEPS_BEFORE_TRACE:
-            loss, grad_norm = _traced_step(job, rows, options.trace)
+        rows = _rank_rows(job, _begin_step(job, step)).to(device)
+        if options.trace is not None and num_attempts == STEPS_BEFORE_TRACE:
+            loss, grad_norm, took = _traced_step(job, rows, options.trace)
         else:
-            loss, grad_norm = train_step(model, job.optimizer, rows)
+            loss, grad_norm, took = train_step(model, job.replicas or job.optimizer, rows)
+        num_attempts += 1
         # One small sum tells all ranks the loss of the global batch, and lets them stop after the same step.
         loss_sum, num_stopping = sum_over_ranks([loss.item(), float(stop.requested)], device)
+        if job.replicas is not None:
+            manager = job.replicas.manager
+            if not took:
+                job.report.say(f"step {step + 1} is taken again: a replica was lost")
+                continue
+            if num_replicas != manager.num_participants():
+                num_replicas = manager.num_participants()
+                job.report.say(f"step {manager.current_step()}: {num_replicas} replicas take part")
+            step = manager.current_step() - 1  # a replica that joined has come to where the others are
         losses.append(loss_sum / options.world_size)
         job.report.step(step + 1, losses[-1])
         if not math.isfinite(losses[-1]):
             raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
-        num_done = step + 1
+        step = num_done = step + 1
         if num_done % options.log_every == 0 or num_done == options.steps:
             num_tokens = len(losses) * options.batch * options.seq_len
             tokens_per_second = num_tokens / (time.perf_counter() - since)
@@ -193,10 +211,12 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
     return options.steps
 
 
-def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tuple[Tensor, Tensor]:
+def train_step(
+    model: Llama, optimizer: Optimizer | elastic.ElasticOptimizer, micro_batches: Tensor
+) -> tuple[Tensor, Tensor, bool]:
     """One optimizer step on this rank's `int64 [accumulate, rows, seq_len + 1]`.
 
-    Returns this rank's mean loss and the norm of the whole gradient before clipping.
+    Returns this rank's mean loss, the norm of the whole gradient before clipping, and whether the step was taken.
     """
     assert isinstance(model, HSDPModule)
     num_micro_batches = len(micro_batches)
@@ -207,16 +227,24 @@ def train_step(model: Llama, optimizer: Optimizer, micro_batches: Tensor) -> tup
             loss.backward()
         loss_sum += loss.detach()
     grad_norm = clip_grad_norm_(model, MAX_GRAD_NORM)
-    optimizer.step()
-    optimizer.zero_grad()
-    return loss_sum, grad_norm
+    took = optimizer.step()
+    model.zero_grad()
+    return loss_sum, grad_norm, took is not False
 
 
-def _traced_step(job: Job, rows: Tensor, folder: Path) -> tuple[Tensor, Tensor]:
+def _begin_step(job: Job, step: int) -> int:
+    """The number of the batch that a step takes: with replicas that come and go, that of this one."""
+    if job.replicas is None:
+        return step
+    job.replicas.zero_grad()
+    return elastic.batch_index(job.replicas.manager)
+
+
+def _traced_step(job: Job, rows: Tensor, folder: Path) -> tuple[Tensor, Tensor, bool]:
     """A step whose trace each rank writes to `folder`, rank 0 with its summary."""
     dist.barrier()  # or what ranks did before it shows as waiting
     with trace(job.model) as traced:
-        result = train_step(job.model, job.optimizer, rows)
+        result = train_step(job.model, job.replicas or job.optimizer, rows)
     prepare_folder(folder)
     traced.to_chrome(folder / f"rank{dist.get_rank()}.json")
     traced.to_svg(folder / f"rank{dist.get_rank()}.svg")
@@ -287,12 +315,15 @@ def _identity(options: Options) -> dict[str, int]:
     return {name: getattr(options, name) for name in _IDENTITY}
 
 
-def _resume(options: Options, model: Llama, optimizer: Optimizer) -> int:
+def _resume(options: Options, model: Llama, optimizer: Optimizer, replicas: elastic.ElasticOptimizer | None = None) -> int:
     """Loads the last checkpoint, if there is one, and returns the number of steps behind it."""
     if options.checkpoint_dir is None:
         return 0
     try:
-        loaded = checkpoint.resume(options.checkpoint_dir, model, optimizer)
+        if replicas is None:
+            loaded = checkpoint.resume(options.checkpoint_dir, model, optimizer)
+        else:
+            loaded = elastic.resume(options.checkpoint_dir, replicas)
     except checkpoint.CheckpointError as error:
         # Parameters of other shapes are many errors with one reason.
         raise JobError(on_rank_zero(lambda: _other_run(options)) or str(error)) from error
@@ -324,15 +355,18 @@ def _other_run(options: Options) -> str | None:
         return None
 
 
-def _save(job: Job, num_done: int, in_background: bool) -> checkpoint.SaveHandle:
+def _save(job: Job, num_done: int, in_background: bool) -> Path | checkpoint.RemotePath | None:
+    """Saves a checkpoint; returns where, or None on replicas that leave it to another."""
     options = job.options
     assert options.checkpoint_dir is not None, "the caller has asked"
     # Nothing here draws from the generators (the data follows from seed and step, dropout there is none), but with the
     # first layer that does they belong here.
     extra = {"step": num_done, "run": _identity(options), "rng": checkpoint.rng_state()}
+    if job.replicas is not None:
+        return elastic.save(options.checkpoint_dir, job.replicas, extra, keep=options.keep)
     return checkpoint.save(
         options.checkpoint_dir, job.model, job.optimizer, extra, step=num_done, keep=options.keep, async_=in_background
-    )
+    ).path
 
 
 def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:

@@ -59,8 +59,8 @@ class Reduction:
 
     @property
     def replicas(self) -> int:
-        """Ranks over which it is all-reduced."""
-        return self.unit.replicate_comm.size
+        """Ranks over which it is all-reduced; 0: the all-reduce stage knows."""
+        return 0 if self.unit.settings.beyond_mesh else self.unit.replicate_comm.size
 
     @property
     def in_tree(self) -> bool:
@@ -217,7 +217,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     for part in reduction.parts:
                         part.join()
             finish = partial(self._finish, items) if any(map(_has_more, items)) else None
-            if unit.replicate_comm.size > 1:
+            if items[0].replicas != 1:
                 tensors = [t for r in items for part in r.parts for t in part.operands]
                 bucket.comm_work = unit.settings.replica_reduce.start(
                     bucket, bucket.op, tensors, unit.replicate_comm, finish

@@ -35,7 +35,7 @@ class Queued(Protocol):
 
     @property
     def replicas(self) -> int:
-        """Ranks over which it is all-reduced."""
+        """Ranks over which it is all-reduced; 1: there is no collective."""
         ...
 
     @property

@@ -27,7 +27,7 @@ class UnitSettings(Generic[UnitT]):
         requires_all_reduce: where it does, it sums over replicas too.
         drains: the end of a backward of which the unit is the root waits for every reduction.
         reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`.
-        replica_reduce: the all-reduce stage.
+        replica_reduce: the all-reduce stage; `beyond_mesh`: its replicas are not in the mesh.
         all_reduce_hook: called on each reduction buffer after that stage.
     """
 
@@ -43,6 +43,7 @@ class UnitSettings(Generic[UnitT]):
     gradient_scale: float = 1.0
     divide_factor: float | None = None
     replica_reduce: ReplicaReduce = DEFAULT
+    beyond_mesh: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
 
     def factor(self, ranks: int) -> float:

@@ -336,6 +336,14 @@ def test_a_second_job_on_this_host_is_told_of_the_first() -> None:
     checkpoint.save(RUN, valued(1), step=1)
 
 
+def test_a_directory_that_is_released_is_anybodys() -> None:
+    checkpoint.save(RUN, valued(1), step=1)
+    locks.release(RemotePath(RUN))
+    assert LOCK not in names(RUN)
+    checkpoint.save(RUN, valued(2), step=2)
+    assert value_in(RUN) == 2
+
+
 def test_a_job_that_was_moved_goes_on_and_the_one_before_is_told(caplog: pytest.LogCaptureFixture) -> None:
     put_lock(host="elsewhere", pid=7)
     with caplog.at_level(logging.WARNING, logger="hsdp.checkpoint"):

@@ -1,0 +1,173 @@
+"""What a replica that joins is given: each of its ranks the state of its counterpart, the rank of the same number.
+
+    a rank that is up to date   take(): its own shards, as they lie in memory; the manager's transport sends them
+    a rank that joins           give(): copies them into its own shards, in place
+
+No rank ever holds more than its shards. Nothing is communicated here, so a rank may be asked for its state while its
+model runs: it is asked from another thread, between the beginning of a step and its all-reduces, when nobody writes to
+parameters and optimizer states.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
+
+from hsdp.buffers.fingerprints import fingerprint
+from hsdp.checkpoint.contents import clean_name, plain
+from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
+from hsdp.errors import StateError
+from hsdp.params.subclass import is_composite
+from hsdp.params.tensor_parallel import block_of
+
+Shards = dict[str, Any]
+"""What one rank sends: its shards of the model by name, and the optimizer's states and settings."""
+
+
+class HealedState:
+    """The state of a model and its optimizer on this rank, as one replica gives it to another.
+
+    Args:
+        model: the sharded model.
+        optimizer: the optimizer of its parameters.
+    """
+
+    def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
+        self._optimizer = optimizer
+        self._tensors: dict[str, Tensor] = {}
+        self._members: list[list[str]] = []
+        self._settings: list[dict[str, Any]] = []
+
+    def note(self) -> None:
+        """Notes what there is to give. Between steps: in a forward, modules have unsharded parameters for a while."""
+        named = [*self._model.named_parameters(), *self._model.named_buffers()]
+        self._tensors = {clean_name(name): tensor for name, tensor in named if not _is_fixed(tensor)}
+        names = parameter_names(self._model)
+        self._members = [group_names(names, group, i) for i, group in enumerate(self._optimizer.param_groups)]
+        self._settings = settings_of(self._optimizer)
+
+    def check_settings(self) -> None:
+        """Checks that the optimizer's settings are those at the beginning of the step, which a replica that joins gets.
+
+        Raises:
+            StateError: they are not, so that replicas might step with different ones.
+        """
+        now = settings_of(self._optimizer)
+        for index, (before, after) in enumerate(zip(self._settings, now, strict=False)):
+            for key in after:
+                if key not in before or (before[key] is not after[key] and not _equal(before[key], after[key])):
+                    raise StateError(
+                        f"ElasticOptimizer.step: {key!r} of the optimizer's group {index} changed within the step; set it "
+                        "before zero_grad(), or a replica that joins in this step would use another value"
+                    )
+        if len(now) != len(self._settings):
+            raise StateError("ElasticOptimizer.step: the optimizer got a group within the step; add it before zero_grad()")
+
+    def take(self) -> Shards:
+        """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
+        model = {name: block_of(tensor.detach()) for name, tensor in self._tensors.items()}
+        states: dict[str, Any] = {}
+        for group, names in zip(self._optimizer.param_groups, self._members, strict=True):
+            for param, name in zip(group["params"], names, strict=True):
+                if held := self._optimizer.state.get(param):
+                    states[name] = {entry: _sent(value) for entry, value in held.items()}
+        groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
+        return {"model": model, "states": states, "groups": groups}
+
+    def digest(self) -> int:
+        """Of this rank's shards of the parameters."""
+        shards = (block_of(tensor) for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
+        return hash(tuple(fingerprint(shard) for shard in shards))
+
+    @torch.no_grad()
+    def give(self, shards: Shards) -> None:
+        """Takes over the state of another rank; all of it is checked before anything is changed.
+
+        Raises:
+            StateError: it is the state of another model, or of another part of it.
+            CheckpointError: it is the state of another optimizer.
+        """
+        own = {name: block_of(tensor) for name, tensor in self._tensors.items()}
+        _check(own, shards["model"])
+        staging = OptimizerStaging(self._model, self._optimizer)
+        described = {
+            name: {
+                entry: Described(tuple(value["shape"]), value["local"].dtype) if _is_tensor(value) else value
+                for entry, value in entries.items()
+            }
+            for name, entries in shards["states"].items()
+        }
+        placed = staging.allocate(described, reuse=True)
+        sent, places = {}, {}
+        for name, entries in shards["states"].items():
+            for entry, value in entries.items():
+                if _is_tensor(value):
+                    sent[f"{entry} of {name}"] = value["local"]
+                    places[f"{entry} of {name}"] = block_of(placed[name][entry])
+        _check(places, sent)
+        hyper = {
+            name: {key: value for key, value in group.items() if key != "params"}
+            for group in shards["groups"]
+            for name in group["params"]
+        }
+        whole = staging.state_dict(placed, staging.groups(hyper))
+        for name, tensor in own.items():
+            tensor.copy_(shards["model"][name])
+        for key, place in places.items():
+            place.copy_(sent[key])
+        commit_optimizer(self._optimizer, whole)
+        self._settings = settings_of(self._optimizer)
+
+
+def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
+    """The settings of an optimizer's groups; of tensors (a learning rate, say) copies."""
+    return [
+        {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
+        for group in optimizer.param_groups
+    ]
+
+
+def _equal(a: Any, b: Any) -> bool:
+    if isinstance(a, Tensor) and isinstance(b, Tensor):
+        return torch.equal(a, b)
+    return bool(a == b)
+
+
+def _is_fixed(tensor: Tensor) -> bool:
+    """Whether a tensor is a frozen one around several: each replica has it from where it came, and nobody changes it."""
+    local = tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    return is_composite(local)
+
+
+def _sent(value: Any) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    value = plain(value)
+    return {"local": block_of(value.detach()), "shape": list(value.shape)}
+
+
+def _is_tensor(value: Any) -> bool:
+    return isinstance(value, dict) and value.keys() == {"local", "shape"}
+
+
+def _check(own: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    """Checks that tensors fit, name by name."""
+    if own.keys() != sent.keys():
+        names = sorted(own.keys() ^ sent.keys())
+        raise StateError(
+            f"a replica that joins got the state of another model: only one of them has {', '.join(names[:3])}; start all "
+            "replicas with the same model, optimizer and number of ranks"
+        )
+    for name, tensor in own.items():
+        there = sent[name]
+        if (tensor.shape, tensor.dtype) != (there.shape, there.dtype):
+            raise StateError(
+                f"a replica that joins has {name!r} as {tuple(tensor.shape)} of {tensor.dtype} on this rank, but its "
+                f"counterpart as {tuple(there.shape)} of {there.dtype}; start all replicas with the same model and mesh"
+            )

@@ -1,0 +1,132 @@
+"""`ElasticOptimizer`: an optimizer whose steps are taken by all replicas that take part, or dropped without a trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch import nn
+from torch.optim import Optimizer
+
+from hsdp.comm.streams import Streams
+from hsdp.elastic.healing import HealedState, Shards
+from hsdp.elastic.manager import Manager
+from hsdp.elastic.reduce import replicas
+from hsdp.errors import StateError
+from hsdp.policies import ReduceOp
+from hsdp.schedule.optimizer_hooks import check_communicated
+from hsdp.unit.lookup import units_below
+
+
+class ElasticOptimizer:
+    """Wraps an optimizer: `zero_grad` begins a step over replicas that come and go, `step` takes or drops it.
+
+    It makes the manager's all-reduce the all-reduce stage of the model (see `replicas`), and has replicas that join healed:
+    parameters, buffers, optimizer states and settings. Schedulers belong to the inner optimizer, and are stepped if `step`
+    returned True; register them with `manager.register_state_dict_fn`, so that a replica that joins gets their state too.
+
+    Args:
+        manager: torchft's manager of this rank, made with `load_state_dict=None, state_dict=None`.
+        model: the sharded model, over a mesh of this job's ranks.
+        optimizer: the optimizer of its parameters.
+        reduce_op: see `replicas`.
+
+    Attributes:
+        manager, model, optimizer: as given.
+
+    Raises:
+        TypeError: `model` is no module, or `optimizer` no optimizer.
+        ValueError: no parameter of the model is sharded, its mesh has replicas, or a stage of another manager is set.
+    """
+
+    def __init__(self, manager: Manager, model: nn.Module, optimizer: Optimizer, reduce_op: ReduceOp = "avg") -> None:
+        if not isinstance(optimizer, Optimizer):
+            raise TypeError(f"ElasticOptimizer: expected a torch.optim.Optimizer, not {type(optimizer).__name__}")
+        self.manager = manager
+        self.model = model
+        self.optimizer = optimizer
+        self._units = units_below(model, what="ElasticOptimizer")
+        stage = replicas(manager, reduce_op)
+        model.set_replica_reduce(stage)  # type: ignore[operator]
+        self._stage = stage
+        self._streams = Streams(self._units[0].axes.device)
+        self._stepped: Any = None
+        self._begun = False
+        self._digest = 0
+        self._healed = HealedState(model, optimizer)
+        manager.register_state_dict_fn("hsdp", self._give, self._take)
+
+    @property
+    def param_groups(self) -> list[dict[str, Any]]:
+        """The inner optimizer's groups. Change their settings before `zero_grad`."""
+        return self.optimizer.param_groups
+
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Begins a step, once: asks the manager who takes part, which is answered beside the forward. Zeroes gradients.
+
+        Every rank calls it before the forward of the step's first micro-batch. With a manager that has
+        `use_async_quorum=False`, it waits, and a replica that is behind is healed here.
+        """
+        if not self._begun:
+            self._healed.note()
+            self._stage.begin()
+            self.manager.start_quorum()
+            # A manager that waits has healed this rank by now; one that does not gives it other weights after its backward.
+            self._digest = self._healed.digest() if self.manager.current_step() == 0 else 0
+            self._begun = True
+        self.optimizer.zero_grad(set_to_none)
+
+    def step(self) -> bool:
+        """Takes the step, or drops it: then gradients, pending sums and reductions are gone, and weights as before.
+
+        A replica that is healed has the others' state before it steps. Every rank calls it, behind the last backward.
+
+        Returns:
+            Whether the step was taken: the same on all ranks of the replica. Other replicas may have taken a step that
+            this one dropped; then it is healed in the next one.
+
+        Raises:
+            StateError: `zero_grad` did not begin a step, gradients were not communicated, settings of the optimizer were
+                changed since, or replicas began the first step of all with different weights.
+            RuntimeError: no quorum was found in time, or the manager gave up.
+        """
+        if not self._begun:
+            raise StateError("ElasticOptimizer.step: no step has begun; call zero_grad() before the forward, in each step")
+        for unit in self._units:
+            if unit.settings.replica_reduce is not self._stage:
+                raise StateError(
+                    f"ElasticOptimizer.step: the all-reduce stage of unit {unit.name!r} is not that of this optimizer; "
+                    "make the optimizer after all fully_shard calls, and leave set_replica_reduce to it"
+                )
+            check_communicated(unit, "ElasticOptimizer.step")
+        self._healed.check_settings()
+        self.manager.wait_quorum()
+        digest = self._digest if self.manager.current_step() == 0 else 0
+        same = self._stage.compare(digest, self._units[0].axes.device)
+        takes = self.manager.should_commit()
+        self._begun = False
+        if not same:
+            raise StateError(
+                "ElasticOptimizer.step: replicas began the first step with different weights; seed them alike, load one "
+                "checkpoint, or make the manager with use_async_quorum=False and init_sync=True, which heals them before"
+            )
+        if takes:
+            self.optimizer.step()
+        else:
+            self._drop()
+        self._stepped = self._streams.mark()
+        return takes
+
+    def _drop(self) -> None:
+        self.model.zero_grad(set_to_none=True)
+        self.optimizer.zero_grad(set_to_none=True)
+        for unit in self._units:
+            unit.gradients.heed_zero_grad()
+
+    def _take(self) -> Shards:
+        """From the manager's thread: a device's streams do not order what that copies behind the last step."""
+        if self._stepped is not None:
+            self._stepped.synchronize()
+        return self._healed.take()
+
+    def _give(self, shards: Shards) -> None:
+        self._healed.give(shards)

@@ -1,0 +1,163 @@
+"""The all-reduce stage over replicas that a manager keeps: what fails is reported to it, and nothing is raised.
+
+    start   the manager's all-reduces begin, in the order in which the pipeline comes to them, and run beside its stages
+    wait    they have ended, well or not; if not, the values are void: the manager lets nobody take the step
+
+A rank that meets an error goes on with its replica as if there had been none, so that the ranks of the replica start the
+same collectives among each other; they learn of the error together, from `ElasticOptimizer.step`.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm, share_calls
+from hsdp.comm.labels import Named, labelled
+from hsdp.comm.work import CommWork
+from hsdp.elastic.manager import Manager
+from hsdp.errors import DivergenceError, StateError
+from hsdp.policies import ReduceOp, check_reduce_op
+from hsdp.schedule.pipeline import ReductionBucket
+
+_MASK = (1 << 48) - 1
+"""So that the sum over replicas fits into 64 bits."""
+
+
+def replicas(manager: Manager, reduce_op: ReduceOp = "avg") -> ManagedAllReduce:
+    """The stage for `model.set_replica_reduce`; `ElasticOptimizer` sets it by itself.
+
+    Args:
+        manager: torchft's manager of this rank.
+        reduce_op: "avg" divides by the number of replicas that take part in a step, which is counted, so that a gradient is
+            the mean over those; "sum" does not. What happens among the ranks of one replica is the model's
+            `set_reduce_op_type`.
+
+    Raises:
+        ValueError: `reduce_op` is neither.
+    """
+    return ManagedAllReduce(manager, reduce_op)
+
+
+class ManagedAllReduce:
+    """The all-reduce stage whose replicas are a manager's; see `replicas`.
+
+    Attributes:
+        manager: the manager.
+        reduce_op: "avg" or "sum".
+        beyond_mesh: always True: the replicas are not in the mesh.
+    """
+
+    beyond_mesh = True
+
+    def __init__(self, manager: Manager, reduce_op: ReduceOp = "avg") -> None:
+        self.manager = manager
+        self.reduce_op = check_reduce_op(reduce_op, "elastic.replicas")
+        self._order = 0
+        self._count: Tensor | None = None
+
+    def start(
+        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+    ) -> CommWork:
+        """Starts to reduce `tensors` over the replicas that take part, in place. `comm` has one rank.
+
+        Raises:
+            StateError: no step has begun.
+        """
+        manager = self.manager
+        self._join_quorum()
+        self._order = hash((self._order, op, *[tensor.numel() for tensor in tensors])) & _MASK
+        if not manager.is_participating() and isinstance(owner, ReductionBucket):
+            # The manager sends zeros. What the others did not use has no gradient here, either.
+            for reduction in owner.items:
+                for part in reduction.parts:
+                    part.used = [False] * len(part.used)
+        works = []
+        if self._count is None:
+            # The manager's own number counts replicas that are healed in the first step of all.
+            self._count = torch.ones((), dtype=torch.float32, device=tensors[0].device)
+            works.append(manager.allreduce(self._count, reduce_op=dist.ReduceOp.SUM))
+        count = self._count
+        packs = _packed(tensors)
+
+        def start() -> list[Any]:
+            return works + [manager.allreduce(flat, reduce_op=dist.ReduceOp.SUM) for flat, _ in packs]
+
+        def land() -> None:
+            for flat, pieces in packs:
+                if self.reduce_op == "avg":
+                    flat.div_(count)
+                if pieces[0] is not flat:
+                    torch._foreach_copy_(pieces, flat.split([piece.numel() for piece in pieces]))
+            if manager.errored() is not None:
+                # Void values that are finite, and with used-flags that say yes: what the ranks of a replica do next, and
+                # whether they clip, must not depend on what this rank found in its buffers.
+                torch._foreach_zero_(tensors)
+                torch._foreach_add_(tensors, 1)
+            if finish is not None:
+                finish()
+
+        return CommWork(comm, "all-reduce", owner, labelled("all_reduce", owner.name, start), tensors, land)
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._order = 0
+        self._count = None
+
+    def compare(self, weights: int, device: torch.device) -> bool:
+        """Has the step dropped if gradients do not belong together: of other units, or of other weights.
+
+        Replicas have no divergence guard: who is there changes from step to step. One small all-reduce behind those of a
+        step tells whether they reduced the same units in the same order. A replica that does not take part compares, too.
+
+        Args:
+            weights: a digest of this rank's weights, or 0.
+            device: that of the manager's all-reduces.
+
+        Returns:
+            Whether the weights were the same.
+        """
+        manager = self.manager
+        told = torch.tensor([1, self._order, weights & _MASK], dtype=torch.int64, device=device)
+        manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
+        if manager.errored() is not None:
+            return True
+        count, orders, digests = told.tolist()
+        if orders != self._order * count:
+            what = (
+                "elastic replicas reduced different units, or in another order: their gradients do not belong together, "
+                "and the step is dropped; every replica must run the same model, with the same modules in each forward"
+            )
+            warnings.warn(f"hsdp: {what}", stacklevel=3)
+            manager.report_error(DivergenceError(what))
+        same = bool(digests == (weights & _MASK) * count)
+        if not same:
+            manager.report_error(DivergenceError("elastic replicas began with different weights"))
+        return same
+
+    def _join_quorum(self) -> None:
+        """Waits until it is known who takes part. A quorum that was not found is an error of the step, which raises it."""
+        try:
+            self.manager.wait_quorum()
+        except AssertionError as error:
+            raise StateError(
+                "backward over elastic replicas: no step has begun; call ElasticOptimizer.zero_grad() before the forward"
+            ) from error
+        except Exception as error:
+            self.manager.report_error(error)
+
+
+def _packed(tensors: list[Tensor]) -> list[tuple[Tensor, list[Tensor]]]:
+    """How 1-D tensors travel: large ones as they are, small ones of a dtype together, as (what is sent, its pieces)."""
+    packs: list[tuple[Tensor, list[Tensor]]] = []
+    for dtype in dict.fromkeys(tensor.dtype for tensor in tensors):
+        alike = [tensor for tensor in tensors if tensor.dtype == dtype]
+        for call in share_calls([tensor.nbytes for tensor in alike], REDUCE_ALONE_BYTES):
+            pieces = [alike[i] for i in call]
+            packs.append((pieces[0] if len(pieces) == 1 else torch.cat(pieces), pieces))
+    return packs

@@ -1,0 +1,372 @@
+"""Steps over elastic replicas: taken by all as on a mesh of two axes, or dropped without a trace; healing; mistakes."""
+
+from __future__ import annotations
+
+import math
+import pickle
+import warnings
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hsdp
+from hsdp import elastic
+from hsdp.errors import CheckpointError, StateError
+from tests.elastic.scripted import ScriptedManager
+from tests.support.rig import Pool, RankEnv
+
+WIDTH = 12
+
+
+class Net(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(WIDTH, 14), nn.Tanh(), nn.Linear(14, WIDTH)) for _ in range(3))
+        self.sometimes = nn.Linear(WIDTH, WIDTH)
+        self.head = nn.Linear(WIDTH, 3)
+
+    def forward(self, x: Tensor, more: bool = True) -> Tensor:
+        for block in self.blocks:
+            x = x + block(x)
+        return self.head(x + self.sometimes(x) if more else x)
+
+
+def _net(mesh: Any, seed: int = 0, **options: Any) -> Any:
+    torch.manual_seed(seed)
+    net = Net()
+    for module in (*net.blocks, net):
+        hsdp.fully_shard(module, mesh=mesh, **options)
+    return net
+
+
+def _adamw(net: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(net.parameters(), lr=0.01, weight_decay=0.1)
+
+
+def _elastic(env: RankEnv, seed: int = 0, **script: Any) -> tuple[Any, Any, Any]:
+    """A net over this rank's half of the ranks, its optimizer, and the manager."""
+    mesh = env.mesh((2, 2))
+    manager = ScriptedManager(mesh.get_group("replicate"), mesh.get_group("shard"), **script)
+    net = _net(mesh["shard"], seed)
+    return net, elastic.ElasticOptimizer(manager, net, _adamw(net)), manager
+
+
+def _backward(net: Any, rank: int, step: int, micros: int = 1, more: bool = True) -> None:
+    for micro in range(micros):
+        random = torch.Generator().manual_seed(100 * step + 10 * micro + rank)
+        with net.accumulate(last=micro == micros - 1):
+            net(torch.randn(4, WIDTH, generator=random), more).square().mean().backward()
+
+
+def _shards(net: nn.Module, optimizer: Any = None) -> list[Tensor]:
+    """Copies of this rank's part of the weights and, with an optimizer, of its states."""
+    found = [param.to_local() for param in net.parameters()]  # type: ignore[attr-defined]
+    for param in net.parameters() if optimizer is not None else ():
+        found += [getattr(value, "_local_tensor", value) for value in optimizer.state[param].values()]
+    return [value.detach().clone() for value in found]
+
+
+def _equal(these: list[Tensor], those: list[Tensor]) -> bool:
+    return len(these) == len(those) and all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
+
+
+# -- steps that are taken ----------------------------------------------------------------------------------------------
+
+
+def _as_on_two_axes(env: RankEnv, micros: int, drains: bool) -> None:
+    net, optimizer, manager = _elastic(env)
+    twin = _net(env.mesh((2, 2)))
+    adamw = _adamw(twin)
+    for step in range(4):
+        optimizer.zero_grad()
+        for model in (net, twin):
+            model.set_is_last_backward(drains)
+            _backward(model, env.rank, step, micros)
+        norms = [hsdp.clip_grad_norm_(model, 0.1) for model in (net, twin)]
+        assert torch.equal(*norms), "replicas clip by the norm of the mean"
+        assert optimizer.step()
+        adamw.step()
+        adamw.zero_grad()
+        assert manager.calls == 1 + 4 + 1, "one for each unit, whatever the number of micro-batches, and two numbers'"
+        assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
+
+
+@pytest.mark.parametrize(("micros", "drains"), [(1, True), (3, True), (1, False)])
+def test_steps_are_those_of_a_mesh_with_replicas(pool4: Pool, micros: int, drains: bool) -> None:
+    pool4.run(_as_on_two_axes, micros, drains)
+
+
+def _sums(env: RankEnv) -> None:
+    mesh = env.mesh((2, 2))
+    manager = ScriptedManager(mesh.get_group("replicate"), mesh.get_group("shard"))
+    net, twin = _net(mesh["shard"]), _net(mesh)
+    for model in (net, twin):
+        model.set_reduce_op_type("sum")
+    net.set_replica_reduce(elastic.replicas(manager, "sum"))
+    manager.start_quorum()
+    for model in (net, twin):
+        _backward(model, env.rank, 0)
+    for one, other in zip(net.parameters(), twin.parameters(), strict=True):
+        assert torch.equal(one.grad.to_local(), other.grad.to_local())
+
+
+def test_a_stage_may_sum(pool4: Pool) -> None:
+    pool4.run(_sums)
+
+
+def _traced(env: RankEnv) -> None:
+    net, optimizer, _ = _elastic(env)
+    for step in range(2):
+        optimizer.zero_grad()
+        with hsdp.trace(net) as traced:
+            _backward(net, env.rank, step)
+        optimizer.step()
+    shown = traced.summary().collectives["all-reduce"]
+    assert shown.started == 4 and shown.calls == 5 and shown.nbytes > 0
+
+
+def test_a_trace_shows_the_managers_all_reduces(pool4: Pool) -> None:
+    pool4.run(_traced)
+
+
+# -- steps that are dropped --------------------------------------------------------------------------------------------
+
+
+def _dropped(env: RankEnv, micros: int, at: int) -> None:
+    """Rank 1 meets an error in the second step, so the replica of ranks 0 and 1 drops it; here the other one does, too."""
+    fails = ((1, at),) if env.rank in (1, 2) else ()
+    net, optimizer, manager = _elastic(env, fails=fails)
+    twin = _net(env.mesh((2, 2)))
+    adamw = _adamw(twin)
+    for attempt in range(4):
+        before = _shards(net, optimizer.optimizer)
+        optimizer.zero_grad()
+        # Half of the ranks leave a parameter unused: used-flags are read, of void values on one rank of a replica.
+        _backward(net, env.rank, attempt, micros, more=env.rank % 2 == 0 or attempt == 1)
+        assert math.isfinite(hsdp.clip_grad_norm_(net, 0.1, error_if_nonfinite=True).item())
+        assert optimizer.step() == (attempt != 1)
+        if attempt == 1:
+            assert _equal(before, _shards(net, optimizer.optimizer)), "a dropped step changed the weights"
+            assert all(param.grad is None for param in net.parameters())
+            assert net.pending_gradients() == {} and net.local_gradients() == {}
+            continue
+        _backward(twin, env.rank, attempt, micros, more=env.rank % 2 == 0)
+        hsdp.clip_grad_norm_(twin, 0.1)
+        adamw.step()
+        adamw.zero_grad()
+        assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
+    assert manager.current_step() == 3 and manager.batches_committed() == 6
+
+
+@pytest.mark.parametrize(("micros", "at"), [(1, 0), (1, 3), (3, 1)])
+def test_a_step_with_an_error_is_dropped_without_a_trace(pool4: Pool, micros: int, at: int) -> None:
+    pool4.run(_dropped, micros, at)
+
+
+def _in_other_order(env: RankEnv) -> None:
+    net, optimizer, manager = _elastic(env)
+    stage = net._units()[0].settings.replica_reduce
+    start = stage.start
+
+    def otherwise(owner: Any, op: int, *rest: Any) -> Any:
+        return start(owner, op + (env.rank > 1 and manager.attempt == 1), *rest)
+
+    stage.start = otherwise
+    for attempt in range(3):
+        optimizer.zero_grad()
+        _backward(net, env.rank, attempt)
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            assert optimizer.step() == (attempt != 1)
+        assert any("another order" in str(one.message) for one in told) == (attempt == 1)
+
+
+def test_replicas_that_reduce_other_units_drop_the_step(pool4: Pool) -> None:
+    pool4.run(_in_other_order)
+
+
+# -- healing -----------------------------------------------------------------------------------------------------------
+
+
+def _healed(env: RankEnv) -> None:
+    """The second replica begins with other weights, and other states, and joins in the third step."""
+    net, optimizer, manager = _elastic(env, healed=(2,))
+    other = env.rank > 1
+    with torch.no_grad():
+        for shard in (param.to_local() for param in net.parameters() if other):
+            shard.add_(0.1)
+    manager.step = 1  # or they would be found to begin with different weights
+    for attempt in range(5):
+        for group in optimizer.param_groups:
+            group["lr"] = 0.01 / (1 + manager.current_step() + (other and attempt < 3))
+        optimizer.zero_grad()
+        # Those that take part leave a parameter unused, which the one that is healed uses.
+        _backward(net, env.rank, attempt, more=other and attempt == 2)
+        hsdp.clip_grad_norm_(net, 0.1)
+        assert optimizer.step()
+        mine = torch.cat([value.double().flatten() for value in _shards(net, optimizer.optimizer)])
+        theirs = [torch.empty_like(mine) for _ in range(2)] if len(mine) else []
+        if attempt >= 2:
+            dist.all_gather(theirs, mine, group=manager.across)
+            assert torch.equal(*theirs), f"replicas differ after step {attempt}"
+            assert len({group["lr"] for group in optimizer.param_groups}) == 1
+    assert manager.batches_committed() == 2 * 2 + 1 + 2 * 2
+
+
+def test_a_replica_that_joins_is_that_of_its_counterparts(pool4: Pool) -> None:
+    pool4.run(_healed)
+
+
+def _first_step(env: RankEnv) -> None:
+    """In the first step of all one replica is healed, and its gradients count neither above nor below the line."""
+    net, optimizer, _ = _elastic(env, healed=(0,))
+    twin = _net(env.mesh((2, 2))["shard"])
+    adamw = _adamw(twin)
+    optimizer.zero_grad()
+    for model in (net, twin):
+        _backward(model, env.rank % 2 if model is twin else env.rank, 0)
+        hsdp.clip_grad_norm_(model, 0.01)
+    assert optimizer.step()
+    adamw.step()
+    assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
+    other, optimizer, _ = _elastic(env, seed=env.rank // 2)
+    optimizer.zero_grad()
+    _backward(other, env.rank, 0)
+    with pytest.raises(StateError, match="different weights"):
+        optimizer.step()
+
+
+def test_the_first_step(pool4: Pool) -> None:
+    pool4.run(_first_step)
+
+
+def _given(env: RankEnv, optimizer_of: str) -> None:
+    """What a rank takes of its model is given to another one, with tensor parallelism inside and with bf16 outside."""
+    mesh = env.mesh((2, 2), ("shard", "tp"))
+    alone, _ = dist.new_subgroups(1)
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        net: Any = Net()
+        plan = {"0": ColwiseParallel(), "2": RowwiseParallel()}
+        for block in net.blocks:
+            parallelize_module(block, mesh["tp"], plan)
+        policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+        for module in (*net.blocks, net):
+            hsdp.fully_shard(module, mesh=mesh["shard"], mp_policy=policy)
+        inner = hsdp.optim.local(_adamw(net), flat=True) if optimizer_of == "local" else _adamw(net)
+        manager = ScriptedManager(alone, dist.group.WORLD)
+        optimizer = elastic.ElasticOptimizer(manager, net, inner)
+        found.append((net, optimizer, manager))
+        for _ in range(1 + seed):
+            optimizer.zero_grad()
+            net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(env.rank // 2))).square().mean().backward()
+            assert optimizer.step()
+    (one, its, source), (other, their, target) = found
+    its.zero_grad()
+    their.zero_grad()
+    # Over the wire, as the transport sends it.
+    state = pickle.loads(pickle.dumps(source.states["hsdp"][1]()))
+    assert not _equal(_shards(one, its.optimizer), _shards(other, their.optimizer))
+    target.states["hsdp"][0](state)
+    for net, optimizer in ((one, its), (other, their)):
+        net(torch.ones(4, WIDTH)).square().mean().backward()
+        assert optimizer.step()
+    assert _equal(_shards(one, its.optimizer), _shards(other, their.optimizer))
+
+
+@pytest.mark.parametrize("optimizer_of", ["torch", "local"])
+def test_the_state_of_a_counterpart_with_tensor_parallelism(pool4: Pool, optimizer_of: str) -> None:
+    pool4.run(_given, optimizer_of)
+
+
+def _misfits(env: RankEnv) -> None:
+    net, optimizer, manager = _elastic(env)
+    optimizer.zero_grad()
+    give, take = manager.states["hsdp"]
+    before = _shards(net)
+    for change, error, words in (
+        (lambda state: state["model"].pop("head.bias"), StateError, "head.bias"),
+        (lambda state: state["model"].update({"head.bias": torch.zeros(7)}), StateError, "same model and mesh"),
+        (lambda state: state["groups"][0].update(momentum=0.9), CheckpointError, "another kind"),
+    ):
+        state = take()
+        state["model"] = {name: tensor + 1 for name, tensor in state["model"].items()}
+        change(state)
+        with pytest.raises(error, match=words):
+            give(state)
+        assert _equal(before, _shards(net)), "checked before anything is changed"
+
+
+def test_the_state_of_another_model_is_refused(pool4: Pool) -> None:
+    pool4.run(_misfits)
+
+
+# -- mistakes ----------------------------------------------------------------------------------------------------------
+
+
+def _mistakes(env: RankEnv) -> None:
+    net, optimizer, manager = _elastic(env)
+    with pytest.raises(StateError, match="zero_grad"):
+        _backward(net, env.rank, 0)
+    net, optimizer, manager = _elastic(env)
+    with pytest.raises(StateError, match="zero_grad"):
+        optimizer.step()
+    optimizer.zero_grad()
+    _backward(net, env.rank, 0)
+    optimizer.param_groups[0]["lr"] = 0.5
+    with pytest.raises(StateError, match=r"'lr' of the optimizer's group 0 changed"):
+        optimizer.step()
+    optimizer.param_groups[0]["lr"] = 0.01
+    net.set_replica_reduce(hsdp.AllReduce())
+    with pytest.raises(StateError, match="all-reduce stage"):
+        optimizer.step()
+    with pytest.raises(ValueError, match="one replica"):
+        elastic.ElasticOptimizer(manager, twin := _net(env.mesh((2, 2))), _adamw(twin))
+    with pytest.raises(ValueError, match="no parameter"):
+        elastic.ElasticOptimizer(manager, plain := nn.Linear(2, 2), _adamw(plain))
+    with pytest.raises(TypeError, match=r"torch\.optim\.Optimizer"):
+        elastic.ElasticOptimizer(manager, net, optimizer)
+    with pytest.raises(ValueError, match="mean"):
+        elastic.replicas(manager, "mean")  # type: ignore[arg-type]
+
+
+def test_mistakes_are_named(pool4: Pool) -> None:
+    pool4.run(_mistakes)
+
+
+# -- checkpoints -------------------------------------------------------------------------------------------------------
+
+
+def _saved(env: RankEnv, folder: Path) -> None:
+    net, optimizer, manager = _elastic(env)
+    for step in range(3):
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        optimizer.step()
+        dist.barrier()
+        # The first one of those that take part writes; the next time the other replica is the first.
+        manager.participating_rank = lambda: manager.across.rank() if step < 2 else 1 - manager.across.rank()
+        path = elastic.save(folder, optimizer, {"at": step}, process_group=manager.within)
+        assert (path is not None) == (manager.participating_rank() == 0)
+        dist.barrier()
+    again, other, fresh = _elastic(env, seed=7)
+    loaded = elastic.resume(folder, other, process_group=fresh.within)
+    assert loaded is not None and loaded.extra == {"at": 2}
+    assert fresh.state_dict() == {"step": 3, "batches_committed": 6}
+    assert _equal(_shards(net, optimizer.optimizer), _shards(again, other.optimizer))
+    if env.rank < 2:
+        hsdp.checkpoint.save(folder / "foreign", net, optimizer.optimizer, step=1, process_group=manager.within)
+        with pytest.raises(CheckpointError, match=r"not saved by elastic\.save"):
+            elastic.resume(
+                folder / "foreign", elastic.ElasticOptimizer(fresh, net, _adamw(net)), process_group=fresh.within
+            )
+
+
+def test_one_replica_writes_and_all_resume(pool4: Pool, tmp_path: Path) -> None:
+    pool4.run(_saved, tmp_path)

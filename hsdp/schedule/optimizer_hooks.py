@@ -17,6 +17,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.errors import StateError
 from hsdp.params.param import originals
+from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.unit.lookup import unit_of
@@ -117,6 +118,8 @@ def check_communicated(unit: Unit, before: str) -> None:
     """
     if unit.runtime is not None:
         unit.runtime.settle()
+    if unit.gradients.in_flight:
+        ReductionPipeline.land_all_of(unit)
     unit.gradients.refuse_pending(unit.name, before)
     unit.gradients.cut_whole()
 

@@ -13,8 +13,11 @@ user's hook runs, or when a backward fails, is the same on all ranks, bit for bi
 
 from __future__ import annotations
 
+import itertools
 import weakref
+from collections.abc import Iterator
 from functools import partial
+from operator import attrgetter
 from typing import ClassVar
 
 import torch
@@ -120,16 +123,31 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
     Args:
         streams: the root's side streams.
         policy: the root's bounds and bucket sizes.
+
+    Attributes:
+        streams: as given.
+        number: of the pipeline among all of the process.
     """
 
     live: ClassVar[weakref.WeakSet[ReductionPipeline]] = weakref.WeakSet()
+    _numbers: ClassVar[Iterator[int]] = itertools.count()
 
     def __init__(self, streams: Streams, policy: CommPolicy) -> None:
         super().__init__(policy, streams.active)
         self.streams = streams
+        self.number = next(ReductionPipeline._numbers)
         self._offloads = False
         self._errors: list[Exception] = []
         ReductionPipeline.live.add(self)
+
+    @classmethod
+    def land_all_of(cls, unit: Unit) -> None:
+        """Waits for the reductions of a unit under whatever root: it may have had another one when they began."""
+        # All ranks drain in one order: that in which they made their pipelines.
+        for pipeline in sorted(cls.live, key=attrgetter("number")):
+            if any(reduction.unit is unit for reduction in pipeline.items()):
+                with torch.no_grad():
+                    pipeline.drain()
 
     def drain(self) -> None:
         """Waits for every stage of every reduction; all gradients have landed after it.

@@ -74,7 +74,7 @@ class Root:
     def adopt(self) -> None:
         """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
         if fresh := self._generation != Root.generation:
-            self.units = []
+            self.units, self._members = [], []
             for module in self.modules():
                 self._collect(module, None, "")
             self._shard_guards = _guards(unit.shard_comm for unit in self.units)
@@ -88,7 +88,9 @@ class Root:
             if before is this and not fresh and unit.context.streams is self.streams:
                 continue
             if before is not None and before is not this and not before.in_backward():
-                before.recover()  # the unit had another root, whose backward may have failed
+                # The unit had another root, whose backward may have failed, or left reductions that run on: nobody asks
+                # that root for the unit's gradients any more.
+                before.settle()
             unit.join(this, self.streams, parent, name)
 
     def modules(self) -> Iterator[nn.Module]:
@@ -109,8 +111,6 @@ class Root:
         self.streams = self.pipeline.streams = other.streams
 
     def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
-        if parent is None:
-            self._members = []
         state = module.__dict__.get("_hsdp_state")
         if state is not None and state.unit is not parent:
             unit: Unit = state.unit

@@ -404,6 +404,11 @@ class Gradients:
         self._undo.clear()
         self._owed_before = self._partial_before = None
 
+    @property
+    def in_flight(self) -> bool:
+        """Whether reductions that run on past their backward have not landed."""
+        return bool(self._running)
+
     def held_bytes(self) -> int:
         """Bytes of unsharded gradients and reduction buffers in the reductions under way."""
         return sum(part.held_bytes() for part in {*self._open, *self._running})

@@ -168,3 +168,93 @@ def test_split_backwards_that_find_no_parameters_are_refused() -> None:
         with stage.no_sync():
             stage(x).sum().backward()
         _reduce(stage)
+
+
+class _Chunked(nn.Module):
+    """The head of the last stage, which a loss calls chunk by chunk and runs backward at once, as torchtitan's does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(4)
+            self.norm = nn.LayerNorm(DIM).double()
+            self.head = nn.Linear(DIM, DIM).double()
+
+    def loss(self, hidden: Tensor, target: Tensor) -> Tensor:
+        head: Any = self.head
+        is_sharded = isinstance(head, fsdp.FSDPModule)
+        chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
+        total = hidden.new_zeros(())
+        if is_sharded:
+            head.set_reshard_after_backward(False)
+            head.set_requires_gradient_sync(False)
+            head.unshard()
+        for last, chunk, wanted in zip((False, True), chunks, target.chunk(2), strict=True):
+            if is_sharded and last:
+                head.set_requires_gradient_sync(True)
+            loss = _loss(head(chunk), wanted) / 2
+            loss.backward()
+            total = total + loss.detach()
+        if is_sharded:
+            head.set_reshard_after_backward(True)
+            head.reshard()
+        out: Tensor = _Goes.apply(hidden, torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]), total)
+        return out
+
+
+class _Goes(torch.autograd.Function):
+    """Hands a gradient that is there already on to the hidden states."""
+
+    @staticmethod
+    def forward(ctx: Any, hidden: Tensor, grad: Tensor, loss: Tensor) -> Tensor:
+        ctx.save_for_backward(grad)
+        return loss.detach()
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> Any:
+        (grad,) = ctx.saved_tensors
+        return grad * grads[0], None, None
+
+
+class _LastStage(Stage):
+    def __init__(self, layers: list[nn.Module]) -> None:
+        super().__init__(layers)
+        self.chunked = _Chunked()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.chunked.norm(super().forward(x))
+        return out
+
+
+def _chunked_loss(env: RankEnv) -> None:
+    mesh = env.mesh((2, 2), ("pp", "dp"))
+    pp_rank, dp_rank = mesh.get_coordinate()  # type: ignore[misc]
+    first, second = _stages(2)
+    stages = [first, _LastStage(list(second.layers))]
+    plain: Any = nn.Sequential(*copy.deepcopy(stages))
+    stage: Any = stages[pp_rank]
+    units = [*stage.layers, *([[stage.chunked.norm, stage.chunked.head]] if pp_rank else []), stage]
+    for unit in units:
+        hsdp.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
+    pipe = PipelineStage(stage, pp_rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
+    schedule = Schedule1F1B(pipe, MICRO_BATCHES, loss_fn=stage.chunked.loss if pp_rank else _loss)
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9) for model in (stage, plain)]
+    for step in range(STEPS):
+        x, y = _batch(step, dp_rank)
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        schedule.step(*(() if pp_rank else (x,)), **({"target": y} if pp_rank else {}))
+        for dp in range(2):
+            x, y = _batch(step, dp)
+            for rows, wanted in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
+                (plain[1].chunked.loss(plain(rows), wanted)).backward()
+        for param in plain.parameters():  # whose head ran backward by itself
+            param.grad /= 2 * MICRO_BATCHES
+        for optimizer in optimizers:
+            optimizer.step()
+        assert_same(dict(full_params(stage)), full_params(plain[pp_rank]))
+    check_rest(stage)
+
+
+def test_a_loss_that_calls_the_head_outside_of_the_stage(pool4: Pool) -> None:
+    pool4.run(_chunked_loss)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from torch import nn
@@ -113,11 +113,24 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         )
     if not isinstance(param, DTensor):
         wrapper_of(param, where)
+        _check_whole(param, where)
     if param.requires_grad and not is_trainable(param.dtype):
         raise ValueError(
             f"{where} has dtype {param.dtype} and wants gradients, which cannot be reduced; freeze it "
             "(requires_grad_(False)), or pass it in ignored_params"
         )
+
+
+def _check_whole(param: nn.Parameter, where: str) -> None:
+    """Raises ValueError if the package spmd_types has it that a plain parameter is a part, or a term, of another one."""
+    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
+    for axis, kind in annotated.items():
+        if getattr(kind, "name", "") in ("V", "P"):
+            raise ValueError(
+                f"{where} is annotated by spmd_types as {kind.name} on axis {axis}: ranks hold different parts of it, and "
+                "hsdp, which does not read these annotations, would take each for the whole; make it a DTensor (in "
+                "torchtitan: --parallelism.spmd_backend partial_dtensor)"
+            )
 
 
 def _check_one_device(found: list[Found], unit: str) -> None:

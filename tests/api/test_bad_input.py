@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import enum
 import pickle
 import re
 import warnings
@@ -275,6 +276,22 @@ def test_setters_refuse_what_makes_no_sense_and_change_nothing(world: RankEnv, n
         getattr(model, name)(value)
     _says(caught.value, name, *parts)
     assert [unit.settings for unit in model._units()] == before
+
+
+class _SpmdType(enum.Enum):
+    """As the package spmd_types has it: varying, replicated."""
+
+    V = "V"
+    R = "R"
+
+
+def test_a_part_of_a_parameter_that_only_an_annotation_tells_is_refused(world: RankEnv) -> None:
+    layer: Any = nn.Linear(4, 4)
+    layer.weight._local_type = {"dp": _SpmdType.R, "tp": _SpmdType.V}
+    with pytest.raises(ValueError, match=r"'weight'.*annotated by spmd_types as V on axis tp.*partial_dtensor"):
+        fully_shard(layer)
+    layer.weight._local_type = {"dp": _SpmdType.R}
+    fully_shard(layer)
 
 
 def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:

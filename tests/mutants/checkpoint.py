@@ -22,6 +22,7 @@ import torch
 import torch.distributed as dist
 
 from hsdp.checkpoint import (
+    commits,
     contents,
     full,
     handles,
@@ -258,7 +259,7 @@ def removes_the_old_one_before_the_new_one_is_there() -> Any:
 
 @mutant(directories.test_what_a_dead_run_left_is_swept_by_the_next_save, kill="AssertionError")
 def leaves_what_dead_runs_left() -> Any:
-    return mock.patch.object(store, "_LEFTOVER", mock.Mock(fullmatch=lambda name: None))
+    return mock.patch.object(commits, "_LEFTOVER", mock.Mock(fullmatch=lambda name: None))
 
 
 @mutant(in_background.test_the_staged_copy_is_a_copy, kill="AssertionError")

@@ -41,16 +41,18 @@ class Reduction:
         all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
             tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
         factor: what its sums are multiplied with.
+        in_tree: its sums have the order of the tree over data ranks.
         offloads: its gradients leave the device.
     """
 
-    __slots__ = ("all_reduce", "factor", "offloads", "op", "parts", "unit")
+    __slots__ = ("all_reduce", "factor", "in_tree", "offloads", "op", "parts", "unit")
 
     def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
         self.unit = unit
         self.parts = parts
         self.all_reduce = all_reduce
         self.factor = unit.factor()
+        self.in_tree = unit.in_tree
         self.offloads = any([part.plan.offload for part in parts])
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
         self.op = hash((unit.op + 1, self.factor, *[part.plan.op for part in parts]))
@@ -64,11 +66,6 @@ class Reduction:
     def replicas(self) -> int:
         """Ranks over which it is all-reduced; 0: the all-reduce stage knows."""
         return 0 if self.unit.settings.beyond_mesh else self.unit.replicate_comm.size
-
-    @property
-    def in_tree(self) -> bool:
-        """Whether its sums have the order of the tree over data ranks."""
-        return self.unit.in_tree
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""

@@ -80,6 +80,7 @@ class Unit(UnshardedParams):
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
+        in_tree: its gradients are added in the order of the tree over data ranks.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
@@ -117,6 +118,7 @@ class Unit(UnshardedParams):
         self.replica_policy = replica_policy
         self.ignored = ignored
         self.settings: UnitSettings[Unit] = UnitSettings(reshard_after_forward)
+        self.in_tree = comm_policy.reduction == "tree"
         if self.in_tree:
             self.settings.replica_reduce = TREE
         self.state = TrainingState.IDLE
@@ -373,7 +375,8 @@ class Unit(UnshardedParams):
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
-        grad = _dense_block(param, grad)
+        if grad.layout is not _STRIDED or param.inner is not None:
+            grad = _dense_block(param, grad)
         task, remaining = graph_task(), self.remaining
         if task not in remaining:
             runtime.enter_task()
@@ -392,11 +395,6 @@ class Unit(UnshardedParams):
             runtime.completed(self)
             if self.context.observer is not None:
                 self.context.observer.passes(Point.BACKWARD_LEFT, self)
-
-    @property
-    def in_tree(self) -> bool:
-        """Whether its gradients are added in the order of the tree over data ranks."""
-        return self.comm_policy.reduction == "tree"
 
     def take_outside(self) -> bool:
         """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""

@@ -278,7 +278,8 @@ class UnshardedParams:
         self.pinned = False
         if self.open:
             self.hide()
-        self.unregister()  # a schedule may have asked to see them while the unit is closed
+        else:  # a schedule may have asked to see them while the unit is closed
+            self.unregister()
         if self.residency is Residency.GATHERING:
             self.finish()
         if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `as_kept`

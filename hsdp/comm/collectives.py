@@ -105,7 +105,7 @@ class Comm:
         works: list[Any] = []
         if self.custom_all_gather is not None:
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
-            return CommWork(self, "all-gather", owner, works, (outputs, inputs), _in_turn(then, finish))
+            return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
             works += _start_gather(group, outs, ins, self._all_gather_options)
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
@@ -131,7 +131,7 @@ class Comm:
         if self.custom_reduce_scatter is not None:
             by_host = not self.context.streams.active
             works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
-            finish = _in_turn(then, finish)
+            finish = in_turn(then, finish)
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
@@ -417,7 +417,8 @@ def twin_of(comm: Comm) -> Comm:
     return twin
 
 
-def _in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    """Calls one and then the other, where there are both."""
     if first is None or second is None:
         return first or second
 

@@ -19,7 +19,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm
+from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm, in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.work import CommWork, TwoPhases
@@ -85,13 +85,7 @@ def reduce_scatter(
             fold(parts.view(comm.size, -1), output)
 
     if not replicated:
-
-        def end() -> None:
-            add()
-            if finish is not None:
-                finish()
-
-        return comm.all_to_all(owner, op, received, inputs, end)
+        return comm.all_to_all(owner, op, received, inputs, in_turn(add, finish))
     scattered = [comm.all_to_all(owner, op, received, inputs, add)] if inputs else []
     return _all_reduce(comm, "reduce-scatter", owner, hash((op, 2)), replicated, scattered, finish)
 

@@ -19,9 +19,9 @@ from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import set_compiler
 from hsdp.unit.lookup import units_below
-from hsdp.unit.state import TrainingState, expect
+from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import Residency
+from hsdp.unit.unsharded import SHARDED
 from hsdp.weights.full_params import gathered_apply
 from hsdp.weights.gather import check_idle
 
@@ -126,14 +126,14 @@ class HSDPModule(FSDP2Methods):
         """
         units = self._units(recurse=False)
         for unit in units:
-            expect(unit, "unshard", *(state for state in TrainingState if state is not TrainingState.FULL_PARAMS))
+            expect(unit, "unshard", *(state for state in TrainingState if state is not FULL_PARAMS))
             own_state(self).user_opens()
         handle = UnshardHandle(units)
         if not async_op:
             handle.wait()
             return None
         for unit in units:
-            if unit.residency is Residency.SHARDED:
+            if unit.residency is SHARDED:
                 unit.launch()
                 unit.note_shards()  # what is written to them from here on was not gathered
             unit.pinned = True
@@ -148,7 +148,7 @@ class HSDPModule(FSDP2Methods):
             StateError: the unit computes with them, or is lent to `full_params`.
         """
         for unit in self._units(recurse=False):
-            expect(unit, "reshard", TrainingState.IDLE, TrainingState.BACKWARD_POST)
+            expect(unit, "reshard", IDLE, BACKWARD_POST)
             if unit.runtime is None or not unit.runtime.has_graphs():
                 unit.let_go()
             unit.reshard()

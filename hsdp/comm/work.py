@@ -21,6 +21,7 @@ from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Event
 from hsdp.errors import CollectiveError, DivergenceError
+from hsdp.torch_private import is_profiling
 
 
 class Carrier(Protocol):
@@ -107,7 +108,10 @@ class CommWork:
             if context.streams.active:
                 context.streams.join(self._event)
             elif self._works is not None:
-                labelled(f"wait {self.kind}", self.name, self._settle)
+                if is_profiling():
+                    labelled(f"wait {self.kind}", self.name, self._settle)
+                else:
+                    self._settle()
         finally:
             if observer is not None:
                 observer.ends("wait", self)

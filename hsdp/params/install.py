@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import attrgetter, is_
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -18,8 +18,6 @@ from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, plain_access, storage_key
-
-_local_of = attrgetter("_local_tensor")
 
 
 class Shadows:
@@ -54,7 +52,7 @@ class Shadows:
         self.choose()
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
-        self._locals = [param.local for param in params]
+        self._with_locals: list[tuple[Any, Tensor]] = [(param.sharded, param.local) for param in params]
         self._wrappers = self._storages()
 
     def _storages(self) -> list[torch.UntypedStorage]:
@@ -115,11 +113,10 @@ class Shadows:
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since these shadows were made."""
-        # Loops without Python in them: every gather asks.
-        registered = map(dict.get, self._registered, self._registered_as)
-        return not (
-            all(map(is_, registered, self._expected)) and all(map(is_, map(_local_of, self._sharded), self._locals))
-        )
+        for sharded, local in self._with_locals:
+            if sharded._local_tensor is not local:
+                return True
+        return any(map(is_not, map(dict.get, self._registered, self._registered_as), self._expected))
 
     def assigned(self) -> str | None:
         """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.

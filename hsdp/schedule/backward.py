@@ -12,9 +12,9 @@ from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
 from hsdp.torch_private import graph_task, queue_callback
-from hsdp.unit.state import TrainingState, expect, stale
+from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, FORWARD, IDLE, expect, stale
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import Residency, Version
+from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, Version
 
 
 class Backwards(Root):
@@ -109,7 +109,7 @@ class Backwards(Root):
         if unit.context.observer is not None:
             unit.context.observer.passes(Point.BACKWARD_ENTERED, unit)
         if unit.lent:
-            expect(unit, "backward", TrainingState.IDLE)
+            expect(unit, "backward", IDLE)
         task = graph_task()
         backward = self._join(task)
         if not unit.open and unit.disturbed():
@@ -125,7 +125,7 @@ class Backwards(Root):
             unit.choose_trainable(afresh=False)
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
-        unit.state = TrainingState.BACKWARD_PRE
+        unit.state = BACKWARD_PRE
         first_node = None if visit is None else visit.first_node
         opened = backward.opened
         begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
@@ -188,7 +188,7 @@ class Backwards(Root):
     def _launch(ahead: list[Unit]) -> None:
         """Gathers units ahead, which are taken to have their versions of the forward; what is entered is looked at."""
         for other in ahead:
-            if other.residency is Residency.SHARDED:
+            if other.residency is SHARDED:
                 other.launch(other.forward_version, looked=True)
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
@@ -204,7 +204,7 @@ class Backwards(Root):
             raise stale(unit)
         assert backward.gathers is not None, "a unit is passed over in an order"
         backward.gathers.move_to(unit)
-        if unit.residency is Residency.SHARDED:
+        if unit.residency is SHARDED:
             unit.launch(version, looked=True)
         self._launch(_ahead(backward, unit))
         unit.retained = unit.retained or backward.keeps_graph
@@ -266,7 +266,7 @@ class Backwards(Root):
             with torch.no_grad():
                 self._reduce(unit)
             return
-        unit.state = TrainingState.BACKWARD_POST
+        unit.state = BACKWARD_POST
         settings = unit.settings
         if settings.requires_grad_sync:
             self.pipeline.make_room(unit.gradients.scatter_bytes)
@@ -347,13 +347,13 @@ class Backwards(Root):
             self.pipeline.tell_errors()
         for unit in self.units:
             unit.remaining.clear()
-            unit.state = TrainingState.FORWARD if unit.calls else TrainingState.IDLE
+            unit.state = FORWARD if unit.calls else IDLE
             if backward.keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
-                if unit.residency is Residency.UNSHARDED and not unit.calls:
+                if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()
             elif unit in backward.opened and not unit.settings.reshard_after_backward:
                 _stay(unit)
-            elif (unit.residency is Residency.GATHERING and not unit.pinned) or (
+            elif (unit.residency is GATHERING and not unit.pinned) or (
                 unit.holds_unsharded and unit.settings.reshard_after_backward and not backward.keeps_graph
             ):
                 self._release(unit)
@@ -385,5 +385,5 @@ def _left(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:
 
 def _stay(unit: Unit) -> None:
     """A unit whose visit is over stays whole, also on ranks that passed over it: then its next use gathers on none."""
-    if unit.residency is Residency.GATHERING:
+    if unit.residency is GATHERING:
         unit.finish()

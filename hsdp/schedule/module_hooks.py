@@ -20,7 +20,7 @@ from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors
 from hsdp.schedule.passes import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, next_node, sequence_number
-from hsdp.unit.state import TrainingState, training_state
+from hsdp.unit.state import IDLE, training_state
 from hsdp.unit.unit import Unit
 
 
@@ -111,7 +111,7 @@ class ModuleHooks:
         if unit.runtime is None:
             self.own_runtime().adopt()
         runtime = runtime_of(unit)
-        if runtime is not None and training_state(unit) is TrainingState.IDLE:
+        if runtime is not None and training_state(unit) is IDLE:
             unit.reshard_stale()
             unit.begin_forward(afresh=not runtime.reduce_order.awaited)
 

@@ -69,7 +69,7 @@ class Reduction:
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
-        return sum(tensor.nbytes for part in self.parts for tensor in part.inputs)
+        return sum([part.plan.scatter_bytes for part in self.parts])
 
     def reduce_bytes(self) -> int:
         """Bytes of its reduction buffers."""

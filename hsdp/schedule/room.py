@@ -20,8 +20,10 @@ def room_for(sizes: Iterable[int], bound: int) -> int:
     """
     count = total = largest = 0
     for size in sizes:
-        total += max(size, 1)
-        largest = max(largest, size, 1)
+        counted = size or 1
+        total += counted
+        if counted > largest:
+            largest = counted
         if 2 * total > (2 * bound + 1) * largest:
             break
         count += 1

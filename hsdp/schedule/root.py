@@ -30,9 +30,9 @@ from hsdp.schedule.passes import BackwardPass, Moment, Pass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node
-from hsdp.unit.state import TrainingState
+from hsdp.unit.state import IDLE
 from hsdp.unit.unit import Schedule, Unit
-from hsdp.unit.unsharded import Residency, Version
+from hsdp.unit.unsharded import SHARDED, Version
 
 
 class Root:
@@ -124,9 +124,9 @@ class Root:
     @staticmethod
     def _gather(unit: Unit, version: Version, looked: bool = False) -> None:
         """Starts the gather of `unit`, whose version is `version` now; it is waited for behind gathers ahead."""
-        if not unit.open and unit.residency is not Residency.SHARDED and unit.gathered_version != version:
+        if not unit.open and unit.residency is not SHARDED and unit.gathered_version != version:
             unit.reshard()
-        if unit.residency is Residency.SHARDED:
+        if unit.residency is SHARDED:
             unit.launch(version, looked)
 
     def has_graphs(self) -> bool:
@@ -141,7 +141,7 @@ class Root:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
-            unit.state = TrainingState.IDLE
+            unit.state = IDLE
             if unit.undo_writes():
                 unit.let_go()
             try:

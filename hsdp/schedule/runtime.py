@@ -14,9 +14,9 @@ from hsdp.comm.divergence import STEP
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
 from hsdp.schedule.passes import Pass, Visit
-from hsdp.unit.state import TrainingState, expect, refuse_assigned
+from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import Residency
+from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
 
 
 class Runtime(Backwards):
@@ -35,7 +35,7 @@ class Runtime(Backwards):
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:
-                expect(unit, "forward", TrainingState.IDLE)
+                expect(unit, "forward", IDLE)
             if unit.retained and (not graphs or unit.is_stale()):
                 unit.let_go()
             if unit.pinned:
@@ -53,12 +53,12 @@ class Runtime(Backwards):
             unit.context.observer.passes(Point.FORWARD_ENTERED, unit)
         self.reduce_order.enter(unit)
         unit.begin_forward(afresh=not self.reduce_order.awaited)
-        unit.state = TrainingState.FORWARD
+        unit.state = FORWARD
         ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
         self._gather(unit, unit.forward_version)
         for other in ahead if chosen is None else chosen:
-            if other.residency is Residency.SHARDED:
+            if other.residency is SHARDED:
                 other.launch()
         unit.show()
         unit.register()
@@ -93,7 +93,7 @@ class Runtime(Backwards):
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
         unit.ran.clear()
-        unit.state = TrainingState.IDLE
+        unit.state = IDLE
         unit.check_unwritten()
         if not torch.is_grad_enabled():
             if self._stays(unit):
@@ -118,10 +118,10 @@ class Runtime(Backwards):
         self.reduce_order.end_forward()
         grad = torch.is_grad_enabled()
         for unit in self.units:
-            if unit.state is TrainingState.FORWARD and not unit.calls:
+            if unit.state is FORWARD and not unit.calls:
                 # Not all of its modules were called, some were again after all of them had been, or a forward raised.
                 self._close(unit, hidden=False)
-            unused = unit.residency is Residency.GATHERING or (not grad and unit.residency is Residency.UNSHARDED)
+            unused = unit.residency is GATHERING or (not grad and unit.residency is UNSHARDED)
             if unused and not unit.pinned:
                 self._release(unit)
         # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.

@@ -17,8 +17,7 @@ who would take them for complete.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from itertools import repeat
-from operator import attrgetter, is_not
+from operator import attrgetter
 from typing import Any, Literal
 
 import torch
@@ -36,7 +35,6 @@ from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
 
-_grad_of = attrgetter("grad")
 _requires_grad_of = attrgetter("requires_grad")
 
 Partial = list[list[Tensor]]
@@ -357,7 +355,10 @@ class Gradients:
         locals_ = plan.locals(values)
         if all(used):
             with plain_access():
-                if not any(map(is_not, map(_grad_of, plan.sharded), repeat(None))):
+                for sharded_param in plan.sharded:
+                    if sharded_param.grad is not None:
+                        break
+                else:
                     grads = as_dtensors(locals_, plan.tensor_specs)
                     for sharded_param, grad in zip(plan.sharded, grads, strict=True):
                         sharded_param.grad = grad

@@ -23,6 +23,10 @@ class TrainingState(enum.Enum):
     FULL_PARAMS = "lent to full_params, gathered_apply or init_sharded"
 
 
+# Names of the module, as in unsharded.py: a step of a unit asks for ten.
+IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, FULL_PARAMS = TrainingState
+
+
 class _Schedule(Protocol):
     def in_backward(self) -> bool: ...
 
@@ -47,10 +51,10 @@ class Stateful(Protocol):
 def training_state(unit: Stateful) -> TrainingState:
     """What `unit` is doing now. A backward that raised is over, though nobody could tell the unit."""
     if unit.lent:
-        return TrainingState.FULL_PARAMS
-    if unit.state in (TrainingState.BACKWARD_PRE, TrainingState.BACKWARD_POST):
+        return FULL_PARAMS
+    if unit.state in (BACKWARD_PRE, BACKWARD_POST):
         runtime = unit.runtime
-        return unit.state if runtime is not None and runtime.in_backward() else TrainingState.IDLE
+        return unit.state if runtime is not None and runtime.in_backward() else IDLE
     return unit.state
 
 
@@ -75,7 +79,7 @@ def refuse_assigned(units: Iterable[Stateful], what: str) -> None:
 def wrong_state(unit: Stateful, what: str, found: str, *expected: TrainingState) -> StateError:
     """The error of a call that finds `unit` in a state in which it cannot be carried out."""
     names = " or ".join(state.name for state in expected)
-    when = "between iterations" if expected == (TrainingState.IDLE,) else "at another moment"
+    when = "between iterations" if expected == (IDLE,) else "at another moment"
     return StateError(f"{what}: unit {unit.name!r} is {found}, expected {names}; call it {when}")
 
 

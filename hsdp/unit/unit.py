@@ -33,8 +33,8 @@ from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.settings import UnitSettings
-from hsdp.unit.state import TrainingState, expect, stale, unentered
-from hsdp.unit.unsharded import NO_VERSION, Residency, UnshardedParams, Version
+from hsdp.unit.state import IDLE, expect, stale, unentered
+from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
 _requires_grad_of = attrgetter("requires_grad")
@@ -121,7 +121,7 @@ class Unit(UnshardedParams):
         self.in_tree = comm_policy.reduction == "tree"
         if self.in_tree:
             self.settings.replica_reduce = TREE
-        self.state = TrainingState.IDLE
+        self.state = IDLE
         self.lent = False
 
         # Its place among others, known once a root is.
@@ -132,7 +132,7 @@ class Unit(UnshardedParams):
         # Unsharded parameters.
         self.dtype_groups: list[DtypeGroup] = []
         self.whole_bytes = 0
-        self.residency = Residency.SHARDED
+        self.residency = SHARDED
         self.open = self.pinned = self.retained = False
         self.weights_version = 0
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
@@ -200,7 +200,7 @@ class Unit(UnshardedParams):
             StateError: such sums are pending otherwise. Those of parameters that were replaced by others went with them.
         """
         if self.lent:
-            expect(self, "use of the sharded parameters", TrainingState.IDLE)
+            expect(self, "use of the sharded parameters", IDLE)
         self.let_go()
         self.reshard()
         self.weights_changed()
@@ -350,7 +350,7 @@ class Unit(UnshardedParams):
         self._wanted = wanted
         self._shadows.choose()
         self._guard = WriteGuard(self.dtype_groups, self._fillings)
-        if self.residency is not Residency.UNSHARDED:
+        if self.residency is not UNSHARDED:
             self._guard.freed()
         if self.open:
             self._shadows.show()
@@ -373,7 +373,7 @@ class Unit(UnshardedParams):
         param = self.params[slot]
         runtime = None if self._runtime is None else self._runtime()
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
-        if runtime is None or (self.residency is not Residency.UNSHARDED and not runtime.has_entered(self)):
+        if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
         if grad.layout is not _STRIDED or param.inner is not None:
             grad = _dense_block(param, grad)

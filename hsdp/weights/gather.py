@@ -26,20 +26,20 @@ from hsdp.policies import is_trainable
 from hsdp.schedule.runtime import runtime_of
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.state import TrainingState, expect, wrong_state
+from hsdp.unit.state import FORWARD, IDLE, expect, wrong_state
 from hsdp.unit.unit import Unit
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
     """Raises StateError in the middle of a forward or backward of the units' root, or while the units are lent."""
     for unit in units:
-        expect(unit, what, TrainingState.IDLE)
+        expect(unit, what, IDLE)
         runtime = runtime_of(unit)
         if runtime is not None and runtime.depth:
-            forward = TrainingState.FORWARD
-            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", TrainingState.IDLE)
+            forward = FORWARD
+            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", IDLE)
         if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
-            raise wrong_state(unit, what, "in the middle of a backward", TrainingState.IDLE)
+            raise wrong_state(unit, what, "in the middle of a backward", IDLE)
 
 
 def is_first(unit: Unit) -> bool:

@@ -25,6 +25,7 @@ import hsdp.schedule.pipeline
 import hsdp.unit.gradients
 import hsdp.unit.rollback
 import hsdp.unit.unit
+import hsdp.unit.unsharded
 import hsdp.unit.zero_grad
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.backward import Backwards
@@ -110,7 +111,7 @@ def _no_fill() -> AbstractContextManager[Any]:
 
     def change(gather: Callable[..., Any]) -> Callable[..., Any]:
         def gathered(unit: Unit, version: Any, looked: bool = False) -> None:
-            is_new = unit.residency is hsdp.unit.unit.Residency.SHARDED
+            is_new = unit.residency is hsdp.unit.unsharded.SHARDED
             gather(unit, version, looked)
             if is_new and graph_task() != NO_TASK:
                 unit.finish()

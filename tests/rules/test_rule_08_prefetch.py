@@ -12,7 +12,7 @@ import torch
 
 import hsdp
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import Residency
+from hsdp.unit.unsharded import GATHERING
 from tests.rules.test_rule_14_accumulation import Choosy
 from tests.support.deep import floats, seeded
 from tests.support.rig import Pool, RankEnv
@@ -67,7 +67,7 @@ def check_other_order(env: RankEnv) -> None:
         with ahead() as log:
             out = model(floats(env.rank), walk)
         torch.testing.assert_close(out, plain(floats(env.rank), walk), rtol=1e-11, atol=1e-11)
-        assert all(unit.residency is not Residency.GATHERING for unit in units.values()), "a gather that nobody waits for"
+        assert all(unit.residency is not GATHERING for unit in units.values()), "a gather that nobody waits for"
         out.sum().backward()
         check_rest(model)
         return log

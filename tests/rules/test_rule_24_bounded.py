@@ -16,7 +16,7 @@ import hsdp
 from hsdp.comm.work import outstanding
 from hsdp.params.ownership import _managed
 from hsdp.schedule.pipeline import ReductionPipeline
-from hsdp.unit.unsharded import Residency
+from hsdp.unit.unsharded import SHARDED
 from tests.support.deep import Deep, never_done, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import shard
@@ -87,7 +87,7 @@ def _peaks(env: RankEnv, layers: int, policy: hsdp.CommPolicy) -> tuple[int, ...
         submit(pipeline, reduction)
         alive = pipeline.items()
         inputs = [sum(t.nbytes for part in one.parts for t in part.inputs) for one in alive]
-        whole = sum(unit.residency is not Residency.SHARDED for unit in model._units())  # type: ignore[operator]
+        whole = sum(unit.residency is not SHARDED for unit in model._units())  # type: ignore[operator]
         for at, now in enumerate((sum(map(bool, inputs)), len(pipeline), sum(inputs), whole)):
             peaks[at] = max(peaks[at], now)
 

@@ -134,6 +134,8 @@ def test_what_these_tests_forbid_would_be_seen() -> None:
     assert _circles(_graph(files)) == [["hsdp.unit.unit", "hsdp.schedule.runtime", "hsdp.unit.unit"]]
     seen = {"tests.support.rig": ["benchmarks.harness"], "benchmarks.host": ["tests.test_clip", "tests.support.rig"]}
     assert _climbing(seen) == ["tests.support.rig -> benchmarks.harness", "benchmarks.host -> tests.test_clip"]
+    writes = "a, unit.calls = 1, 2\nself.unit.lent: bool = True\nunit.settings.drains = unit.open\nunits[0].op += 1"
+    assert sorted(_writes_to_units(writes)) == ["self.unit.lent", "unit.calls", "units[0].op"]
     with pytest.raises(AssertionError, match="no floor"):
         _upward({"hsdp.unit.unit": "import hsdp.attic"})
 
@@ -143,6 +145,27 @@ def test_no_import_is_hidden() -> None:
         assert "TYPE_CHECKING" not in source, f"{name} hides an import"
         for function in _functions(ast.parse(source)):
             assert not list(_imports(function, ())), f"{name}: {function.name} imports hsdp when it is called"
+
+
+def _writes_to_units(source: str) -> list[str]:
+    """Assignments to attributes of what is called a unit, however deep below it, but to those of its settings."""
+    targets = [
+        target
+        for node in ast.walk(ast.parse(source))
+        for target in (node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)])
+    ]
+    parts = [part for target in targets if target is not None for part in getattr(target, "elts", [target])]
+    written = [ast.unparse(part) for part in parts if isinstance(part, ast.Attribute)]
+    return [name for name in written if re.search(r"(^|\.)(unit|units\[.*\]|other|u)\.(?!settings\.)", name)]
+
+
+def test_units_are_written_to_by_their_own_package_only() -> None:
+    found = {
+        name: writes
+        for name, source in _sources().items()
+        if not name.startswith("hsdp.unit.") and (writes := _writes_to_units(source))
+    }
+    assert not found, f"units are told by their methods: {found}"
 
 
 def _functions(tree: ast.AST) -> Iterator[ast.FunctionDef | ast.AsyncFunctionDef]:

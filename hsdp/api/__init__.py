@@ -2,7 +2,8 @@
 
     fully_shard.py    checks what the user asked for, builds one unit, attaches its `ModuleHooks` to the module(s)
     module.py         `HSDPModule`: the methods that a sharded module has
-    fsdp2.py          what scripts written for FSDP2 call beside them
+    setters.py        its setters, hsdp's names and FSDP2's
+    fsdp2.py          what else scripts and libraries written for FSDP2 call, and what of it is refused
     shard_units.py    `shard_units`: which modules of a model become units
     select.py         which parameters a unit gets, and how each of them is cut
     other_meshes.py   parameters that `shard_placement_fn` puts on another mesh

@@ -16,24 +16,21 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import fields, replace
+from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 import torch.distributed.fsdp as fsdp
-from torch import Tensor, nn
+from torch import nn
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 
-from hsdp.comm.collectives import twin_of
-from hsdp.comm.custom import AllGather, ReduceScatter
 from hsdp.comm.mesh import DataParallelMeshDims
 from hsdp.errors import StateError
 from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.schedule.module_hooks import own_state
-from hsdp.schedule.root import Root
-from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import STATE_KEY
 from hsdp.unit.unit import Unit
 
@@ -67,7 +64,7 @@ class UnshardHandle(_UnshardHandle):
         self._units = []
 
 
-class FSDP2Methods(fsdp.FSDPModule):
+class FSDP2Face(fsdp.FSDPModule):
     """The methods of FSDP2's `FSDPModule` that have another name in hsdp, or that it does not need.
 
     Each says what it does here; their arguments, and which modules they reach, are FSDP2's.
@@ -78,13 +75,6 @@ class FSDP2Methods(fsdp.FSDPModule):
 
     # -- accumulation --------------------------------------------------------------------------------------------
 
-    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too."""
-        flag = check_flag("set_requires_gradient_sync", requires_gradient_sync)
-        for unit in self._units(recurse):
-            settings = unit.settings
-            settings.requires_grad_sync = settings.requires_all_reduce = flag
-
     def reset_iter_state(self) -> None:
         """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
         for runtime in self._runtimes():
@@ -92,63 +82,11 @@ class FSDP2Methods(fsdp.FSDPModule):
 
     # -- reduction -----------------------------------------------------------------------------------------------
 
-    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's old name of `set_gradient_divide_factor`."""
-        self.set_gradient_divide_factor(factor)
-
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""
         check_flag("set_force_sum_reduction_for_comms", enable)
 
-    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
-        """True: parameters that no rank used get zeros, False: None (`set_unused_param_grads`).
-
-        Ranks that use different parameters are right either way: each always takes part for all of them.
-        """
-        flag = check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
-        for unit in self._units(recurse):
-            unit.gradients.unused = "zero" if flag else "none"
-
-    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Sets `CommPolicy.max_inflight_reduce_scatters`; the root's bounds all units below it."""
-        for unit in self._units(recurse):
-            unit.comm_policy = replace(unit.comm_policy, max_inflight_reduce_scatters=max_input_buffers)
-            runtime = runtime_of(unit)
-            if runtime is not None and runtime.root is unit:
-                runtime.pipeline.policy = unit.comm_policy
-
-    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
-        """Gives reduce-scatters a process group of their own, so that they need not wait for gathers, or takes it back.
-
-        Every rank of the mesh calls it. Units with the same shard ranks share the group.
-        """
-        flag = check_flag("set_separate_reduce_scatter_group", enable)
-        for unit in self._units(recurse):
-            unit.scatter_comm = twin_of(unit.shard_comm) if flag else unit.shard_comm
-        Root.generation += 1  # roots look again at what their units communicate over
-
-    def set_custom_all_gather(self, comm: AllGather | None) -> None:
-        """Gathers this module's unit by `comm`, see `hsdp.AllGather`; None: hsdp's own gather again."""
-        _check_custom("set_custom_all_gather", comm)
-        for unit in self._units(recurse=False):
-            unit.shard_comm.custom_all_gather = comm
-
-    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
-        """Reduce-scatters this module's unit by `comm`, see `hsdp.ReduceScatter`; None: hsdp's own again."""
-        _check_custom("set_custom_reduce_scatter", comm)
-        units = self._units(recurse=False)
-        if comm is not None:
-            refuse_in_tree("set_custom_reduce_scatter", units)
-        for unit in units:
-            unit.shard_comm.custom_reduce_scatter = unit.scatter_comm.custom_reduce_scatter = comm
-
     # -- gathering -----------------------------------------------------------------------------------------------
-
-    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
-        """With False the backward does not gather this module's unit: for one that needs no weights in it (embeddings)."""
-        flag = check_flag("set_unshard_in_backward", unshard_in_backward)
-        for unit in self._units(recurse=False):
-            unit.settings.unshard_in_backward = flag
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""
@@ -200,9 +138,7 @@ class PipelineFace:
         units = module._units()
         for runtime in module._runtimes():
             runtime.take_outside()
-        unfound = any([unit.unfound for unit in units])
-        for unit in units:
-            unit.unfound = False
+        unfound = any([unit.was_missed() for unit in units])
         if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
@@ -239,25 +175,11 @@ def share_comm_ctx(modules: list[Any]) -> None:
         ValueError: one of `modules` is not sharded.
     """
     for module in modules:
-        if not isinstance(module, FSDP2Methods):
+        if not isinstance(module, FSDP2Face):
             raise ValueError(f"share_comm_ctx: {type(module).__name__} is not sharded; call fully_shard on it first")
     runtimes = [own_state(module).own_runtime() for module in modules]
     for runtime in runtimes[1:]:
         runtime.share_streams(runtimes[0])
-
-
-def on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
-    """A hook that runs on `stream`, in order with what the current stream did before and does after."""
-
-    def there(tensor: Tensor) -> None:
-        module = torch.get_device_module(tensor.device)
-        here = module.current_stream()
-        stream.wait_stream(here)
-        with module.stream(stream):
-            hook(tensor)
-        here.wait_stream(stream)
-
-    return there
 
 
 def check_flag(method: str, value: Any) -> bool:
@@ -265,20 +187,3 @@ def check_flag(method: str, value: Any) -> bool:
     if not isinstance(value, bool):
         raise TypeError(f"{method}({value!r}): expected True or False")
     return value
-
-
-def refuse_in_tree(method: str, units: list[Unit]) -> None:
-    """Raises ValueError if one of `units` sums in the order of the tree, which a user's collective would not keep."""
-    for unit in units:
-        if unit.in_tree:
-            raise ValueError(
-                f"{method}: unit {unit.name!r} has CommPolicy(reduction='tree'), whose order of sums another collective "
-                "would not keep; leave the call out, or shard the module with reduction='any'"
-            )
-
-
-def _check_custom(method: str, comm: Any) -> None:
-    if comm is not None and not callable(comm):
-        raise TypeError(
-            f"{method}({comm!r}): expected None, or an object to call with output_tensor=, input_tensor=, group=, async_op="
-        )

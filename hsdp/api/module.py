@@ -1,4 +1,4 @@
-"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only. FSDP2's names: fsdp2.py."""
+"""`HSDPModule`: what a sharded module can do beyond its own class. Delegation only. Its setters: setters.py."""
 
 from __future__ import annotations
 
@@ -11,17 +11,15 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Methods, UnshardHandle, check_flag, on_stream, refuse_in_tree
-from hsdp.comm.replica_reduce import ReplicaReduce
+from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle
+from hsdp.api.setters import Setters
 from hsdp.params.ownership import PREFIX
-from hsdp.policies import check_reduce_op
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import set_compiler
 from hsdp.unit.lookup import units_below
 from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import SHARDED
 from hsdp.weights.full_params import gathered_apply
 from hsdp.weights.gather import check_idle
 
@@ -31,7 +29,7 @@ _classes: dict[type, type] = {}
 """Original class -> its sharded class."""
 
 
-class HSDPModule(FSDP2Methods):
+class HSDPModule(Setters):
     """What a sharded module can do beyond its own class.
 
     Setters reach this module and all sharded modules below it, with `recurse=False` this one alone; where FSDP2 has the
@@ -42,7 +40,7 @@ class HSDPModule(FSDP2Methods):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
-        faces = (HSDPModule, FSDP2Methods, FSDPModule, object)
+        faces = (HSDPModule, Setters, FSDP2Face, FSDPModule, object)
         original = next((base for base in cls.__mro__[1:] if base not in faces), None)
         if original is None:
             raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
@@ -133,10 +131,7 @@ class HSDPModule(FSDP2Methods):
             handle.wait()
             return None
         for unit in units:
-            if unit.residency is SHARDED:
-                unit.launch()
-                unit.note_shards()  # what is written to them from here on was not gathered
-            unit.pinned = True
+            unit.pin()
         return handle
 
     def reshard(self) -> None:
@@ -158,37 +153,6 @@ class HSDPModule(FSDP2Methods):
         return [runtime for runtime in found if runtime is not None]
 
     # -- gradient accumulation -----------------------------------------------------------------------------------
-
-    def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
-        """Whether backward communicates gradients.
-
-        With False, unsharded gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward
-        with True sends the sums. That takes the memory of an unsharded model in that dtype.
-        """
-        flag = check_flag("set_requires_grad_sync", requires_grad_sync)
-        for unit in self._units(recurse):
-            unit.settings.requires_grad_sync = flag
-
-    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
-        """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
-        flag = check_flag("set_requires_all_reduce", requires_all_reduce)
-        for unit in self._units(recurse):
-            unit.settings.requires_all_reduce = flag
-
-    def set_is_last_backward(self, is_last_backward: bool) -> None:
-        """Whether the end of backward waits for every reduction.
-
-        With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
-        wait for them. Schedules that compute gradients of weights apart look for weights in `parameters()`: with False it
-        shows unsharded parameters that `unshard(async_op=True)` keeps, until the next forward or backward ends.
-        """
-        flag = check_flag("set_is_last_backward", is_last_backward)
-        for unit in self._units():
-            unit.settings.drains = flag
-            if flag:
-                unit.unregister()
-            elif unit.pinned:
-                unit.register()
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
@@ -277,102 +241,7 @@ class HSDPModule(FSDP2Methods):
 
     # -- reduction -----------------------------------------------------------------------------------------------
 
-    def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
-        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
-        op = check_reduce_op(reduce_op, "set_reduce_op_type")
-        for unit in self._units(recurse):
-            unit.settings.reduce_op = op
-
-    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
-        _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
-        for unit in self._units(recurse):
-            unit.settings.gradient_scale = float(factor)
-
-    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
-        """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
-
-        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
-        """
-        if factor is not None:
-            _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
-        for unit in self._units(recurse):
-            unit.settings.divide_factor = None if factor is None else float(factor)
-
-    def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
-        """What a parameter gets that no rank used in a backward: "none" (the default, as on one device) or "zero".
-
-        With "zero" the used-flags are not read, which saves ranks with unused parameters a host synchronisation.
-        """
-        if unused not in ("none", "zero"):
-            raise ValueError(f"set_unused_param_grads({unused!r}): expected 'none' or 'zero'")
-        for unit in self._units(recurse):
-            unit.gradients.unused = "none" if unused == "none" else "zero"
-
-    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
-        """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.
-
-        The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
-        is called after the reduce-scatter. On a device the all-reduce stream is current, or `stream`, which may be given
-        without replicas only.
-
-        Raises:
-            ValueError: `stream` is given, and the unit has replicas.
-        """
-        for unit in self._units(recurse=False):
-            if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
-                raise ValueError(
-                    "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
-                    "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
-                )
-            unit.settings.all_reduce_hook = hook if hook is None or stream is None else on_stream(hook, stream)
-
-    def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
-        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`.
-
-        Raises:
-            TypeError: it is no such stage.
-            ValueError: its replicas are not in the mesh, and the mesh has replicas too; or a unit has
-                `CommPolicy(reduction="tree")`, whose order the stage would not keep.
-        """
-        if not callable(getattr(replica_reduce, "start", None)):
-            raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
-        beyond_mesh = bool(getattr(replica_reduce, "beyond_mesh", False))
-        units = self._units(recurse)
-        refuse_in_tree("set_replica_reduce", units)
-        for unit in units:
-            if beyond_mesh and unit.axes.replicate_size > 1:
-                raise ValueError(
-                    f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
-                    f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
-                )
-        for unit in units:
-            unit.settings.replica_reduce = replica_reduce
-            unit.settings.beyond_mesh = beyond_mesh
-
     # -- gathering -----------------------------------------------------------------------------------------------
-
-    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
-        """Whether unsharded parameters are freed after forward and gathered again for backward; see `fully_shard`."""
-        flag = check_flag("set_reshard_after_forward", reshard_after_forward)
-        for unit in self._units(recurse):
-            unit.settings.reshard_after_forward = flag
-
-    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
-        """Whether unsharded parameters are freed as soon as their backward is over; they never outlive the iteration."""
-        flag = check_flag("set_reshard_after_backward", reshard_after_backward)
-        for unit in self._units(recurse):
-            unit.settings.reshard_after_backward = flag
-
-    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
-        """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
-        for unit in self._units(recurse=False):
-            unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
-
-    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
-        """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
-        for unit in self._units(recurse=False):
-            unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
 
 def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = None) -> Any:
@@ -394,24 +263,6 @@ def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = Non
         return own_state(module).run(module, forward, args, kwargs)
     finally:
         set_compiler(compiler)
-
-
-def _check_factor(method: str, factor: Any, expected: str) -> None:
-    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
-        raise ValueError(f"{method}({factor!r}): expected {expected}")
-
-
-def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
-    if modules is None:
-        return None
-    units: list[Unit] = []
-    for module in modules:
-        if not isinstance(module, HSDPModule):
-            raise TypeError(
-                f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
-            )
-        units += module._units(recurse=False)
-    return units
 
 
 def has_forward(module: nn.Module) -> bool:

@@ -2,20 +2,21 @@
 
     GATHER 0, GATHER 1, OPEN 0, GATHER 2, OPEN 1, FORWARD 1, FREE 1, ... BACKWARD 2, FILL 2, SCATTER 2, ...
 
-The rules of orders, windows and turns are those of `Runtime` once the order of units is known. Reductions go through the
-very `ReduceQueue` that the engine drives.
+What is gathered ahead, and which reduction starts, waits and lands, is decided by the objects that the engine asks:
+`GatherOrder`, `BackwardGatherOrder` and `ReduceQueue`.
 """
 
 from __future__ import annotations
 
 import enum
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
+from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, GatherOrder
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
-from hsdp.schedule.room import room_for
 
 
 class Verb(enum.Enum):
@@ -62,6 +63,14 @@ def rehearse(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> lis
     return rehearsal.events
 
 
+@dataclass(eq=False)
+class _Unit:
+    """A unit, as the orders of gathers need to know it."""
+
+    op: int  # its index
+    whole_bytes: int
+
+
 class _Rehearsal:
     """Plays a step; the methods bear the names of what they stand for."""
 
@@ -80,7 +89,13 @@ class _Rehearsal:
         self._waiting: set[int] = set()  # being gathered
         self._parted: set[int] = set()
         self._queue = _Queue(self._policy, device, self._emit)
-        self._order: list[int] = []  # in which units are still to be gathered in this pass
+        self._places = [_Unit(index, unit.total("whole_bytes")) for index, unit in enumerate(units)]
+        self._forward_order: GatherOrder[_Unit] = GatherOrder()
+        self._gathers: BackwardGathers[_Unit] = BackwardGathers({}, ())
+        self._forward_order.begin()
+        for place in self._places:  # as the step before it recorded them
+            self._forward_order.visit(place, 0)
+        self._forward_order.end()
         self._opened: list[int] = []  # in backward, not freed yet
         self._last = True
 
@@ -95,16 +110,18 @@ class _Rehearsal:
 
     def forward(self) -> None:
         """The root's forward."""
-        self._order = list(range(len(self.units)))
+        self._forward_order.begin()
         self._forward_of(0)
+        self._forward_order.end()
 
     def _forward_of(self, unit: int) -> None:
-        self._open(unit)
+        self._open(unit, self._forward_order.visit(self._places[unit], self._window(unit)))
         for child in self._children[unit]:
             self._forward_of(child)
         self._emit(Verb.FORWARD, unit)
         # Where it was left open, the last one stays too: its backward comes first.
-        is_last = unit == len(self.units) - 1 and self.units[unit].facts.reshard_after_forward is None
+        left_open = self.units[unit].facts.reshard_after_forward is None
+        is_last = left_open and self._forward_order.is_last(self._places[unit])
         if self.units[unit].keeps or is_last:
             return
         if self.units[unit].parts > 1:
@@ -114,14 +131,12 @@ class _Rehearsal:
         else:
             self._free(unit)
 
-    def _open(self, unit: int) -> None:
+    def _window(self, unit: int) -> int:
+        return self.units[unit].facts.comm_policy.prefetch
+
+    def _open(self, unit: int, ahead: list[_Unit]) -> None:
         """Gathers it, unless it was gathered ahead, and the units of the window behind it."""
-        window = self.units[unit].facts.comm_policy.prefetch
-        if unit in self._order:
-            at = self._order.index(unit) + 1
-            del self._order[:at]
-        ahead = room_for((self.units[index].total("whole_bytes") for index in self._order), window)
-        for index in (unit, *self._order[:ahead]):
+        for index in (unit, *(place.op for place in ahead)):
             if index not in self._whole:
                 self._emit(Verb.REGATHER if index in self._parted else Verb.GATHER, index)
                 self._whole.add(index)
@@ -146,8 +161,8 @@ class _Rehearsal:
             return
         self._last = last
         self._opened = []
-        # What stayed whole is no part of the order of gathers.
-        self._order = [unit for unit in self._backward_order(0) if unit not in self._whole]
+        in_turn = [(self._places[unit], True) for unit in self._backward_order(0)]
+        self._gathers = BackwardGatherOrder[_Unit]().begin(in_turn)
         self._backward_of(0)
         self._queue.drain()
         for unit in range(len(self.units)):
@@ -170,7 +185,8 @@ class _Rehearsal:
         for index in done:
             self._opened.remove(index)
             self._free(index)
-        self._open(unit)
+        self._gathers.move_to(self._places[unit])
+        self._open(unit, self._gathers.next_units(self._window(unit)))
         self._opened.append(unit)
         self._emit(Verb.BACKWARD, unit)
         for child in reversed(self._children[unit]):

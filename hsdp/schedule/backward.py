@@ -116,7 +116,8 @@ class Backwards(Root):
             raise stale(unit)
         if visit is not None and creates_graph:
             # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
-            backward.keeps_graph = unit.retained = True
+            backward.keeps_graph = True
+            unit.retain()
             self._graphs.append(weakref.ref(visit))
             unit.note_shards()
         backward.entered.add(unit)
@@ -125,7 +126,7 @@ class Backwards(Root):
             unit.choose_trainable(afresh=False)
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
-        unit.state = BACKWARD_PRE
+        unit.becomes(BACKWARD_PRE)
         first_node = None if visit is None else visit.first_node
         opened = backward.opened
         begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
@@ -207,7 +208,8 @@ class Backwards(Root):
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
         self._launch(_ahead(backward, unit))
-        unit.retained = unit.retained or backward.keeps_graph
+        if backward.keeps_graph:
+            unit.retain()
         backward.turns.visit(unit)
         backward.opened[unit] = (first_node, graph_task())
 
@@ -266,7 +268,7 @@ class Backwards(Root):
             with torch.no_grad():
                 self._reduce(unit)
             return
-        unit.state = BACKWARD_POST
+        unit.becomes(BACKWARD_POST)
         settings = unit.settings
         if settings.requires_grad_sync:
             self.pipeline.make_room(unit.gradients.scatter_bytes)
@@ -332,7 +334,8 @@ class Backwards(Root):
         drains = self.root.settings.drains
         if not drains and not backward.reduces:
             for unit in backward.entered:
-                unit.unfound = unit.unfound or (any(unit.trainable) and not unit.pinned)
+                if any(unit.trainable) and not unit.pinned:
+                    unit.miss()
         if backward.reduces:
             left = self.reduce_order.end(backward.turns)
             for unit in (*left, *(u for u in self.units if u not in left)):
@@ -347,7 +350,7 @@ class Backwards(Root):
             self.pipeline.tell_errors()
         for unit in self.units:
             unit.remaining.clear()
-            unit.state = FORWARD if unit.calls else IDLE
+            unit.becomes(FORWARD if unit.calls else IDLE)
             if backward.keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
                 if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()

@@ -5,17 +5,31 @@
 
 A rank whose loss does not reach a unit passes over it in backward: it joins the all-gather that the others need, and
 reshards.
+
+Decisions alone, without tensors: the engine and the planner (`hsdp.planning`) ask the same objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from typing import Generic, Protocol, TypeVar
 
 from hsdp.schedule.room import room_for
-from hsdp.unit.unit import Unit
 
 
-class GatherOrder:
+class Gathered(Protocol):
+    """A unit, as far as the order of gathers depends on it."""
+
+    op: int
+    """Identifies it, on all ranks alike."""
+    whole_bytes: int
+    """Of its unsharded parameters."""
+
+
+UnitT = TypeVar("UnitT", bound=Gathered)
+
+
+class GatherOrder(Generic[UnitT]):
     """The order in which units were gathered in the last full pass, and where this pass is in it.
 
     Attributes:
@@ -23,8 +37,8 @@ class GatherOrder:
     """
 
     def __init__(self) -> None:
-        self._expected: list[Unit] = []
-        self._seen: list[Unit] = []
+        self._expected: list[UnitT] = []
+        self._seen: list[UnitT] = []
         self._follows = False
         self.plan = 0
 
@@ -33,7 +47,7 @@ class GatherOrder:
         self._seen = []
         self._follows = bool(self._expected)
 
-    def visit(self, unit: Unit, window: int) -> list[Unit]:
+    def visit(self, unit: UnitT, window: int) -> list[UnitT]:
         """Records that `unit` is entered; returns the window of units behind it, or none once the pass left the order."""
         at = len(self._seen)
         self._seen.append(unit)
@@ -41,7 +55,7 @@ class GatherOrder:
             self._follows = False
         return _window(self._expected, at + 1, window) if self._follows else []
 
-    def is_last(self, unit: Unit) -> bool:
+    def is_last(self, unit: UnitT) -> bool:
         """Whether `unit` is where a pass that kept to the order ends."""
         return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
 
@@ -58,7 +72,7 @@ class GatherOrder:
         self.cancel()
 
 
-class BackwardGatherOrder:
+class BackwardGatherOrder(Generic[UnitT]):
     """What is known about the units that backwards gather, from one to the next.
 
     Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
@@ -69,14 +83,14 @@ class BackwardGatherOrder:
     """
 
     def __init__(self) -> None:
-        self._absent: set[Unit] = set()
+        self._absent: set[UnitT] = set()
         self.plan = 0
 
-    def begin(self, units: Iterable[tuple[Unit, bool]]) -> BackwardGathers:
+    def begin(self, units: Iterable[tuple[UnitT, bool]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered, and whether gradients can enter each."""
         return BackwardGathers(dict(units), self._absent)
 
-    def end(self, gathers: BackwardGathers) -> None:
+    def end(self, gathers: BackwardGathers[UnitT]) -> None:
         """That backward is over."""
         self._absent -= gathers.entered
         self._absent.update(u for u, certain in gathers.certain.items() if not certain and u not in gathers.entered)
@@ -84,7 +98,7 @@ class BackwardGatherOrder:
             self.plan = hash(tuple(unit.op for unit in gathers.expected))
 
 
-class BackwardGathers:
+class BackwardGathers(Generic[UnitT]):
     """The order in which units are gathered in the backward of one forward, and where this rank is in it.
 
     Attributes:
@@ -92,18 +106,18 @@ class BackwardGathers:
         entered: those that this rank has entered.
     """
 
-    def __init__(self, certain: dict[Unit, bool], absent: Collection[Unit]) -> None:
+    def __init__(self, certain: dict[UnitT, bool], absent: Collection[UnitT]) -> None:
         self.certain = certain
         self.expected = [unit for unit, sure in certain.items() if sure or unit not in absent]
-        self.entered: set[Unit] = set()
+        self.entered: set[UnitT] = set()
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
 
-    def expects(self, unit: Unit) -> bool:
+    def expects(self, unit: UnitT) -> bool:
         """Whether `unit` has a place in this backward."""
         return unit in self._places
 
-    def before(self, unit: Unit) -> list[Unit]:
+    def before(self, unit: UnitT) -> list[UnitT]:
         """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
 
         There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
@@ -112,25 +126,25 @@ class BackwardGathers:
         place = self._places.get(unit, -1)
         return self._between(place) if place > self._at else []
 
-    def rest(self) -> list[Unit]:
+    def rest(self) -> list[UnitT]:
         """The units that are left, and that other ranks may have entered."""
         return self._between(len(self.expected))
 
-    def _between(self, stop: int) -> list[Unit]:
+    def _between(self, stop: int) -> list[UnitT]:
         between = self.expected[self._at : stop]
         return [unit for unit in between if self.certain[unit] and unit not in self.entered]
 
-    def move_to(self, unit: Unit) -> None:
+    def move_to(self, unit: UnitT) -> None:
         """`unit` is entered or passed over now."""
         place = self._places.get(unit, -1)
         if place >= self._at:
             self._at = place + 1
 
-    def next_units(self, window: int) -> list[Unit]:
+    def next_units(self, window: int) -> list[UnitT]:
         """The units of the window that are gathered next."""
         return _window(self.expected, self._at, window)
 
 
-def _window(order: list[Unit], at: int, window: int) -> list[Unit]:
+def _window(order: list[UnitT], at: int, window: int) -> list[UnitT]:
     """The units from place `at` on that are gathered ahead."""
     return order[at : at + room_for((order[i].whole_bytes for i in range(at, len(order))), window)]

@@ -51,27 +51,30 @@ class ModuleHooks:
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = graph_task(), next_node()
             try:
-                unit.calls = calls + 1
+                unit.is_called(calls + 1)
                 output = labelled("forward", unit.name, call, *args, **kwargs)
             finally:
-                unit.calls = calls
+                unit.is_called(calls)
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
             runtime.begin_forward()
         depth = runtime.depth
         try:
-            runtime.depth, unit.calls = depth + 1, calls + 1
+            runtime.depth = depth + 1
+            unit.is_called(calls + 1)
             runtime.enter_forward(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = NO_TASK, next_node()
             output = labelled("forward", unit.name, call, *args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
-            runtime.depth, unit.calls = depth, calls
+            runtime.depth = depth
+            unit.is_called(calls)
             self._leave(module, runtime, visit)
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.
-            runtime.depth, unit.calls = depth, calls
+            runtime.depth = depth
+            unit.is_called(calls)
             if depth == 0:
                 runtime.forget_forward()
             raise

@@ -81,5 +81,5 @@ class BackwardPass:
         self.opened: dict[Unit, tuple[Moment | None, int]] = {}
         self.entered: set[Unit] = set()
         self.behind: Pass | None = None
-        self.gathers: BackwardGathers | None = None
+        self.gathers: BackwardGathers[Unit] | None = None
         self.ending = False

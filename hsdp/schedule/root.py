@@ -57,8 +57,8 @@ class Root:
         self.units: list[Unit] = []
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
-        self._forward_order = GatherOrder()
-        self._backward_order = BackwardGatherOrder()
+        self._forward_order: GatherOrder[Unit] = GatherOrder()
+        self._backward_order: BackwardGatherOrder[Unit] = BackwardGatherOrder()
         self.reduce_order = ReduceOrder()
         self.forward_pass = Pass(0)
         self.backward: BackwardPass | None = None
@@ -141,7 +141,7 @@ class Root:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
-            unit.state = IDLE
+            unit.becomes(IDLE)
             if unit.undo_writes():
                 unit.let_go()
             try:

@@ -52,8 +52,7 @@ class Runtime(Backwards):
         if unit.context.observer is not None:
             unit.context.observer.passes(Point.FORWARD_ENTERED, unit)
         self.reduce_order.enter(unit)
-        unit.begin_forward(afresh=not self.reduce_order.awaited)
-        unit.state = FORWARD
+        unit.enter_forward(afresh=not self.reduce_order.awaited)
         ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
         self._gather(unit, unit.forward_version)
@@ -92,9 +91,7 @@ class Runtime(Backwards):
         Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
-        unit.ran.clear()
-        unit.state = IDLE
-        unit.check_unwritten()
+        unit.leave_forward()
         if not torch.is_grad_enabled():
             if self._stays(unit):
                 unit.keep()

@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from operator import attrgetter
-from typing import Any, Literal
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, shared_memory, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
+from hsdp.unit.settings import UnitSettings
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
 
 _requires_grad_of = attrgetter("requires_grad")
@@ -45,7 +46,6 @@ class Gradients:
     """The gradients of one unit.
 
     Attributes:
-        unused: what a parameter gets that no rank used: None or zeros.
         slots: unsharded gradients of the backward under way, one per parameter; None where none came.
         scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
         partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
@@ -55,14 +55,14 @@ class Gradients:
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
     """
 
-    def __init__(self, params: list[ManagedParam]) -> None:
+    def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any]) -> None:
         self._params = params
+        self._settings = settings
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
         self._few_rows: list[ManagedParam] = []
         self._made = ReducePlans(dtype_groups=1)
-        self.unused: Literal["none", "zero"] = "none"
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
         self.scatter_bytes = 0
@@ -327,7 +327,7 @@ class Gradients:
         self._remove_sentinels()
         for part in parts:
             plan = part.plan
-            used = part.used if self.unused == "none" else [True] * len(part.used)
+            used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
                 used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]

@@ -1,10 +1,13 @@
-"""What users may change about a unit between iterations: the attributes behind the setters of `HSDPModule`."""
+"""What users may change about a unit between iterations: the attributes behind the setters of `HSDPModule`.
+
+What more follows from than a value to read (process groups of its own, users' collectives) is set by methods of `Unit`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
@@ -27,6 +30,7 @@ class UnitSettings(Generic[UnitT]):
         requires_all_reduce: where it does, it sums over replicas too.
         drains: the end of a backward of which the unit is the root waits for every reduction.
         reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`.
+        unused_grads: what a parameter gets that no rank used: None or zeros.
         replica_reduce: the all-reduce stage; `beyond_mesh`: its replicas are not in the mesh.
         all_reduce_hook: called on each reduction buffer after that stage.
     """
@@ -42,6 +46,7 @@ class UnitSettings(Generic[UnitT]):
     reduce_op: ReduceOp = "avg"
     gradient_scale: float = 1.0
     divide_factor: float | None = None
+    unused_grads: Literal["none", "zero"] = "none"
     replica_reduce: ReplicaReduce = DEFAULT
     beyond_mesh: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None

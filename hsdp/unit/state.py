@@ -48,6 +48,50 @@ class Stateful(Protocol):
         ...
 
 
+class UnitActivity:
+    """What one unit is doing; `Unit` is one. Others tell it what begins and ends, and none of them writes to it.
+
+    Attributes:
+        state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
+        calls: forward calls of its modules under way.
+        ran: identities of its modules whose forward ended while others of them were still to run.
+        unfound: a backward that a schedule of pipelines split into inputs and weights came while its unsharded parameters
+            were not kept whole, so that the schedule did not find them.
+    """
+
+    def __init__(self) -> None:
+        self.state = IDLE
+        self.lent = False
+        self.calls = 0
+        self.ran: set[int] = set()
+        self.unfound = False
+
+    def becomes(self, state: TrainingState) -> None:
+        """From now on it does this."""
+        self.state = state
+
+    def is_called(self, calls: int) -> None:
+        """So many forward calls of its modules are under way. Set, not counted: an exception may come at any point."""
+        self.calls = calls
+
+    def lend(self) -> None:
+        """Its parameters are somebody's `full_params` from now on."""
+        self.lent = True
+
+    def take_back(self) -> None:
+        """They are its own again."""
+        self.lent = False
+
+    def miss(self) -> None:
+        """A split backward did not find its unsharded parameters."""
+        self.unfound = True
+
+    def was_missed(self) -> bool:
+        """Whether one did not since it was asked last."""
+        unfound, self.unfound = self.unfound, False
+        return unfound
+
+
 def training_state(unit: Stateful) -> TrainingState:
     """What `unit` is doing now. A backward that raised is over, though nobody could tell the unit."""
     if unit.lent:

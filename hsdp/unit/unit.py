@@ -8,13 +8,15 @@ from __future__ import annotations
 
 import weakref
 import zlib
+from dataclasses import replace
 from operator import attrgetter, or_
 from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
-from hsdp.comm.collectives import Comm
+from hsdp.comm.collectives import Comm, twin_of
+from hsdp.comm.custom import AllGather, ReduceScatter
 from hsdp.comm.groups import subgroup
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext, Observer, Point
@@ -33,7 +35,7 @@ from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.settings import UnitSettings
-from hsdp.unit.state import IDLE, expect, stale, unentered
+from hsdp.unit.state import FORWARD, IDLE, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
@@ -74,7 +76,7 @@ class Schedule(Protocol):
         ...
 
 
-class Unit(UnshardedParams):
+class Unit(UnitActivity, UnshardedParams):
     """A parameter group.
 
     Attributes:
@@ -83,17 +85,12 @@ class Unit(UnshardedParams):
         in_tree: its gradients are added in the order of the tree over data ranks.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
-        state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         runtime: the root's runtime, weakly held by `_runtime`.
         forward_version: `version` at the last forward.
         gradients: this rank's gradients, on their way to `.grad`.
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
             earlier one whose backward or whose sums are still to come.
-        calls: forward calls of its modules under way.
-        ran: identities of its modules whose forward ended while others of them were still to run.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
-        unfound: a backward that a schedule of pipelines split into inputs and weights came while its unsharded parameters
-            were not kept whole, so that the schedule did not find them.
         visits: how often backwards visited it, by the number of its forwards that waited for theirs.
     """
 
@@ -109,6 +106,7 @@ class Unit(UnshardedParams):
         replica_policy: ReplicaPolicy,
         ignored: frozenset[int],
     ) -> None:
+        super().__init__()
         self.name = name
         self.params = params
         self.axes = axes
@@ -121,8 +119,6 @@ class Unit(UnshardedParams):
         self.in_tree = comm_policy.reduction == "tree"
         if self.in_tree:
             self.settings.replica_reduce = TREE
-        self.state = IDLE
-        self.lent = False
 
         # Its place among others, known once a root is.
         self._runtime: weakref.ref[Schedule] | None = None
@@ -140,8 +136,6 @@ class Unit(UnshardedParams):
         self._written: str | None = None
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
-        self.calls = 0
-        self.ran: set[int] = set()
         self._kept_shards: list[int] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
@@ -151,13 +145,12 @@ class Unit(UnshardedParams):
         weakref.finalize(self, forget, self._registered)
 
         # Gradients.
-        self.gradients = Gradients(params)
+        self.gradients = Gradients(params, self.settings)
         self.trainable: tuple[bool, ...] = ()
         self._wanted: tuple[bool, ...] = ()
         self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
         self.visits: dict[int, int] = {}
-        self.unfound = False
 
         # Communication.
         self.context = CommContext(Streams(axes.device))
@@ -308,10 +301,41 @@ class Unit(UnshardedParams):
         """Tells `observer` from now on what the unit and its process groups do; None: nobody."""
         self.context.observer = observer
 
+    def separate_reduce_scatters(self, separate: bool) -> None:
+        """Gives its reduce-scatters a process group of their own, or takes it back. All ranks of the unit call it."""
+        self.scatter_comm = twin_of(self.shard_comm) if separate else self.shard_comm
+
+    def gather_by(self, custom: AllGather | None) -> None:
+        """Its gathers are `custom` from now on; None: the backend's."""
+        self.shard_comm.custom_all_gather = custom
+
+    def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
+        """Its reduce-scatters are `custom` from now on; None: the backend's."""
+        self.shard_comm.custom_reduce_scatter = self.scatter_comm.custom_reduce_scatter = custom
+
+    def bound_reduce_scatters(self, most: int) -> None:
+        """So many reductions may hold unsharded gradients, if it is a root."""
+        self.comm_policy = replace(self.comm_policy, max_inflight_reduce_scatters=most)
+
     def begin_forward(self, afresh: bool) -> None:
-        """A forward of one of its modules begins; `afresh` as in `choose_trainable`."""
+        """A forward begins that reads its unsharded parameters; `afresh` as in `choose_trainable`."""
         self.forward_version = self.version
         self.choose_trainable(afresh)
+
+    def enter_forward(self, afresh: bool) -> None:
+        """The same, of one of its modules."""
+        self.begin_forward(afresh)
+        self.state = FORWARD
+
+    def leave_forward(self) -> None:
+        """The forwards of all of its modules ended.
+
+        Raises:
+            StateError: one wrote to an unsharded parameter.
+        """
+        self.ran.clear()
+        self.state = IDLE
+        self.check_unwritten()
 
     def choose_trainable(self, afresh: bool) -> None:
         """Notes which parameters want gradients; users may change that at any moment.

@@ -154,6 +154,17 @@ class UnshardedParams:
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
             return self.part_comm.all_gather(self, self.op, outputs, inputs, None)
 
+    def pin(self) -> None:
+        """Starts the gather, if they are sharded; what it fills stays until `reshard`, or until the shards change."""
+        if self.residency is SHARDED:
+            self.launch()
+            self.note_shards()  # what is written to them from here on was not gathered
+        self.pinned = True
+
+    def retain(self) -> None:
+        """A graph of gradients may read their memory from now on."""
+        self.retained = True
+
     def keep_part(self) -> None:
         """Closes the unit after forward; its parameters stay, sharded over the smaller group, for the backward."""
         if self.part_comm is None or self.residency is not UNSHARDED:

@@ -206,7 +206,7 @@ class Loan:
 
     def show(self) -> None:
         """Registers the unsharded parameters."""
-        self.unit.lent = True
+        self.unit.lend()
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
                 module = place.module()
@@ -232,7 +232,7 @@ class Loan:
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
             refresh_flat_weights(module, place.name, getattr(module, place.name))
-        self.unit.lent = False
+        self.unit.take_back()
 
     def values(self, what: str) -> list[Tensor]:
         """The unsharded parameters as they were when they were hidden.

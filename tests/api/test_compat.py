@@ -155,7 +155,7 @@ REACH: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], bool]] = {
     ),
     "set_reduce_scatter_unused_params": (
         lambda m: m.set_reduce_scatter_unused_params(True),
-        lambda unit: unit.gradients.unused,
+        lambda unit: unit.settings.unused_grads,
         True,
     ),
     "set_reduce_scatter_max_input_buffers": (

@@ -10,8 +10,7 @@ from unittest import mock
 
 import pytest
 
-import hsdp.api.fsdp2
-import hsdp.api.module
+import hsdp.api.setters
 import hsdp.comm.work
 import hsdp.schedule.pipeline
 import hsdp.unit.gradients
@@ -205,12 +204,12 @@ def packed_parameters_are_unpacked_before_their_gather_was_waited_for() -> Any:
 def hooks_on_a_stream_of_their_own_are_not_waited_for() -> Any:
     def on_stream(hook: Callable[[Any], None], stream: Any) -> Callable[[Any], None]:
         def there(tensor: Any) -> None:
-            with hsdp.api.fsdp2.torch.get_device_module(tensor.device).stream(stream):
+            with hsdp.api.setters.torch.get_device_module(tensor.device).stream(stream):
                 hook(tensor)
 
         return there
 
-    return mock.patch.object(hsdp.api.module, "on_stream", on_stream)
+    return mock.patch.object(hsdp.api.setters, "_on_stream", on_stream)
 
 
 @mutant("offloaded", mode="slow compute")

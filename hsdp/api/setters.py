@@ -1,0 +1,268 @@
+"""The setters of `HSDPModule`, by what they change. Where FSDP2 has another name for one, it stands behind hsdp's."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.fsdp import FSDPModule
+
+from hsdp.api.fsdp2 import FSDP2Face, check_flag
+from hsdp.comm.custom import AllGather, ReduceScatter
+from hsdp.comm.replica_reduce import ReplicaReduce
+from hsdp.policies import check_reduce_op
+from hsdp.schedule.root import Root
+from hsdp.schedule.runtime import runtime_of
+from hsdp.unit.unit import Unit
+
+
+class Setters(FSDP2Face):
+    """What users may change about the units of a sharded module between iterations.
+
+    They are checked here and kept by the unit: in its `settings`, or by its own methods where more follows from them. How
+    far each reaches is told by `HSDPModule`.
+    """
+
+    # -- accumulation ----------------------------------------------------------------------------------------------
+
+    def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
+        """Whether backward communicates gradients.
+
+        With False, unsharded gradients are summed on this rank in fp32 (or the reduce dtype, if wider) until a backward
+        with True sends the sums. That takes the memory of an unsharded model in that dtype.
+        """
+        flag = check_flag("set_requires_grad_sync", requires_grad_sync)
+        for unit in self._units(recurse):
+            unit.settings.requires_grad_sync = flag
+
+    def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
+        """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too."""
+        flag = check_flag("set_requires_gradient_sync", requires_gradient_sync)
+        for unit in self._units(recurse):
+            settings = unit.settings
+            settings.requires_grad_sync = settings.requires_all_reduce = flag
+
+    def set_requires_all_reduce(self, requires_all_reduce: bool, *, recurse: bool = True) -> None:
+        """Whether backward sums over replicas; with False, sharded partial sums wait for a backward with True."""
+        flag = check_flag("set_requires_all_reduce", requires_all_reduce)
+        for unit in self._units(recurse):
+            unit.settings.requires_all_reduce = flag
+
+    def set_is_last_backward(self, is_last_backward: bool) -> None:
+        """Whether the end of backward waits for every reduction.
+
+        With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
+        wait for them. Schedules that compute gradients of weights apart look for weights in `parameters()`: with False it
+        shows unsharded parameters that `unshard(async_op=True)` keeps, until the next forward or backward ends.
+        """
+        flag = check_flag("set_is_last_backward", is_last_backward)
+        for unit in self._units():
+            unit.settings.drains = flag
+            if flag:
+                unit.unregister()
+            elif unit.pinned:
+                unit.register()
+
+    # -- what sums become ------------------------------------------------------------------------------------------
+
+    def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
+        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
+        op = check_reduce_op(reduce_op, "set_reduce_op_type")
+        for unit in self._units(recurse):
+            unit.settings.reduce_op = op
+
+    def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
+        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
+        _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
+        for unit in self._units(recurse):
+            unit.settings.gradient_scale = float(factor)
+
+    def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
+        """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
+
+        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
+        """
+        if factor is not None:
+            _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
+        for unit in self._units(recurse):
+            unit.settings.divide_factor = None if factor is None else float(factor)
+
+    def set_reduce_scatter_divide_factor(self, factor: float) -> None:
+        """FSDP2's old name of `set_gradient_divide_factor`."""
+        self.set_gradient_divide_factor(factor)
+
+    def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
+        """What a parameter gets that no rank used in a backward: "none" (the default, as on one device) or "zero".
+
+        With "zero" the used-flags are not read, which saves ranks with unused parameters a host synchronisation.
+        """
+        if unused not in ("none", "zero"):
+            raise ValueError(f"set_unused_param_grads({unused!r}): expected 'none' or 'zero'")
+        for unit in self._units(recurse):
+            unit.settings.unused_grads = "none" if unused == "none" else "zero"
+
+    def set_reduce_scatter_unused_params(self, reduce_scatter_unused_params: bool, *, recurse: bool = True) -> None:
+        """True: parameters that no rank used get zeros, False: None (`set_unused_param_grads`).
+
+        Ranks that use different parameters are right either way: each always takes part for all of them.
+        """
+        flag = check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        for unit in self._units(recurse):
+            unit.settings.unused_grads = "zero" if flag else "none"
+
+    # -- reductions ------------------------------------------------------------------------------------------------
+
+    def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
+        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`.
+
+        Raises:
+            TypeError: it is no such stage.
+            ValueError: its replicas are not in the mesh, and the mesh has replicas too; or a unit has
+                `CommPolicy(reduction="tree")`, whose order the stage would not keep.
+        """
+        if not callable(getattr(replica_reduce, "start", None)):
+            raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
+        beyond_mesh = bool(getattr(replica_reduce, "beyond_mesh", False))
+        units = self._units(recurse)
+        _refuse_in_tree("set_replica_reduce", units)
+        for unit in units:
+            if beyond_mesh and unit.axes.replicate_size > 1:
+                raise ValueError(
+                    f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
+                    f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
+                )
+        for unit in units:
+            unit.settings.replica_reduce = replica_reduce
+            unit.settings.beyond_mesh = beyond_mesh
+
+    def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
+        """Reduce-scatters this module's unit by `comm`, see `hsdp.ReduceScatter`; None: hsdp's own again."""
+        _check_custom("set_custom_reduce_scatter", comm)
+        units = self._units(recurse=False)
+        if comm is not None:
+            _refuse_in_tree("set_custom_reduce_scatter", units)
+        for unit in units:
+            unit.reduce_scatter_by(comm)
+
+    def set_all_reduce_hook(self, hook: Callable[[Tensor], None] | None, *, stream: Any = None) -> None:
+        """Calls `hook(tensor)` on each flat reduction buffer of this module's unit after its all-reduce.
+
+        The tensor is 1-D, in the reduce dtype, and may be changed in place; it becomes the gradients. Without replicas it
+        is called after the reduce-scatter. On a device the all-reduce stream is current, or `stream`, which may be given
+        without replicas only.
+
+        Raises:
+            ValueError: `stream` is given, and the unit has replicas.
+        """
+        for unit in self._units(recurse=False):
+            if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
+                raise ValueError(
+                    "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
+                    "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
+                )
+            unit.settings.all_reduce_hook = hook if hook is None or stream is None else _on_stream(hook, stream)
+
+    def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:
+        """Gives reduce-scatters a process group of their own, so that they need not wait for gathers, or takes it back.
+
+        Every rank of the mesh calls it. Units with the same shard ranks share the group.
+        """
+        flag = check_flag("set_separate_reduce_scatter_group", enable)
+        for unit in self._units(recurse):
+            unit.separate_reduce_scatters(flag)
+        Root.generation += 1  # roots look again at what their units communicate over
+
+    def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
+        """Sets `CommPolicy.max_inflight_reduce_scatters`; the root's bounds all units below it."""
+        for unit in self._units(recurse):
+            unit.bound_reduce_scatters(max_input_buffers)
+            runtime = runtime_of(unit)
+            if runtime is not None and runtime.root is unit:
+                runtime.pipeline.policy = unit.comm_policy
+
+    # -- gathers ---------------------------------------------------------------------------------------------------
+
+    def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
+        """Whether unsharded parameters are freed after forward and gathered again for backward; see `fully_shard`."""
+        flag = check_flag("set_reshard_after_forward", reshard_after_forward)
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_forward = flag
+
+    def set_reshard_after_backward(self, reshard_after_backward: bool, *, recurse: bool = True) -> None:
+        """Whether unsharded parameters are freed as soon as their backward is over; they never outlive the iteration."""
+        flag = check_flag("set_reshard_after_backward", reshard_after_backward)
+        for unit in self._units(recurse):
+            unit.settings.reshard_after_backward = flag
+
+    def set_unshard_in_backward(self, unshard_in_backward: bool) -> None:
+        """With False the backward does not gather this module's unit: for one that needs no weights in it (embeddings)."""
+        flag = check_flag("set_unshard_in_backward", unshard_in_backward)
+        for unit in self._units(recurse=False):
+            unit.settings.unshard_in_backward = flag
+
+    def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
+
+    def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
+        """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
+        for unit in self._units(recurse=False):
+            unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
+
+    def set_custom_all_gather(self, comm: AllGather | None) -> None:
+        """Gathers this module's unit by `comm`, see `hsdp.AllGather`; None: hsdp's own gather again."""
+        _check_custom("set_custom_all_gather", comm)
+        for unit in self._units(recurse=False):
+            unit.gather_by(comm)
+
+
+def _check_factor(method: str, factor: Any, expected: str) -> None:
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
+        raise ValueError(f"{method}({factor!r}): expected {expected}")
+
+
+def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
+    if modules is None:
+        return None
+    units: list[Unit] = []
+    for module in modules:
+        if not isinstance(module, Setters):
+            raise TypeError(
+                f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
+            )
+        units += module._units(recurse=False)
+    return units
+
+
+def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor], None]:
+    """A hook that runs on `stream`, in order with what the current stream did before and does after."""
+
+    def there(tensor: Tensor) -> None:
+        module = torch.get_device_module(tensor.device)
+        here = module.current_stream()
+        stream.wait_stream(here)
+        with module.stream(stream):
+            hook(tensor)
+        here.wait_stream(stream)
+
+    return there
+
+
+def _refuse_in_tree(method: str, units: list[Unit]) -> None:
+    """Raises ValueError if one of `units` sums in the order of the tree, which a user's collective would not keep."""
+    for unit in units:
+        if unit.in_tree:
+            raise ValueError(
+                f"{method}: unit {unit.name!r} has CommPolicy(reduction='tree'), whose order of sums another collective "
+                "would not keep; leave the call out, or shard the module with reduction='any'"
+            )
+
+
+def _check_custom(method: str, comm: Any) -> None:
+    if comm is not None and not callable(comm):
+        raise TypeError(
+            f"{method}({comm!r}): expected None, or an object to call with output_tensor=, input_tensor=, group=, async_op="
+        )

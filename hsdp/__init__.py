@@ -42,9 +42,9 @@ from hsdp.api.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.api.shard_units import by_numel, shard_units
 from hsdp.clip import clip_grad_norm_
 from hsdp.comm.compressed import CompressedAllReduce, CompressedReduceScatter
-from hsdp.comm.custom import AllGather, ReduceScatter
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
 from hsdp.comm.mesh import DataParallelMeshDims
-from hsdp.comm.replica_reduce import AllReduce, ReplicaReduce
+from hsdp.comm.replica_reduce import AllReduce
 from hsdp.errors import (
     CheckpointError,
     CollectiveError,

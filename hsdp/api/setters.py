@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
 from hsdp.api.fsdp2 import FSDP2Face, check_flag
-from hsdp.comm.custom import AllGather, ReduceScatter
-from hsdp.comm.replica_reduce import ReplicaReduce
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
+from hsdp.comm.replica_reduce import DEFAULT, AllReduceStage, CustomAllReduce
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import runtime_of
@@ -114,16 +114,28 @@ class Setters(FSDP2Face):
 
     # -- reductions ------------------------------------------------------------------------------------------------
 
-    def set_replica_reduce(self, replica_reduce: ReplicaReduce, *, recurse: bool = True) -> None:
-        """Replaces the all-reduce over replicas by another stage: see `ReplicaReduce`. Default: `hsdp.AllReduce()`.
+    def set_replica_reduce(self, replica_reduce: ReplicaReduce | AllReduceStage | None, *, recurse: bool = True) -> None:
+        """Replaces the all-reduce over replicas by a user's (see `hsdp.ReplicaReduce`), or by another one of hsdp's.
+
+        hsdp's are `hsdp.AllReduce()`, which is the default, as is None, `hsdp.CompressedAllReduce()`, and
+        `hsdp.elastic.replicas(manager)`.
 
         Raises:
-            TypeError: it is no such stage.
+            TypeError: it is none of them.
             ValueError: its replicas are not in the mesh, and the mesh has replicas too; or a unit has
                 `CommPolicy(reduction="tree")`, whose order the stage would not keep.
         """
-        if not callable(getattr(replica_reduce, "start", None)):
-            raise TypeError(f"set_replica_reduce({replica_reduce!r}): expected an object with a method `start`")
+        if replica_reduce is None:
+            stage: AllReduceStage = DEFAULT
+        elif callable(getattr(replica_reduce, "start", None)):
+            stage = cast(AllReduceStage, replica_reduce)
+        elif callable(replica_reduce):
+            stage = CustomAllReduce(replica_reduce)
+        else:
+            raise TypeError(
+                f"set_replica_reduce({replica_reduce!r}): expected None, an object to call with tensor=, group=, op=, "
+                "async_op=, or a stage such as hsdp.CompressedAllReduce()"
+            )
         beyond_mesh = bool(getattr(replica_reduce, "beyond_mesh", False))
         units = self._units(recurse)
         _refuse_in_tree("set_replica_reduce", units)
@@ -134,7 +146,7 @@ class Setters(FSDP2Face):
                     f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
                 )
         for unit in units:
-            unit.settings.replica_reduce = replica_reduce
+            unit.settings.replica_reduce = stage
             unit.settings.beyond_mesh = beyond_mesh
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:

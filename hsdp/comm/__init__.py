@@ -9,9 +9,9 @@
     labels.py            names of what is started and waited for, in torch.profiler
     observer.py          the points at which whoever watches a unit is told what happens: `hsdp.trace`
     groups.py            a process group's backend and patience; groups of some of its ranks
-    replica_reduce.py    the all-reduce over replicas, which users may replace (compressed.py: 16 bits on the wire)
+    replica_reduce.py    the all-reduce over replicas as a stage (compressed.py: 16 bits on the wire)
     tree.py              sums over ranks in one order, whatever the mesh
-    custom.py            users' own all-gather and reduce-scatter
+    custom.py            users' own all-gather, reduce-scatter and all-reduce: one shape, with torch's works
 
 May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`;
 how the host waits for it, into `work.py`.

@@ -15,7 +15,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.comm.custom import AllGather, ReduceScatter, gather_by, reduce_scatter_by
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
 from hsdp.comm.labels import Named, labels
@@ -142,12 +142,18 @@ class Comm:
 
     @labels
     def all_reduce(
-        self, owner: Named, op: int, tensors: list[Tensor], finish: Callable[[], object] | None = None
+        self,
+        owner: Named,
+        op: int,
+        tensors: list[Tensor],
+        finish: Callable[[], object] | None = None,
+        custom: ReplicaReduce | None = None,
     ) -> CommWork:
-        """Sums tensors over ranks, in place, in one call per dtype."""
+        """Sums tensors over ranks, in place, in one call per dtype; then `finish`. A `custom` one takes tensors singly."""
         group = self._ready(op, "all-reduce", owner)
-        works: list[Any] = []
-        self._sum_in_place(group, works, tensors)
+        works = [] if custom is None else all_reduce_by(custom, tensors, group, not self.context.streams.active)
+        if custom is None:
+            self._sum_in_place(group, works, tensors)
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
     @labels
@@ -415,18 +421,6 @@ def twin_of(comm: Comm) -> Comm:
     twin = Comm(group, comm.rank, comm.size, comm.device, comm.context)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
-
-
-def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Calls one and then the other, where there are both."""
-    if first is None or second is None:
-        return first or second
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
 
 
 def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:

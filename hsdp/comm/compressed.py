@@ -40,7 +40,7 @@ class CompressedAllReduce:
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place."""
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
         sizes = [tensor.numel() for tensor in tensors]
         part = -(-sum(sizes) // comm.size)
         sent = torch.zeros(part * comm.size, dtype=self.wire_dtype, device=tensors[0].device)

@@ -45,6 +45,18 @@ class ReduceScatter(Protocol):
         ...
 
 
+class ReplicaReduce(Protocol):
+    """An all-reduce over replicas, for `set_replica_reduce`: one that compresses, say, or that survives a lost replica."""
+
+    def __call__(self, tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False) -> dist.Work | None:
+        """Sums `tensor` (1-D, of the reduce dtype) over the ranks of `group`, in place; `op` is always `ReduceOp.SUM`.
+
+        Called for each reduction buffer, in the same order on every rank. What it returns is as for `AllGather`; the
+        current stream of a device is that of the all-reduces.
+        """
+        ...
+
+
 def gather_by(
     comm: AllGather, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
 ) -> tuple[list[Any], Callable[[], object] | None]:
@@ -82,6 +94,23 @@ def reduce_scatter_by(
         op = dist.ReduceOp.SUM
         works.append(comm(output_tensor=output, input_tensor=whole, group=group, op=op, async_op=async_op))
     return works, _copies(to, sources)
+
+
+def all_reduce_by(comm: ReplicaReduce, tensors: list[Tensor], group: ProcessGroup, async_op: bool) -> list[Any]:
+    """Starts the all-reduces; returns their works."""
+    return [comm(tensor=tensor, group=group, op=dist.ReduceOp.SUM, async_op=async_op) for tensor in tensors]
+
+
+def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    """Calls one and then the other, where there are both."""
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both
 
 
 def _copies(to: list[Tensor], sources: list[Tensor]) -> Callable[[], object] | None:

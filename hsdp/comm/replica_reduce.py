@@ -1,7 +1,10 @@
-"""The all-reduce stage of the pipeline as a small protocol: how the sums of one shard group meet those of its replicas.
+"""The all-reduce stage of the pipeline: how the sums of one shard group meet those of its replicas.
 
-Replace it (`set_replica_reduce`) to compress gradients, to survive the loss of a replica, or to shard the optimizer over
-replicas; the queue, its bounds and its order stay as they are.
+    hsdp's own stages     `AllReduce`; 16 bits on the wire (compressed.py), the order of a tree (tree.py), the replicas of a
+                          manager (`hsdp.elastic`)
+    users' own            a `ReplicaReduce` (custom.py), which `CustomAllReduce` makes a stage of
+
+Whichever it is, the queue, its bounds and its order stay as they are.
 """
 
 from __future__ import annotations
@@ -12,12 +15,13 @@ from typing import Protocol
 from torch import Tensor
 
 from hsdp.comm.collectives import Comm
+from hsdp.comm.custom import ReplicaReduce
 from hsdp.comm.labels import Named
 from hsdp.comm.work import CommWork
 
 
-class ReplicaReduce(Protocol):
-    """The all-reduce stage.
+class AllReduceStage(Protocol):
+    """A stage in terms of the engine's own collectives.
 
     One whose replicas are not in the mesh (`hsdp.elastic`) has an attribute `beyond_mesh`, which is true. It is called
     though the mesh has one replica, with a `comm` of one rank, and averages by itself, as the mesh does not tell over how
@@ -41,8 +45,21 @@ class AllReduce:
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `ReplicaReduce.start` says."""
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
         return comm.all_reduce(owner, op, tensors, finish)
+
+
+class CustomAllReduce:
+    """A stage of a user's all-reduce."""
+
+    def __init__(self, custom: ReplicaReduce) -> None:
+        self._custom = custom
+
+    def start(
+        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+    ) -> CommWork:
+        """Sums `tensors`, each by a call of the user's."""
+        return comm.all_reduce(owner, op, tensors, finish, self._custom)
 
 
 DEFAULT = AllReduce()

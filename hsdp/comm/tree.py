@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm, in_turn
+from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm
+from hsdp.comm.custom import in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.work import CommWork, TwoPhases
@@ -96,7 +97,7 @@ class TreeAllReduce:
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `ReplicaReduce.start` says."""
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
         return _all_reduce(comm, "all-reduce", owner, op, tensors, [], finish)
 
 

@@ -11,7 +11,7 @@ from typing import Generic, Literal, TypeVar
 
 from torch import Tensor
 
-from hsdp.comm.replica_reduce import DEFAULT, ReplicaReduce
+from hsdp.comm.replica_reduce import DEFAULT, AllReduceStage
 from hsdp.policies import ReduceOp
 
 UnitT = TypeVar("UnitT")
@@ -47,7 +47,7 @@ class UnitSettings(Generic[UnitT]):
     gradient_scale: float = 1.0
     divide_factor: float | None = None
     unused_grads: Literal["none", "zero"] = "none"
-    replica_reduce: ReplicaReduce = DEFAULT
+    replica_reduce: AllReduceStage = DEFAULT
     beyond_mesh: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
 

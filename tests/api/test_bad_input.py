@@ -264,6 +264,7 @@ _SETTERS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "set_reshard_after_backward": (2, TypeError, ("True or False",)),
     "set_reduce_op_type": ("max", ValueError, ("'max'", "'avg' or 'sum'")),
     "set_gradient_scaling_factor": (0, ValueError, ("not 0",)),
+    "set_replica_reduce": ("ring", TypeError, ("'ring'", "tensor=", "CompressedAllReduce")),
 }
 
 

@@ -426,6 +426,24 @@ class Scatter:
         return dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group, async_op)
 
 
+class Replicas:
+    """An all-reduce, counted, that is a gather and a sum in the order of ranks."""
+
+    def __init__(self, waits: bool) -> None:
+        self.calls = 0
+        self._waits = waits
+
+    def __call__(self, tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+        self.calls += 1
+        assert op == dist.ReduceOp.SUM and async_op
+        if not self._waits:
+            return dist.all_reduce(tensor, op, group, async_op)
+        parts = [torch.empty_like(tensor) for _ in range(group.size())]
+        dist.all_gather(parts, tensor, group=group)
+        tensor.copy_(torch.stack(parts).sum(0))
+        return None
+
+
 class Allocating:
     """Memory of its own, and collectives that return nothing."""
 
@@ -469,6 +487,27 @@ def _custom(env: RankEnv, shape: tuple[int, ...], fusion: Any, allocates: bool) 
     check_grads(model, plain, step, env.rank, env.world_size)
     assert before == (gather.calls, scatter.calls)
     check_rest(model)
+
+
+def _custom_replicas(env: RankEnv, shape: tuple[int, int], waits: bool) -> None:
+    plain = seeded(Deep)
+    model: Any = shard(copy.deepcopy(plain), env.mesh(shape))
+    custom = Replicas(waits)
+    model.set_replica_reduce(custom)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    units = len(list(model._units()))
+    assert custom.calls >= units, "called for every reduction of every unit"
+    calls = custom.calls
+    model.set_replica_reduce(None)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    assert custom.calls == calls
+    check_rest(model)
+
+
+@pytest.mark.parametrize("waits", [False, True], ids=["work", "no work"])
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)])
+def test_users_all_reduces_take_the_place_of_the_backends(pool4: Pool, shape: tuple[int, int], waits: bool) -> None:
+    pool4.run(_custom_replicas, shape, waits)
 
 
 @pytest.mark.parametrize("allocates", [False, True], ids=["in place", "own memory"])

@@ -16,7 +16,6 @@ import torch
 import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd import profiler
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed.device_mesh import DeviceMesh
@@ -79,9 +78,8 @@ gradient, which takes it three times as long.
 """
 
 
-def is_profiling() -> bool:
-    """Whether torch's profiler runs; torch's own optimizers read the same flag. Without it labels would cost the host."""
-    return profiler._is_profiler_enabled
+is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
+"""Whether torch's profiler runs in this thread; its public classes ask it too. Without it labels would cost the host."""
 
 
 # -- storages ---------------------------------------------------------------------------------------------------------

@@ -14,7 +14,7 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle
 from hsdp.api.setters import Setters
 from hsdp.params.ownership import PREFIX
-from hsdp.schedule.module_hooks import own_state
+from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import set_compiler
 from hsdp.unit.lookup import units_below
@@ -38,6 +38,8 @@ class HSDPModule(Setters):
     state that it is in, and those that were expected. Gradients and sums are those of the ranks of the unit's mesh.
     """
 
+    _hsdp_state: ModuleHooks
+
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
         faces = (HSDPModule, Setters, FSDP2Face, FSDPModule, object)
@@ -57,7 +59,7 @@ class HSDPModule(Setters):
             return torch.compiler.disable(_run_between_graphs, recursive=False)(self, args, kwargs)
         if (compiler := set_compiler(None)) is not None:  # torch 2.11 gives this frame up, and runs it
             return _run_between_graphs(self, args, kwargs, compiler)
-        return own_state(self).run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+        return self._hsdp_state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
@@ -74,7 +76,7 @@ class HSDPModule(Setters):
     def extra_repr(self) -> str:
         """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
         own = super().extra_repr()  # type: ignore[misc]
-        unit = own_state(self).unit
+        unit = self._hsdp_state.unit
         kinds = sorted(
             {f"{group.kind.storage} as {group.kind.compute}".replace("torch.", "") for group in unit.dtype_groups}
         )
@@ -89,7 +91,7 @@ class HSDPModule(Setters):
                 unit.runtime.settle()
             unit.gradients.refuse_pending(unit.name, "moving or casting the model")
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
-        unit = own_state(self).unit
+        unit = self._hsdp_state.unit
         # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
         if unit.disturbed() and len(unit.devices()) == 1:
             unit.rebuild()
@@ -97,7 +99,7 @@ class HSDPModule(Setters):
 
     def _units(self, recurse: bool = True) -> list[Unit]:
         units = units_below(cast(nn.Module, self), recurse)
-        return units if recurse else units + own_state(self).companions
+        return units if recurse else units + self._hsdp_state.companions
 
     def apply(self, fn: Callable[[nn.Module], object]) -> Any:
         """Does what `torch.nn.Module.apply` does, with unsharded parameters: `hsdp.gathered_apply(self, fn)`.
@@ -125,7 +127,7 @@ class HSDPModule(Setters):
         units = self._units(recurse=False)
         for unit in units:
             expect(unit, "unshard", *(state for state in TrainingState if state is not FULL_PARAMS))
-            own_state(self).user_opens()
+            self._hsdp_state.user_opens()
         handle = UnshardHandle(units)
         if not async_op:
             handle.wait()
@@ -182,7 +184,7 @@ class HSDPModule(Setters):
         before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
         # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory
         # of whole sums and the traffic of reduce-scatters.
-        scatters = own_state(self).unit.comm_policy.accumulate == "reduce_scatter"
+        scatters = self._hsdp_state.unit.comm_policy.accumulate == "reduce_scatter"
         for each in settings:
             each.requires_all_reduce = last
             each.requires_grad_sync = last or scatters
@@ -260,7 +262,7 @@ def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = Non
             set_compiler(before)
 
     try:
-        return own_state(module).run(module, forward, args, kwargs)
+        return module._hsdp_state.run(module, forward, args, kwargs)
     finally:
         set_compiler(compiler)
 
@@ -281,7 +283,7 @@ def sharded_class(cls: type) -> type:
         @functools.wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
-            state = own_state(self)
+            state = self._hsdp_state
             if torch.compiler.is_compiling() or state.unit.calls:
                 return original(self, *args, **kwargs)
             return state.run(self, functools.partial(original, self), args, kwargs)

@@ -1,7 +1,6 @@
 """One parameter: the sharded DTensor that users see, and the unsharded tensor that a forward computes with.
 
     param.py              both of them: start reading here
-    install.py            puts unsharded parameters in front of sharded ones, in their modules
     ownership.py          the table of who manages which parameter
     placement.py          `least_padding`: which dim to cut
     tensor_parallel.py    parameters that tensor parallelism has cut already

@@ -19,7 +19,7 @@ from hsdp.errors import StateError
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import NO_TASK, graph_task, next_node, sequence_number
+from hsdp.torch_private import NO_TASK, graph_task, is_profiling, next_node, sequence_number
 from hsdp.unit.state import IDLE, training_state
 from hsdp.unit.unit import Unit
 
@@ -52,7 +52,7 @@ class ModuleHooks:
             first_node = graph_task(), next_node()
             try:
                 unit.is_called(calls + 1)
-                output = labelled("forward", unit.name, call, *args, **kwargs)
+                output = self._forward(call, args, kwargs)
             finally:
                 unit.is_called(calls)
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
@@ -62,11 +62,10 @@ class ModuleHooks:
         depth = runtime.depth
         try:
             runtime.depth = depth + 1
-            unit.is_called(calls + 1)
             runtime.enter_forward(unit)
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = NO_TASK, next_node()
-            output = labelled("forward", unit.name, call, *args, **kwargs)
+            output = self._forward(call, args, kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
             runtime.depth = depth
             unit.is_called(calls)
@@ -79,6 +78,11 @@ class ModuleHooks:
                 runtime.forget_forward()
             raise
         return output
+
+    def _forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        if is_profiling():
+            return labelled("forward", self.unit.name, call, *args, **kwargs)
+        return call(*args, **kwargs)
 
     def after_forward(
         self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: Moment

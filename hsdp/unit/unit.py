@@ -25,7 +25,6 @@ from hsdp.comm.tree import TREE
 from hsdp.comm.work import CommWork
 from hsdp.errors import StateError
 from hsdp.offload import OffloadPolicy
-from hsdp.params.install import Shadows
 from hsdp.params.ownership import forget, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, is_trainable
@@ -34,6 +33,7 @@ from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
+from hsdp.unit.install import Shadows
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import FORWARD, IDLE, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
@@ -324,6 +324,7 @@ class Unit(UnitActivity, UnshardedParams):
 
     def enter_forward(self, afresh: bool) -> None:
         """The same, of one of its modules."""
+        self.calls += 1
         self.begin_forward(afresh)
         self.state = FORWARD
 

@@ -19,10 +19,10 @@ from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import DivergenceError, ExtensionError, StateError
-from hsdp.params.install import Shadows
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
+from hsdp.unit.install import Shadows
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 

@@ -138,7 +138,7 @@ class PipelineFace:
         units = module._units()
         for runtime in module._runtimes():
             runtime.take_outside()
-        unfound = any([unit.was_missed() for unit in units])
+        unfound = any([unit.pop_unfound() for unit in units])
         if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "

@@ -126,7 +126,7 @@ class Backwards(Root):
             unit.choose_trainable(afresh=False)
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
-        unit.becomes(BACKWARD_PRE)
+        unit.set_state(BACKWARD_PRE)
         first_node = None if visit is None else visit.first_node
         opened = backward.opened
         begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
@@ -268,7 +268,7 @@ class Backwards(Root):
             with torch.no_grad():
                 self._reduce(unit)
             return
-        unit.becomes(BACKWARD_POST)
+        unit.set_state(BACKWARD_POST)
         settings = unit.settings
         if settings.requires_grad_sync:
             self.pipeline.make_room(unit.gradients.scatter_bytes)
@@ -335,7 +335,7 @@ class Backwards(Root):
         if not drains and not backward.reduces:
             for unit in backward.entered:
                 if any(unit.trainable) and not unit.pinned:
-                    unit.miss()
+                    unit.note_unfound()
         if backward.reduces:
             left = self.reduce_order.end(backward.turns)
             for unit in (*left, *(u for u in self.units if u not in left)):
@@ -350,7 +350,7 @@ class Backwards(Root):
             self.pipeline.tell_errors()
         for unit in self.units:
             unit.remaining.clear()
-            unit.becomes(FORWARD if unit.calls else IDLE)
+            unit.set_state(FORWARD if unit.calls else IDLE)
             if backward.keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
                 if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()

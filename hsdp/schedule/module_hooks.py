@@ -51,10 +51,10 @@ class ModuleHooks:
             args, kwargs = self._cast_inputs(args, kwargs)
             first_node = graph_task(), next_node()
             try:
-                unit.is_called(calls + 1)
+                unit.set_calls(calls + 1)
                 output = self._forward(call, args, kwargs)
             finally:
-                unit.is_called(calls)
+                unit.set_calls(calls)
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
@@ -68,12 +68,12 @@ class ModuleHooks:
             output = self._forward(call, args, kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
             runtime.depth = depth
-            unit.is_called(calls)
+            unit.set_calls(calls)
             self._leave(module, runtime, visit)
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth = depth
-            unit.is_called(calls)
+            unit.set_calls(calls)
             if depth == 0:
                 runtime.forget_forward()
             raise

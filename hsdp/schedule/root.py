@@ -141,7 +141,7 @@ class Root:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
-            unit.becomes(IDLE)
+            unit.set_state(IDLE)
             if unit.undo_writes():
                 unit.let_go()
             try:

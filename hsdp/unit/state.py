@@ -66,11 +66,11 @@ class UnitActivity:
         self.ran: set[int] = set()
         self.unfound = False
 
-    def becomes(self, state: TrainingState) -> None:
+    def set_state(self, state: TrainingState) -> None:
         """From now on it does this."""
         self.state = state
 
-    def is_called(self, calls: int) -> None:
+    def set_calls(self, calls: int) -> None:
         """So many forward calls of its modules are under way. Set, not counted: an exception may come at any point."""
         self.calls = calls
 
@@ -82,11 +82,11 @@ class UnitActivity:
         """They are its own again."""
         self.lent = False
 
-    def miss(self) -> None:
+    def note_unfound(self) -> None:
         """A split backward did not find its unsharded parameters."""
         self.unfound = True
 
-    def was_missed(self) -> bool:
+    def pop_unfound(self) -> bool:
         """Whether one did not since it was asked last."""
         unfound, self.unfound = self.unfound, False
         return unfound

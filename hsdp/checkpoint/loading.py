@@ -142,7 +142,8 @@ def resume(
     one.
 
     Returns:
-        As `load`; None, on every rank, if `directory` does not exist, or has nothing in it that could be a checkpoint.
+        As `load`; None, on every rank, if `directory` does not exist, or has nothing in it that could be a checkpoint. If
+        directories in it have some, one of which may have been meant, rank 0 logs a warning.
     """
 
     def job() -> _Job:
@@ -213,7 +214,21 @@ def _found(found: _Found | None, path: object) -> _Found:
     if found is None:
         where = store.expanded(path)  # type: ignore[arg-type]
         what = "is neither a checkpoint nor a directory that has a complete one" if where.is_dir() else "is not a directory"
-        raise CheckpointError(f"{path} {what}")
+        names = store.directories_below(where) if where.is_dir() else []
+        below = f"; those in it that do: {', '.join(names[:5])}" if names else ""
+        raise CheckpointError(f"{path} {what}{below}")
+    return found
+
+
+def _found_if_any(found: _Found | None, path: AnyPath) -> _Found | None:
+    """For a run that begins anew if nothing is found: it is told of what it may have meant, one level further down."""
+    if found is None and (names := store.directories_below(path)):
+        store.logger.warning(
+            "%s has no checkpoint of its own, so this run begins anew; there are some in %s: to go on from one, give that "
+            "directory",
+            path,
+            ", ".join(names[:5]),
+        )
     return found
 
 
@@ -278,8 +293,9 @@ def _load(
     ranks = Ranks(process_group)
     what = f"loading {path}"
     job = ranks.agree(what, make, {"an optimizer": with_optimizer, "validate": validate})
+    demand = _found if must_be else _found_if_any
     for left in reversed(range(_TRIES)):
-        found = ranks.one(what, lambda: _named(job.path, _found(_find(job.path), path) if must_be else _find(job.path)))
+        found = ranks.one(what, lambda: _named(job.path, demand(_find(job.path), job.path)))
         if found is None:
             return None
         name, manifest = found

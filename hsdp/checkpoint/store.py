@@ -144,6 +144,17 @@ def holds_something(directory: AnyPath) -> list[str]:
     ]
 
 
+def directories_below(directory: AnyPath) -> list[str]:
+    """The names of directories in `directory` that have checkpoints of hsdp in them: those of runs, perhaps."""
+    with contextlib.suppress(OSError):
+        return [
+            inner.name
+            for inner in _entries(directory)
+            if inner.is_dir() and any(has(path, MANIFEST) for path in inner.iterdir() if NAME.fullmatch(path.name))
+        ]
+    return []
+
+
 # -- writing -------------------------------------------------------------------------------------------------------
 
 

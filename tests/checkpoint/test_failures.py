@@ -56,6 +56,21 @@ def test_resume_loads_whatever_is_a_checkpoint_and_begins_anew_only_where_nothin
         checkpoint.resume(tmp_path, model)
 
 
+def test_the_directory_above_a_run_is_not_taken_for_it_without_a_word(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path / "runs" / "first", model, step=3)
+    (tmp_path / "runs" / "logs" / "of-today").mkdir(parents=True)
+    assert checkpoint.resume(tmp_path / "runs", model) is None
+    assert "runs has no checkpoint of its own, so this run begins anew; there are some in first:" in caplog.text
+    with pytest.raises(CheckpointError, match="a directory that has a complete one; those in it that do: first"):
+        checkpoint.load(tmp_path / "runs", model)
+    caplog.clear()
+    assert checkpoint.resume(tmp_path / "runs" / "logs", model) is None
+    assert not caplog.text
+
+
 def test_a_foreign_directory_among_ours_neither_blocks_nor_is_touched(tmp_path: Path) -> None:
     model = nn.Linear(2, 2)
     plain_dcp(tmp_path / "step-10", model)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import GeneratorType
 from typing import Any
 
@@ -20,7 +21,7 @@ from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors
 from hsdp.schedule.passes import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, next_node, sequence_number
-from hsdp.unit.state import IDLE, training_state
+from hsdp.unit.state import IDLE, other_thread, training_state
 from hsdp.unit.unit import Unit
 
 
@@ -59,6 +60,8 @@ class ModuleHooks:
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
             runtime.begin_forward()
+        elif runtime.thread != get_ident():
+            raise other_thread(unit)
         depth = runtime.depth
         try:
             runtime.depth = depth + 1

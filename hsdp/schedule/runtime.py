@@ -6,6 +6,7 @@ iteration left.
 
 from __future__ import annotations
 
+from threading import get_ident
 from typing import cast
 
 import torch
@@ -24,6 +25,7 @@ class Runtime(Backwards):
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
+        self.thread = get_ident()
         self.recover("a backward pass did not end")
         self.adopt()
         self.tell(Point.FORWARD_BEGINS)

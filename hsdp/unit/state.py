@@ -137,6 +137,14 @@ def unentered(unit: Stateful, what: str) -> StateError:
     )
 
 
+def other_thread(unit: Stateful) -> StateError:
+    """The error of a forward beside one in another thread, which would free the parameters that this one reads."""
+    return StateError(
+        f"unit {unit.name!r}: its forward was called while a forward of the same model runs in another thread; call a "
+        "sharded model from one thread at a time (a lock around the calls, or one thread that serves a queue)"
+    )
+
+
 def written(unit: str, name: str) -> StateError:
     """The error of a write to unsharded parameter `name` of unit `unit`, which would be lost with it."""
     return StateError(

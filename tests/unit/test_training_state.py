@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import copy
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -55,6 +57,39 @@ def _sequence(env: RankEnv) -> None:
 
 def test_units_say_what_they_are_doing(pool2: Pool) -> None:
     pool2.run(_sequence)
+
+
+def _threads(env: RankEnv) -> None:
+    plain = seeded(Meddling)
+    model: Any = shard(copy.deepcopy(plain), env.mesh(2))
+    errors: list[BaseException] = []
+
+    def elsewhere() -> None:
+        for module in (model, model.blocks[0]):
+            try:
+                module(floats(env.rank))
+            except hsdp.StateError as error:
+                errors.append(error)
+
+    def meddle() -> None:
+        thread = threading.Thread(target=elsewhere)
+        thread.start()
+        thread.join()
+
+    model.in_forward = meddle
+    check_grads(model, plain, step, env.rank, env.world_size)
+    told = "its forward was called while a forward of the same model runs in another thread; call a sharded model from one"
+    assert len(errors) == 2 and all(told in str(error) for error in errors), errors
+    model.in_forward = lambda: None
+    thread = threading.Thread(target=step, args=(model, env.rank))  # by turns they are welcome
+    thread.start()
+    thread.join()
+    model.zero_grad()
+    check_rest(model)
+
+
+def test_forwards_in_two_threads_at_once_are_refused_and_do_no_harm(pool2: Pool) -> None:
+    pool2.run(_threads)
 
 
 def _in_forward(model: Any, call: Callable[[], object], rank: int) -> None:

@@ -57,11 +57,11 @@ class ModuleHooks:
             finally:
                 unit.set_calls(calls)
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
+        if runtime is not None and (runtime.thread != get_ident() if runtime.depth else runtime.in_other_backward()):
+            raise other_thread(unit)
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
             runtime.begin_forward()
-        elif runtime.thread != get_ident():
-            raise other_thread(unit)
         depth = runtime.depth
         try:
             runtime.depth = depth + 1

@@ -10,6 +10,7 @@ only those above itself in this list.
 
 from __future__ import annotations
 
+import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
@@ -33,6 +34,9 @@ from hsdp.torch_private import NO_TASK, graph_task, running_node
 from hsdp.unit.state import IDLE
 from hsdp.unit.unit import Schedule, Unit
 from hsdp.unit.unsharded import SHARDED, Version
+
+_LETS_GO = 0.1
+"""Seconds."""
 
 
 class Root:
@@ -191,6 +195,19 @@ class Root:
         if backward is None or not backward.tasks or graph_task() == NO_TASK:
             return False
         bury_tasks(backward)
+        return bool(backward.tasks)
+
+    def in_other_backward(self) -> bool:
+        """Whether a backward of this root runs, for a caller that is not inside of it: then another thread runs it."""
+        backward = self.backward
+        if backward is None:
+            return False
+        bury_tasks(backward)
+        # One that failed on a device has told the host before the engine's thread has let go of it.
+        deadline = time.monotonic() + (_LETS_GO if self.streams.active else 0.0)
+        while backward.tasks and time.monotonic() < deadline:
+            time.sleep(1e-4)
+            bury_tasks(backward)
         return bool(backward.tasks)
 
     def running(self) -> Moment:

@@ -76,11 +76,15 @@ def _threads(env: RankEnv) -> None:
         thread.start()
         thread.join()
 
-    model.in_forward = meddle
-    check_grads(model, plain, step, env.rank, env.world_size)
-    told = "its forward was called while a forward of the same model runs in another thread; call a sharded model from one"
-    assert len(errors) == 2 and all(told in str(error) for error in errors), errors
-    model.in_forward = lambda: None
+    for moment in ("in_forward", "in_backward"):
+        setattr(model, moment, meddle)
+        check_grads(model, plain, step, env.rank, env.world_size)
+        setattr(model, moment, lambda: None)
+        check_rest(model)
+    told = (
+        "its forward was called while a forward or backward of the same model runs in another thread; run a sharded model"
+    )
+    assert len(errors) == 4 and all(told in str(error) for error in errors), errors
     thread = threading.Thread(target=step, args=(model, env.rank))  # by turns they are welcome
     thread.start()
     thread.join()
@@ -88,7 +92,7 @@ def _threads(env: RankEnv) -> None:
     check_rest(model)
 
 
-def test_forwards_in_two_threads_at_once_are_refused_and_do_no_harm(pool2: Pool) -> None:
+def test_passes_in_two_threads_at_once_are_refused_and_do_no_harm(pool2: Pool) -> None:
     pool2.run(_threads)
 
 

@@ -351,7 +351,9 @@ class Backwards(Root):
         for unit in self.units:
             unit.remaining.clear()
             unit.set_state(FORWARD if unit.calls else IDLE)
-            if backward.keeps_graph and unit.retained:  # entered or passed over: whole on all ranks until the next forward
+            if backward.keeps_graph and (unit.retained or unit in backward.opened):
+                # Entered or passed over: whole on all ranks until the next forward, or one before it would gather on some.
+                _stay(unit)
                 if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()
             elif unit in backward.opened and not unit.settings.reshard_after_backward:

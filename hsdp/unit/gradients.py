@@ -429,15 +429,13 @@ class Gradients:
         for part in self._open:
             part.void = True
         self._open.clear()
-        watched: list[int] = []
         able = self._undo.run(at_once)
         if self._owed_before is not None:
             self.kept, self.deferred, watched = self._owed_before
+            self._sentinels.restore(watched)
         if self._partial_before is not None:
             self.partial = self._partial_before[0]
         self._owed_before = self._partial_before = None
-        for slot in watched:
-            self._sentinels.put_up(slot)
         self._stash.clear()
         if self.kept or not able:
             self.lose()

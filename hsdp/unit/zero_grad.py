@@ -279,6 +279,13 @@ class Sentinels:
         elif param.sharded.grad is grad:
             param.sharded.grad = None
 
+    def restore(self, slots: list[int]) -> None:
+        """They stand where they stood before a backward that failed, and nowhere else: other sums are not to come."""
+        for slot in set(self._up).difference(slots):
+            self.take_down(slot)
+        for slot in slots:
+            self.put_up(slot)
+
     def take_all_down(self) -> None:
         """As `take_down`, of all of them."""
         for slot in list(self._up):

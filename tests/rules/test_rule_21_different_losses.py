@@ -47,12 +47,17 @@ class TwoHeads(nn.Module):
             raise Boom
         if how == "raises in backward":
             x = _Raises.apply(x)
-        y = checkpoint(self._recomputed, x, aux, use_reentrant=self.reentrant)
+        y = checkpoint(self._recomputed, x, aux, how, use_reentrant=self.reentrant)
         y = y.detach() if how == "detached" else y
         return [head(y) for head in self.heads]
 
-    def _recomputed(self, x: Tensor, aux: list[Tensor]) -> Tensor:
+    def _recomputed(self, x: Tensor, aux: list[Tensor], how: str) -> Tensor:
         y = torch.tanh(self.blocks[2](x))
+        if how == "inner graph":
+            with torch.enable_grad():
+                probe = x.detach().requires_grad_()
+                (grad,) = torch.autograd.grad(self.blocks[2](probe).square().sum(), probe, create_graph=True)
+            y = y + 0.1 * grad
         aux.append(y.square().mean())
         return y
 
@@ -118,6 +123,15 @@ def recomputed_against_expectation(model: nn.Module, rank: int) -> None:
     model.reentrant = False
 
 
+def graph_in_a_recomputation(model: nn.Module, rank: int) -> None:
+    """A recomputed block makes a graph of gradients behind heads that some ranks entered and others passed over."""
+    model.reentrant = True
+    first, second = loss_of(model, rank, even=True), loss_of(model, rank, 1, how="inner graph")
+    second.backward()
+    first.backward()
+    model.reentrant = False
+
+
 def stays_after_backward(model: nn.Module, rank: int) -> None:
     """Two forwards, then their backwards. Units stay whole behind the first one, entered by a rank or passed over."""
     both, one = (loss_of(model, rank, k, even=k == 0) for k in range(2))
@@ -146,6 +160,7 @@ RUNS = (
     another_backward_failed,
     penalty_and_a_failed_forward,
     recomputed_against_expectation,
+    graph_in_a_recomputation,
     stays_after_backward,
 )
 

@@ -289,6 +289,30 @@ def test_rule_33_what_is_pending_decides(pool4: Pool, levels: str, then: str) ->
         pool4.run(check_second_backward, shape, levels, then)
 
 
+def check_nothing_stands_behind(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Sums that were zeroed do not come back with a backward that fails: gradients may be changed, and stepped."""
+    model = shard(seeded(Deep), env.mesh(shape))
+    _play(model, env.rank, "scatter")
+    for param in model.parameters():
+        assert param.grad is not None
+        param.grad.zero_()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        _fail(model, env.rank, "local", 0)
+        for param in model.parameters():
+            assert param.grad is not None
+            param.grad.mul_(0.5)
+    assert model.pending_gradients() == {}  # type: ignore[operator]
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert_same(full_params(model), dict(seeded(Deep).named_parameters()), 0.0, 0.0)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("shape", MESHES)
+def test_rule_31_sums_that_were_zeroed_stay_zero(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_nothing_stands_behind, shape)
+
+
 class Heads(nn.Module):
     """Heads, of which each rank uses its own."""
 

@@ -22,6 +22,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp import HSDPModule
+from hsdp.errors import DivergenceError
 from tests.soak.actions.excuses import excuse_for
 from tests.soak.actions.fsdp2 import FSDP2
 from tests.soak.actions.models import Planned
@@ -235,7 +236,9 @@ class _Play:
         named = isinstance(error, self.sharded.errors)
         if "wrote to parameter" in told:
             self.repair()
-        if (named and twins is not None) or excuse_for(type(error).__name__, told, action[0], facts) is not None:
+        # Ranks that play the same program never disagree, whatever else fails in it: that is nobody's excuse.
+        owed = named and twins is not None and not isinstance(error, DivergenceError)
+        if owed or excuse_for(type(error).__name__, told, action[0], facts) is not None:
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
             return
         stack = error.__dict__["stack"]

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from threading import get_ident
 from types import GeneratorType
 from typing import Any
 
@@ -57,7 +56,7 @@ class ModuleHooks:
             finally:
                 unit.set_calls(calls)
             return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
-        if runtime is not None and (runtime.thread != get_ident() if runtime.depth else runtime.in_other_backward()):
+        if runtime is not None and runtime.runs_elsewhere():
             raise other_thread(unit)
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()

@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from threading import get_ident
 from typing import ClassVar, cast
 
 import torch
@@ -197,8 +198,12 @@ class Root:
         bury_tasks(backward)
         return bool(backward.tasks)
 
-    def in_other_backward(self) -> bool:
-        """Whether a backward of this root runs, for a caller that is not inside of it: then another thread runs it."""
+    def runs_elsewhere(self) -> bool:
+        """Whether another thread runs a forward or backward of this root. Asked where a forward begins."""
+        if graph_task() != NO_TASK:  # a recomputation, which on a device the engine's own thread makes
+            return False
+        if self.depth:
+            return self.thread != get_ident()
         backward = self.backward
         if backward is None:
             return False

@@ -91,9 +91,9 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "StateError",
-        ("forward", "toggle", "backward"),
+        ("forward", "eval", "toggle", "backward"),
         _any_of("toggled", "toggle"),
-        "requires_grad changed while sums of the parameters chosen before are pending",
+        "requires_grad changed while sums of the parameters chosen before are pending, which any forward finds",
         "requires_grad of parameter",
     ),
     Excuse(

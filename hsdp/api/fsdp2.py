@@ -1,8 +1,8 @@
-"""FSDP2's face: names of `torch.distributed.fsdp` that differ from hsdp's own, with FSDP2's meaning and reach.
+"""FSDP2's face: what scripts and libraries written for `torch.distributed.fsdp` meet beside hsdp's own methods.
 
 `HSDPModule` is a real subclass of torch's `FSDPModule`, because libraries ask `isinstance(module, FSDPModule)` and a plain
-class cannot be joined in any other way. So every public method of that class is overridden, here or in `HSDPModule`:
-what cannot be had is refused with a remedy, and nothing of torch's own implementation is ever reached.
+class cannot be joined in any other way. So every public method of that class is overridden, here, in setters.py or in
+`HSDPModule`: what cannot be had is refused with a remedy, and nothing of torch's own implementation is ever reached.
 
     who asks                     what it does with the answer                          with hsdp
     pipelining schedules         unshard / reshard around the micro-batches, switches  works: `PipelineFace`
@@ -65,7 +65,7 @@ class UnshardHandle(_UnshardHandle):
 
 
 class FSDP2Face(fsdp.FSDPModule):
-    """The methods of FSDP2's `FSDPModule` that have another name in hsdp, or that it does not need.
+    """The methods of FSDP2's `FSDPModule` that hsdp does not need, or does not have.
 
     Each says what it does here; their arguments, and which modules they reach, are FSDP2's.
     """
@@ -73,20 +73,16 @@ class FSDP2Face(fsdp.FSDPModule):
     _units: Callable[..., list[Unit]]
     _runtimes: Callable[[], list[Runtime]]
 
-    # -- accumulation --------------------------------------------------------------------------------------------
+    # -- what is not needed --------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
         """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
         for runtime in self._runtimes():
             runtime.reset()
 
-    # -- reduction -----------------------------------------------------------------------------------------------
-
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""
         check_flag("set_force_sum_reduction_for_comms", enable)
-
-    # -- gathering -----------------------------------------------------------------------------------------------
 
     def set_post_optim_event(self, event: torch.Event) -> None:
         """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""

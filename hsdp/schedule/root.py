@@ -37,7 +37,7 @@ from hsdp.unit.unit import Schedule, Unit
 from hsdp.unit.unsharded import SHARDED, Version
 
 _LETS_GO = 0.1
-"""Seconds."""
+"""Seconds in which the engine's thread lets go of a backward that failed on a device: it takes microseconds."""
 
 
 class Root:

@@ -151,8 +151,10 @@ class Comm:
     ) -> CommWork:
         """Sums tensors over ranks, in place, in one call per dtype; then `finish`. A `custom` one takes tensors singly."""
         group = self._ready(op, "all-reduce", owner)
-        works = [] if custom is None else all_reduce_by(custom, tensors, group, not self.context.streams.active)
-        if custom is None:
+        works: list[Any] = []
+        if custom is not None:
+            works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
+        else:
             self._sum_in_place(group, works, tensors)
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 

@@ -301,9 +301,14 @@ def _main_stack(dump: str) -> str:
 
 
 def _describe(outcomes: Sequence[Outcome]) -> str:
-    """One block per different outcome, failures first, with the ranks that had it."""
+    """One block per different outcome, the likeliest cause first, with the ranks that had it.
+
+    A rank that died comes before those that raised, which may have lost their connection to it, and these before ranks
+    that hung, which waited for them: whoever shows the beginning of a long text shows the cause.
+    """
+    order = {"Died": 0, "Hung": 2}
     blocks: dict[str, list[int]] = {}
-    for one in sorted(outcomes, key=lambda one: one.ok):
+    for one in sorted(outcomes, key=lambda one: 3 if one.ok else order.get(one.error or "", 1)):
         text = "returned\n" if one.ok else f"{one.error}: {one.message}\n{one.traceback}"
         if one.output.strip():
             text += f"--- printed:\n{one.output}"

@@ -112,6 +112,8 @@ def test_ranks_that_wait_for_a_failed_one_are_stopped(pool2: Pool, monkeypatch: 
         pool2.run(_reduce_unless, 1)
     assert type(caught.value) is RemoteError
     assert [one.error for one in caught.value.outcomes] == ["Hung", "LookupError"]
+    text = str(caught.value)
+    assert text.index("LookupError") < text.index("Hung"), "whose cause is the other's comes first"
     assert "all_reduce" in caught.value.outcomes[0].traceback
 
 

@@ -61,6 +61,27 @@ def running_node() -> int:
     return 0 if node is None else int(node._sequence_nr())
 
 
+def runs_all_leaves() -> bool:
+    """Whether the present graph task accumulates into all leaves behind the node that runs: that of `backward()` does.
+
+    That of `autograd.grad`, or of `backward(inputs=...)`, runs some of them, or is not told about. DDP walks a graph in the
+    same way to find unused parameters. Takes as long as the graph has nodes, unless a leaf is not run.
+    """
+    found, seen, left = False, set(), [torch._C._current_autograd_node()]
+    while left:
+        node = left.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        behind = node.next_functions
+        if not behind:
+            if not will_execute(node):
+                return False
+            found = True
+        left += [other for other, _ in behind]
+    return found
+
+
 set_versions: Callable[[tuple[Tensor, ...], tuple[int, ...]], None] = torch._C._autograd._unsafe_set_version_counter
 """Sets version counters (`torch.autograd._unsafe_preserve_version_counter` does it with this). Without it a backward that
 reads memory which no gather has filled would not be refused."""

@@ -11,7 +11,7 @@ from hsdp.schedule.passes import BackwardPass, Moment, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
-from hsdp.torch_private import graph_task, queue_callback
+from hsdp.torch_private import graph_task, queue_callback, runs_all_leaves
 from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, FORWARD, IDLE, expect, stale
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, Version
@@ -86,9 +86,15 @@ class Backwards(Root):
                 unit.gradients.commit()
 
     def _accumulates(self) -> bool:
-        """Whether this graph task accumulates into an unsharded parameter; that of `autograd.grad` does not."""
+        """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.
+
+        A rank whose loss reaches none that is trained sees by other leaves, as an input of the model, that it does. There
+        `backward(inputs=...)` looks alike: ranks of which some reach one raise then, as they disagree.
+        """
         try:
-            return any(unit.will_get_gradients() for unit in self.units)
+            if any(unit.will_get_gradients() for unit in self.units):
+                return True
+            return any(any(unit.trainable) for unit in self.units) and runs_all_leaves()
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
 

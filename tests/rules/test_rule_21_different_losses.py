@@ -143,6 +143,21 @@ def stays_after_backward(model: nn.Module, rank: int) -> None:
         model.set_reshard_after_backward(True)
 
 
+def trained_head_of_one_rank(model: nn.Module, rank: int) -> None:
+    """Only a head is trained that one rank does not use: the other's backward accumulates into the model's input alone."""
+    for name, param in model.named_parameters():
+        param.requires_grad_(name.startswith("heads.0"))
+    loss_of(model, rank).backward()
+    model.requires_grad_(True)
+
+
+def inputs_of_backward(model: nn.Module, rank: int) -> None:
+    """A backward into the model's input alone leaves no gradients."""
+    x = floats(rank)
+    model(x, [])[rank % 2].square().sum().backward(inputs=[x])
+    loss_of(model, rank, 1).backward()
+
+
 class _Raises(torch.autograd.Function):
     @staticmethod
     def forward(ctx: object, x: Tensor) -> Tensor:
@@ -162,6 +177,8 @@ RUNS = (
     recomputed_against_expectation,
     graph_in_a_recomputation,
     stays_after_backward,
+    trained_head_of_one_rank,
+    inputs_of_backward,
 )
 
 

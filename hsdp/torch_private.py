@@ -67,7 +67,8 @@ def runs_all_leaves() -> bool:
     That of `autograd.grad`, or of `backward(inputs=...)`, runs some of them, or is not told about. DDP walks a graph in the
     same way to find unused parameters. Takes as long as the graph has nodes, unless a leaf is not run.
     """
-    found, seen, left = False, set(), [torch._C._current_autograd_node()]
+    found, seen = False, set()
+    left: list[Any] = [torch._C._current_autograd_node()]
     while left:
         node = left.pop()
         if node is None or node in seen:

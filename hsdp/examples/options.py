@@ -31,6 +31,7 @@ class Options:
     seq_len: int
     optimizer: str
     lr: float
+    muon_lr: float
     warmup: int
     weight_decay: float
     seed: int
@@ -60,11 +61,16 @@ class Options:
         """The sizes of the model."""
         return LlamaConfig(width=self.width, layers=self.layers, heads=self.heads, hidden=self.hidden, max_len=self.seq_len)
 
-    def learning_rate(self, step: int) -> float:
-        """Of `step`, counted from 0: a linear warm-up, then half a cosine down to a twentieth of the peak."""
+    @property
+    def peak_lrs(self) -> tuple[float, ...]:
+        """Of the optimizer's groups: Muon's first one has the blocks' matrices."""
+        return (self.muon_lr, self.lr) if self.optimizer == "muon" else (self.lr,)
+
+    def share_of_lr(self, step: int) -> float:
+        """Of each group's peak, in `step`, counted from 0: a linear warm-up, then half a cosine down to a twentieth."""
         warm = min(1.0, (step + 1) / (self.warmup + 1))
         cosine = 0.5 * (1.0 + math.cos(math.pi * step / self.steps))
-        return self.lr * warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
+        return warm * (FINAL_LR_FRACTION + (1.0 - FINAL_LR_FRACTION) * cosine)
 
 
 class _Parser(argparse.ArgumentParser):
@@ -191,6 +197,7 @@ def _parser() -> argparse.ArgumentParser:
         "--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the blocks' matrices, AdamW for the rest"
     )
     training.add_argument("--lr", type=_positive_float, default=5e-3, help="peak of the cosine schedule")
+    training.add_argument("--muon-lr", type=_positive_float, default=0.05, help="the same, of matrices that Muon steps")
     training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
     training.add_argument("--weight-decay", type=_fraction, default=0.1, help="of AdamW")
     training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")

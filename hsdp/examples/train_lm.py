@@ -149,9 +149,8 @@ def _make_optimizer(options: Options, model: Llama) -> Optimizer:
     others = [param for param in model.parameters() if param not in among]
     return optim.Muon(
         [{"params": matrices}, {"params": others, "algorithm": "adamw", **adamw}],
-        lr=options.lr,
+        lr=options.muon_lr,
         weight_decay=options.weight_decay,
-        adjust_lr_fn="match_rms_adamw",  # updates as large as AdamW's, so that one learning rate serves both
     )
 
 
@@ -163,9 +162,9 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
     since = time.perf_counter()
     step, num_attempts, num_replicas = first_step, 0, 1
     while step < options.steps:
-        learning_rate = options.learning_rate(step)
-        for group in job.optimizer.param_groups:
-            group["lr"] = learning_rate
+        share = options.share_of_lr(step)
+        for group, peak_lr in zip(job.optimizer.param_groups, options.peak_lrs, strict=True):
+            group["lr"] = share * peak_lr
         rows = _rank_rows(job, _begin_step(job, step)).to(device)
         if options.trace is not None and num_attempts == STEPS_BEFORE_TRACE:
             loss, grad_norm, took = _traced_step(job, rows, options.trace)
@@ -198,7 +197,7 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
                 train_loss=sum(losses) / len(losses),
                 held_out_loss=held_out_loss,
                 grad_norm=grad_norm.item(),
-                learning_rate=learning_rate,
+                learning_rate=share * options.lr,
                 tokens_per_second=tokens_per_second,
                 peak_memory_bytes=peak_memory_bytes(device),
             )

@@ -511,9 +511,9 @@ def test_every_option_has_words_and_a_default(capsys: pytest.CaptureFixture[str]
 
 
 def test_learning_rate_warms_up_and_ends_low() -> None:
-    options = parse_options(["--lr", "1", "--warmup", "10", "--steps", "200"], 1)
-    shares = [options.learning_rate(step) for step in range(200)]
+    options = parse_options(["--warmup", "10", "--steps", "200"], 1)
+    shares = [options.share_of_lr(step) for step in range(200)]
     assert shares[0] == pytest.approx(1 / 11)
     assert shares.index(max(shares)) == 10
     assert FINAL_LR_FRACTION < shares[-1] < FINAL_LR_FRACTION + 0.01
-    assert parse_options(["--lr", "1", "--warmup", "0", "--steps", "1"], 1).learning_rate(0) == 1.0
+    assert parse_options(["--warmup", "0", "--steps", "1"], 1).share_of_lr(0) == 1.0

@@ -1,7 +1,7 @@
 """README and docs do what they say: scripts run as pasted, commands print what is shown, links lead somewhere.
 
 Scripts run on the ranks of one pool, in the environment that torchrun gives them. With HSDP_FULL=1 the commands themselves
-are pasted into a shell, in a fresh clone with a fresh environment, set-up included: `test_documents_pasted.py`.
+are pasted into a shell, in a fresh clone with a fresh environment, set-up included: `test_pasted.py`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_commands_of_tutorial_and_readme_are_all_run() -> None:
 
 
 PASTED_ONLY = ("-m venv", "source .venv")
-"""What only `test_documents_pasted.py` runs: it takes the network and minutes."""
+"""What only `test_pasted.py` runs: it takes the network and minutes."""
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PASTED}), ids=lambda page: page.stem)

@@ -184,6 +184,17 @@ def test_commands_print_what_is_shown(block: Block) -> None:
         assert printed(command) == output, f"{block} has drifted: run python -m tests.docs.documents"
 
 
+def test_messages_that_troubleshooting_explains_are_hsdps() -> None:
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "hsdp").rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that stand below each other are one
+    text = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    messages = re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", text)
+    assert len(messages) >= 7
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip("() ") in sources, f"no message of hsdp says {part!r}"
+
+
 def test_pages_show_what_commands_print() -> None:
     assert CONSOLES
     for page in PAGES:  # a block without a language is a drawing: no command hides in it

@@ -120,7 +120,7 @@ def test_the_reference_has_every_public_name() -> None:
     listed = set(re.findall(r"^::: hsdp\.([\w.]+)$", page, re.MULTILINE))
     aliases = {"FSDPModule"}  # of HSDPModule, and errors come with their module
     missing = {name for name in hsdp.__all__ if name not in listed and not hasattr(hsdp.errors, name)} - aliases
-    missing |= {f"optim.{name}" for name in hsdp.optim.__all__} - listed
+    missing |= {f"optim.{name}" for name in hsdp.optim.__all__ if not name.isupper()} - listed
     assert not missing and "errors" in listed, missing
     for name in listed:
         owner, _, member = name.rpartition(".")

@@ -139,7 +139,7 @@ def table() -> str:
         cells = (run.model, run.how, gpus, f"{run.tokens:,}", _recomputed(run), f"{run.rate:,.0f}", f"{rate:,.0f}")
         cells += (_off(rate, run.rate) + notes["rate"], published, f"{memory:.1f}", told, f"[{run.source}]")
         lines.append("| " + " | ".join(cells) + " |")
-    return "\n".join([*lines, "", *(f"({at}) {reason}." for reason, at in reasons.items())])
+    return "\n".join([*lines, "", *(f"- ({at}) {reason}." for reason, at in reasons.items())])
 
 
 if __name__ == "__main__":

@@ -92,11 +92,18 @@ def _told(value: float | None, unit: float, otherwise: float) -> float:
     return otherwise if value is None else value * unit
 
 
+class _Defaults(argparse.ArgumentDefaultsHelpFormatter):
+    """Says defaults that are values; an option whose default is none says in words what happens without it."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default in (None, []) else super()._get_help_string(action)
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="python -m hsdp plan",
         description="What a model communicates, holds and waits for, per unit and in all, on one mesh or several.",
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+        formatter_class=_Defaults,
     )
     parser.add_argument("--preset", required=True, choices=PRESETS, help="the model")
     mesh = parser.add_argument_group("mesh")

@@ -194,7 +194,7 @@ def comparison_as_text(comparison: ComparisonData) -> str:
         "",
         "no mesh fits"
         if best is None
-        else f"* {best.replicas} x {best.shards} trains on most tokens per rank. With it, " + best.bottleneck,
+        else f"* {best.replicas} x {best.shards} trains on most tokens per second and rank. With it, " + best.bottleneck,
     ]
     return "\n".join(lines)
 

@@ -9,7 +9,7 @@ input, button { font: inherit; padding: 2px 8px; border: 1px solid #c5cbd2; bord
 #view { display: block; padding: 2px 14px 8px; white-space: pre-wrap; font-variant-numeric: tabular-nums }
 main { display: flex; align-items: flex-start }
 #canvas { flex: 1; min-width: 0; cursor: grab; touch-action: none }
-#legend { width: 210px; max-height: 80vh; overflow-y: auto; padding: 0 12px; box-sizing: border-box }
+#legend { width: 240px; max-height: 80vh; overflow-y: auto; padding: 0 12px; box-sizing: border-box }
 #legend div { cursor: pointer; white-space: nowrap; overflow: hidden; text-overflow: ellipsis; padding: 1px 3px }
 #legend div.on { background: #e8eef6; font-weight: 600 }
 #legend i { display: inline-block; width: 11px; height: 11px; margin-right: 7px; vertical-align: -1px }
@@ -60,7 +60,8 @@ function draw() {
   const step = nice((to - from) / 8);
   for (let at = Math.ceil(from / step) * step; at <= to; at += step) {
     pen.fillStyle = '#e4e7eb'; pen.fillRect(x(at), TOP - 6, 1, height);
-    pen.fillStyle = '#6a737d'; pen.textAlign = 'center'; pen.fillText(time(at).replace(/\.?0+ /, ' '), x(at), 10);
+    const text = time(at).replace(/\.?0+ /, ' '), last = width - pen.measureText(text).width / 2;
+    pen.fillStyle = '#6a737d'; pen.textAlign = 'center'; pen.fillText(text, Math.min(x(at), last), 10);
   }
   boxes = [];
   let y = TOP;

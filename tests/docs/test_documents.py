@@ -1,7 +1,7 @@
 """README and docs do what they say: scripts run as pasted, commands print what is shown, links lead somewhere.
 
 Scripts run on the ranks of one pool, in the environment that torchrun gives them. With HSDP_FULL=1 the commands themselves
-are pasted into a shell, in a fresh clone with a fresh environment, set-up included: `test_documents_pasted.py`.
+are pasted into a shell, in a fresh clone with a fresh environment, set-up included: `test_pasted.py`.
 """
 
 from __future__ import annotations
@@ -166,7 +166,7 @@ def test_commands_of_tutorial_and_readme_are_all_run() -> None:
 
 
 PASTED_ONLY = ("-m venv", "source .venv")
-"""What only `test_documents_pasted.py` runs: it takes the network and minutes."""
+"""What only `test_pasted.py` runs: it takes the network and minutes."""
 
 
 @pytest.mark.parametrize("page", sorted({block.page for block in PASTED}), ids=lambda page: page.stem)
@@ -182,6 +182,17 @@ CONSOLES = [block for page in PAGES for block in blocks(page, "console")]
 def test_commands_print_what_is_shown(block: Block) -> None:
     for command, output in shown(block):
         assert printed(command) == output, f"{block} has drifted: run python -m tests.docs.documents"
+
+
+def test_messages_that_troubleshooting_explains_are_hsdps() -> None:
+    sources = "\n".join(path.read_text() for path in sorted((ROOT / "hsdp").rglob("*.py")))
+    sources = re.sub(r'"\s*\n\s*f?"', "", sources)  # literals that stand below each other are one
+    text = " ".join((DOCS / "troubleshooting.md").read_text().split())
+    messages = re.findall(r"(?<!\*)\*([^*]+)\*(?!\*)", text)
+    assert len(messages) >= 7
+    for message in messages:
+        for part in message.split("..."):
+            assert part.strip("() ") in sources, f"no message of hsdp says {part!r}"
 
 
 def test_pages_show_what_commands_print() -> None:

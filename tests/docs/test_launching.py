@@ -156,7 +156,10 @@ def test_torchrun_on_two_nodes_outlives_one(tmp_path: Path) -> None:
                 agent.wait()
     told = logs[0].read_text()
     assert "on 4 x cpu, mesh (replicate=2, shard=2)" in told and "on 2 x cpu, mesh (replicate=1, shard=2)" in told, told
-    assert re.search(r"going on from step \d+", told)
+    resumed = re.findall(r"going on from step (\d+)", told)
+    assert resumed and 10 <= int(resumed[-1]) < 60, "the node was lost on the way"
+    held_out = [float(loss) for loss in re.findall(r"held-out (\d+\.\d+)", told)]
+    assert "step 60/60" in told and held_out[-1] < held_out[0] - 0.2, "both nodes, then one, learned"
     assert (out / "summary.json").exists()
 
 

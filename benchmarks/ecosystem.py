@@ -4,8 +4,9 @@
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.ecosystem [NAME ...]
 
 Needs the extra `ecosystem`. Weights are random and configurations tiny; nothing is downloaded. Every model is trained for
-three steps of AdamW on two ranks, or on 2 x 2: in fp32, and under a bf16 policy with gradient checkpointing. Losses, gradients
-and parameters of all steps are compared. The twin is the plain model on one device, with the mean of all ranks' gradients.
+three steps of AdamW on two ranks, or on 2 x 2: in fp32, and under a bf16 policy with gradient checkpointing. Losses,
+gradients and parameters of all steps are compared. The twin is the plain model on one device, with the mean of all ranks'
+gradients.
 """
 
 from __future__ import annotations

@@ -38,6 +38,9 @@ SMALL = {
     "bos_token_id": 1,
     "eos_token_id": 2,
 }
+TOLD = ("FSDP_", "ACCELERATE_", "PARALLELISM_CONFIG_")
+"""How the variables begin by which accelerate's launcher tells processes their configuration."""
+
 # What docs/integrations.md tells readers to write: the configuration, and what to add for HSDP.
 CONFIG, TWO_AXES = (block.text for block in blocks(ROOT / "docs" / "integrations.md", "yaml"))
 
@@ -145,7 +148,7 @@ def forget() -> None:
 
     AcceleratorState._reset_state(reset_partial_state=True)
     GradientState._reset_state()
-    for name in [name for name in os.environ if name.startswith(("FSDP_", "ACCELERATE_"))]:
+    for name in [name for name in os.environ if name.startswith(TOLD)]:
         del os.environ[name]
 
 
@@ -158,7 +161,7 @@ def configured(config: str, folder: Path) -> None:
     path.write_text(config)
     args, _, _ = _validate_launch_command(launch_command_parser().parse_args(["--config_file", str(path), "train.py"]))
     told = prepare_multi_gpu_env(args)
-    os.environ.update({name: value for name, value in told.items() if name.startswith(("FSDP_", "ACCELERATE_"))})
+    os.environ.update({name: value for name, value in told.items() if name.startswith(TOLD)})
 
 
 def accelerate(folder: Path, efficient: bool = False) -> dict[str, Any]:

@@ -2,9 +2,9 @@
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.spmd
 
-Needs torch 2.14 and spmd_types. A linear layer without bias, on 2 data-parallel x 2 tensor-parallel ranks, gets a row of ones
-times the rank's number plus one, and its output is summed. Each line: what the weight is annotated as on the axis "tp", and
-whether spmd_types checks the forward; the first value of its gradient on ranks 0 to 3, and the gradient's placements.
+Needs torch 2.14 and spmd_types. A linear layer without bias, on 2 data-parallel x 2 tensor-parallel ranks, gets a row of
+ones times the rank's number plus one, and its output is summed. Each line: what the weight is annotated as on axis "tp",
+and whether spmd_types checks the forward; the first value of its gradient on ranks 0 to 3, and the gradient's placements.
 
     R    whole on both ranks, which compute different things: the gradient is the sum over "tp", the mean over "dp": 5 5 5 5
     I    whole on both, which compute the same (here they do not): the mean over "dp": 2 3 2 3

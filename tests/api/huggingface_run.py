@@ -314,6 +314,28 @@ def sft_lora(folder: Path) -> dict[str, Any]:
     return sft(folder, lora=True)
 
 
+def dpo(folder: Path) -> dict[str, Any]:
+    """`DPOTrainer`, which shards a reference model too: no twin here has its numbers, FSDP2 has."""
+    from datasets import Dataset
+    from tokenizers import pre_tokenizers
+    from trl import DPOConfig, DPOTrainer
+
+    words = tokenizer()
+    words.backend_tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    parts = {"prompt": slice(0, 4), "chosen": slice(4, 8), "rejected": slice(8, 12)}
+    rows = [words.convert_ids_to_tokens(row(i).tolist()) for i in range(STEPS * ROWS)]
+    data = Dataset.from_dict({name: [" ".join(tokens[part]) for tokens in rows] for name, part in parts.items()})
+
+    def make(seed: int) -> Any:
+        forget()
+        args = DPOConfig(**arguments(folder, "SHARDED_STATE_DICT"), bf16=False)
+        made = DPOTrainer(build(seed), ref_model=build(2), args=args, train_dataset=data, processing_class=words)
+        assert kind(made.ref_model) != "plain"
+        return made
+
+    return train_and_resume(make, folder)
+
+
 def from_pretrained(folder: Path) -> dict[str, Any]:
     """A model that transformers shards while it loads it, by its own plan."""
     from transformers import AutoModelForCausalLM
@@ -358,6 +380,7 @@ RECIPES: dict[str, tuple[Callable[[Path], dict[str, Any]], Callable[[], Any]]] =
     "trainer_bf16": (trainer_bf16, build),
     "sft": (sft, lambda: build(tied=True)),
     "sft_lora": (sft_lora, adapted),
+    "dpo": (dpo, build),
     "from_pretrained": (from_pretrained, build),
 }
 

@@ -1,10 +1,12 @@
 """Models of transformers, diffusers, timm and torchvision, trained by hsdp, by FSDP2 and on one device: are numbers equal?
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 2 -m benchmarks.ecosystem [NAME ...]
+    OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.ecosystem [NAME ...]
 
 Needs the extra `ecosystem`. Weights are random and configurations tiny; nothing is downloaded. Every model is trained for
-three steps of AdamW on two ranks: in fp32, and under a bf16 policy with gradient checkpointing. Losses, gradients and
-parameters of all steps are compared. The twin is the plain model on one device, with the mean of both ranks' gradients.
+three steps of AdamW on two ranks, or on 2 x 2: in fp32, and under a bf16 policy with gradient checkpointing. Losses,
+gradients and parameters of all steps are compared. The twin is the plain model on one device, with the mean of all ranks'
+gradients.
 """
 
 from __future__ import annotations
@@ -27,6 +29,10 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 import hsdp
 
 STEPS = 3
+MESHES: dict[int, Callable[[], DeviceMesh]] = {
+    2: lambda: init_device_mesh("cpu", (2,)),
+    4: lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
+}
 VOCAB = 64
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
 DECODER = {
@@ -318,7 +324,7 @@ def _row(name: str, mesh: DeviceMesh) -> list[str]:
     torch.manual_seed(0)
     plain = build()
     rank, failures = dist.get_rank(), []
-    twin = _run(lambda: _train(copy.deepcopy(plain).train(), batch_of, [0, 1]))
+    twin = _run(lambda: _train(copy.deepcopy(plain).train(), batch_of, list(range(dist.get_world_size()))))
     results = []
     for bf16 in (False, True):
         for library in (torch_fully_shard, hsdp.fully_shard):
@@ -339,11 +345,12 @@ def main(names: list[str]) -> None:
     """Prints a row for each model, all of them unless some are named."""
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
-    assert dist.get_world_size() == 2, "two ranks, whose mean is the same in any order"
-    mesh = init_device_mesh("cpu", (2,))
+    assert dist.get_world_size() in MESHES, "two ranks, whose mean is the same in any order, or 2 x 2"
+    mesh = MESHES[dist.get_world_size()]()
     line = "{:<26} {:>10}  {:>12}  {:>12}  {:>12}  {:>12}  {}"
     if dist.get_rank() == 0:
         libraries = [f"torch {torch.__version__}"]
+        print(f"mesh {' x '.join(map(str, mesh.shape))}")
         for library in ("transformers", "diffusers", "timm", "torchvision"):
             if importlib.util.find_spec(library):
                 libraries.append(f"{library} {importlib.import_module(library).__version__}")

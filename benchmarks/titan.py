@@ -1,4 +1,4 @@
-"""torchtitan's debug models trained with hsdp in the place of FSDP2, by one swapped name: are losses and norms equal?
+"""torchtitan's debug models trained with hsdp in the place of FSDP2, by one call: are losses and norms equal?
 
     OMP_NUM_THREADS=1 python -m torch.distributed.run --standalone --nproc-per-node 4 -m benchmarks.titan NAME
 
@@ -29,6 +29,7 @@ from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.nn.attention.flex_attention import create_block_mask, create_mask
 
 import hsdp
+from hsdp.integrations import replace_fsdp2
 
 STEPS = 10
 
@@ -148,7 +149,8 @@ def _sums(model: Any) -> None:
 def _train(name: str, fully_shard: Any, folder: Path) -> list[tuple[float, float]]:
     """Losses and gradient norms of all steps."""
     there = _module("distributed.fsdp")
-    there.fully_shard = fully_shard  # the swapped name
+    replace_fsdp2(fully_shard is hsdp.fully_shard)
+    assert there.fully_shard is fully_shard
     there.disable_fsdp_gradient_division = _sums
     family, change = CONFIGS[name]
     told: list[tuple[float, float]] = []

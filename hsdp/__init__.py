@@ -18,6 +18,7 @@ The training loop stays as it was. What else there is, by purpose:
     optimizers               clip_grad_norm_, optim.local, optim.Muon, optim.whole_matrix
     saving and loading       checkpoint
     replicas that may die    elastic
+    libraries that shard     integrations
     before and after a step  plan, trace
     errors                   HSDPError: StateError, StaleParametersError, DivergenceError, CollectiveError,
                              ExtensionError, CheckpointError
@@ -33,6 +34,7 @@ import inspect as _inspect
 
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp import elastic as elastic
+from hsdp import integrations as integrations
 from hsdp import optim as optim  # nor torch's optim
 from hsdp.api.describe import describe
 from hsdp.api.fsdp2 import UnshardHandle, share_comm_ctx

@@ -26,14 +26,14 @@ MOST_LINES = 450
 ORDER = [
     *("debug", "errors", "format", "policies", "offload", "torch_private"),
     *("buffers", "comm", "params", "unit", "schedule", "weights"),
-    *("clip", "optim", "checkpoint", "api", "elastic", "planning", "tracing"),
+    *("clip", "optim", "checkpoint", "api", "elastic", "integrations", "planning", "tracing"),
     *("doctor", "__init__", "__main__", "examples"),
 ]
 """The entries of hsdp's top floor from the ground up: each imports only from those before it."""
 
-MOST_ENTRIES = 24
+MOST_ENTRIES = 25
 MOST_FUNCTION_LINES = 90
-SIDE_DOORS = {"checkpoint", "elastic", "optim"}
+SIDE_DOORS = {"checkpoint", "elastic", "integrations", "optim"}
 """Modules that users import by name, beside the names of `hsdp` itself."""
 
 

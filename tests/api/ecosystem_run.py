@@ -27,9 +27,9 @@ from tests.support.models import make_case
 STEPS, MICRO_BATCHES = 3, 2
 
 
-def build(library: Any, mesh: DeviceMesh) -> nn.Module:
-    """A small model, sharded block by block."""
-    model: Any = make_case("mlp").model()
+def build(library: Any, mesh: DeviceMesh, model: Any = None) -> nn.Module:
+    """A small model, or the one that is given, sharded block by block."""
+    model = make_case("mlp").model() if model is None else model
     for block in model.blocks:
         library.fully_shard(block, mesh=mesh)
     sharded: nn.Module = library.fully_shard(model, mesh=mesh)
@@ -45,6 +45,7 @@ def batches() -> list[tuple[Tensor, ...]]:
 def told(model: nn.Module, losses: list[float]) -> dict[str, Any]:
     """What the two libraries must agree on."""
     params = {name: param.full_tensor() for name, param in model.named_parameters() if isinstance(param, DTensor)}
+    assert params, "of the sharded model"
     return {"losses": losses, "params": {name: float(value.square().sum()) for name, value in params.items()}}
 
 
@@ -111,7 +112,7 @@ def lightning_fabric(library: Any) -> dict[str, Any]:
     from lightning.fabric.strategies import ModelParallelStrategy
 
     strategy = ModelParallelStrategy(
-        parallelize_fn=lambda model, mesh: build(library, mesh["data_parallel"]),
+        parallelize_fn=lambda model, mesh: build(library, mesh["data_parallel"], model),
         data_parallel_size=2,
         tensor_parallel_size=1,
         process_group_backend="gloo",

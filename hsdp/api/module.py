@@ -208,8 +208,8 @@ class HSDPModule(Setters):
         """Parameters whose gradient sums have not been summed over all ranks, and how far those came.
 
         Returns:
-            By parameter name, "on this rank", "in the shard group", or both; "lost with a backward that failed" until
-            gradients are zeroed.
+            By parameter name, the same ones on all ranks, "on this rank" (or "on other ranks", if this one did not use it),
+            "in the shard group", or both; "lost with a backward that failed" until gradients are zeroed.
         """
         for runtime in self._runtimes():
             runtime.settle()  # what is on its way may become pending

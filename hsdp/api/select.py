@@ -71,6 +71,8 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
+        if not isinstance(param, DTensor):
+            _check_summed(param, axes, where)
         unsharded = id(param) in replicated
         dim, merged = (None, 1) if unsharded else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes)
@@ -130,6 +132,25 @@ def _check_whole(param: nn.Parameter, where: str) -> None:
                 f"{where} is annotated by spmd_types as {kind.name} on axis {axis}: ranks hold different parts of it, and "
                 "hsdp, which does not read these annotations, would take each for the whole; make it a DTensor (in "
                 "torchtitan: --parallelism.spmd_backend partial_dtensor)"
+            )
+
+
+def _check_summed(param: nn.Parameter, axes: MeshAxes, where: str) -> None:
+    """Raises ValueError if the package spmd_types has it that gradients are to be summed over another axis than these."""
+    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
+    if not annotated or not param.requires_grad:
+        return
+    names = axes.names.union(axes.mesh.mesh_dim_names or ())
+    ranks: list[int] = axes.mesh.mesh.flatten().tolist()
+    among = {rank - min(ranks) for rank in ranks}
+    for axis, kind in annotated.items():
+        layout = getattr(axis, "layout", None)  # the ranks of the axis' first group; some name axes by their names
+        ours = axis in names if layout is None else among.issuperset(layout.all_ranks_from_zero())
+        if getattr(kind, "name", "") == "R" and not ours:
+            raise ValueError(
+                f"{where} is annotated by spmd_types as R on axis {axis}, which is not one of the mesh: its gradient is a "
+                "sum over that axis, and hsdp, which does not read these annotations, would leave each rank its own term; "
+                "make it a DTensor (Replicate() there), or annotate it as I where all ranks compute the same"
             )
 
 

@@ -185,6 +185,11 @@ class ManagedParam:
         found = next((p for p in currents if p is not self.sharded), self.sharded)
         if found is not self.sharded:
             where = f"parameter {self.fqn!r} of unit {unit_name!r}"
+            if found is None:
+                raise StateError(
+                    f"{where} is no parameter of its module any more (a parametrization, or deleted?); register "
+                    "parametrizations, and change what parameters there are, before fully_shard"
+                )
             if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
                 raise StateError(
                     f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "

@@ -274,12 +274,13 @@ class Gradients:
                 local_grad(param)
 
     def pending(self) -> dict[str, str]:
-        """Which parameters have sums that have not been communicated, and how far those came."""
+        """Which parameters have sums that were not communicated, and how far those came: the same names on all ranks."""
         self._heed_zero_grad()
-        found = {self._params[slot].fqn: "on this rank" for slot in self._stash}
+        found = dict.fromkeys(self._sentinels.names(), "on other ranks") if self.kept else {}
+        found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
         if self.partial is not None:
             for fqn in (param.fqn for plan in self._plans for param in plan.params):
-                found[fqn] = "on this rank and in the shard group" if fqn in found else "in the shard group"
+                found[fqn] = f"{found[fqn]} and in the shard group" if fqn in found else "in the shard group"
         if self.lost:
             found.update(dict.fromkeys(self._sentinels.names(), "lost with a backward that failed"))
         return found

@@ -222,3 +222,29 @@ def check_stale(env: RankEnv, shape: tuple[int, ...], changed: str) -> None:
 @pytest.mark.parametrize("changed", ["heads.0.weight", "heads.1.weight", "blocks.1.weight"])
 def test_rule_21_stale_parameters_are_told_at_one_point(pool4: Pool, changed: str) -> None:
     pool4.run(check_stale, (2, 2), changed)
+
+
+def check_pending(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Each rank sees what is pending on others: who asks before a `flush` does not leave them alone in it."""
+    plain, model = seeded(TwoHeads), _sharded(env, shape, reshard=None)
+
+    def accumulated(model: nn.Module, rank: int) -> None:
+        if not isinstance(model, hsdp.HSDPModule):
+            loss_of(model, rank).backward()
+            return
+        with model.no_sync():
+            loss_of(model, rank).backward()
+        pending = model.pending_gradients()
+        elsewhere = {name for name in pending if pending[name] == "on other ranks"}
+        assert elsewhere == {f"heads.{1 - rank % 2}.{name}" for name in ("weight", "bias")}
+        assert set(pending) == {name for name, _ in model.named_parameters()}
+        if {name for name in pending if name.startswith("heads.0")}:
+            model.flush()
+        assert not model.pending_gradients()
+
+    check_grads(model, plain, accumulated, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_21_ranks_see_what_is_pending_on_others(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(check_pending, shape)

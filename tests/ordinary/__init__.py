@@ -1,0 +1,1 @@
+"""Ordinary programs of users, each beside its twin on one device."""

@@ -285,7 +285,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
     # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
     # takes its part of the whole tensor.
     local = block_of(target)
-    value = torch.empty(target.shape, dtype=target.dtype) if whole is None else whole.cpu().contiguous()
+    value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
     local.copy_(_own_part(target, value))

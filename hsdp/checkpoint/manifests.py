@@ -13,7 +13,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hsdp.checkpoint.files import Files
+from hsdp.checkpoint.files import Files, check_kind
 from hsdp.checkpoint.index import is_plain_name
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
@@ -82,6 +82,7 @@ def read_file(path: AnyPath) -> bytes:
         CheckpointError: it cannot be read, which is not to say that it is damaged.
     """
     try:
+        check_kind(path)
         return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is no hsdp checkpoint, or a part of it was removed") from None

@@ -129,7 +129,8 @@ def _like(saved: Any, own: Any) -> Any:
     if isinstance(saved, Tensor) and isinstance(own, float):
         return float(saved)
     if isinstance(own, Tensor) and isinstance(saved, (int, float)):
-        return torch.full_like(own, saved)
+        with torch.inference_mode(False):
+            return torch.full_like(own, saved)
     return saved
 
 
@@ -283,7 +284,7 @@ class OptimizerReading:
             if key.startswith("param_groups."):
                 self._hyper[key] = None
                 if isinstance(record, TensorRecord):  # a learning rate held in a tensor
-                    place = torch.empty(record.shape, dtype=record.dtype)
+                    place = torch.empty(record.shape, dtype=record.dtype, device="cpu")
                     self._hyper[key] = reader.early(prefix + key, place)
                 else:
                     reader.value(prefix + key)
@@ -361,10 +362,11 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def commit_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in."""
-    optimizer.load_state_dict(state)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, entries in state["state"].items():
-        _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
+    with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
+        optimizer.load_state_dict(state)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, entries in state["state"].items():
+            _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
 
 
 def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device) -> None:

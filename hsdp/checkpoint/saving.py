@@ -37,7 +37,7 @@ from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
-from hsdp.checkpoint.handles import SaveHandle, settle
+from hsdp.checkpoint.handles import SaveHandle, settled
 from hsdp.checkpoint.index import Index, Piece, Place, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
@@ -101,34 +101,34 @@ def save(
         CheckpointError: on all ranks: ranks were called with different arguments, any rank could not do its part, the disk
             has no room, another job saves to the directory; or an earlier asynchronous save had failed.
     """
-    settle()
-    started = time.perf_counter()
-    ranks = Ranks(process_group)
-    where, num = ranks.agree(
-        f"checkpoint.save to {directory}",
-        lambda: _arguments(directory, step, keep),
-        {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
-    )
-    what = f"saving step {num} to {directory}"
-    target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
-    with _discarding(target, ranks):
-        planner = _Planner(progress)
-        plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
-        if async_:
-            ranks.each(what, lambda: planner.stage(staging_of(model)))
-    handle = SaveHandle(where / commits_in(where).name_of(target.name, num), num)
-
-    def finish() -> AnyPath:
+    with settled():
+        started = time.perf_counter()
+        ranks = Ranks(process_group)
+        where, num = ranks.agree(
+            f"checkpoint.save to {directory}",
+            lambda: _arguments(directory, step, keep),
+            {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
+        )
+        what = f"saving step {num} to {directory}"
+        target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
         with _discarding(target, ranks):
-            path = _write(what, ranks, planner, plan, extras, target)
-        if ranks.rank == 0:
-            logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
-        return path
+            planner = _Planner(progress)
+            plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
+            if async_:
+                ranks.each(what, lambda: planner.stage(staging_of(model)))
+        handle = SaveHandle(where / commits_in(where).name_of(target.name, num), num)
 
-    handle.run(finish, in_background=async_)
-    if not async_:
-        handle.wait()
-    return handle
+        def finish() -> AnyPath:
+            with _discarding(target, ranks):
+                path = _write(what, ranks, planner, plan, extras, target)
+            if ranks.rank == 0:
+                logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
+            return path
+
+        handle.run(finish, in_background=async_)
+        if not async_:
+            handle.wait()
+        return handle
 
 
 def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple[AnyPath, int]:

@@ -26,7 +26,7 @@ class Staging:
     """One block of host memory, which grows when it must."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copies(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
         """Copies tensors of any device, contiguous, into the block; the copies made before are overwritten."""
@@ -46,8 +46,8 @@ class Staging:
 
     def _reserve(self, size: int, *, pinned: bool) -> None:
         if self._block.numel() < size or (pinned and not self._block.is_pinned()):
-            self._block = torch.empty(0, dtype=torch.uint8)  # given back first: never both at a time
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # given back first: never both at a time
+            self._block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _bytes(tensor: Tensor) -> int:

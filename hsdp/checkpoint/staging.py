@@ -3,7 +3,7 @@
     block    | up.weight | pad | up.bias | pad | exp_avg | ...     each copy begins at a multiple of 64 bytes
 
 Taking new memory for each save would cost a page fault for every 4 KiB, and pinned memory, from which devices copy at full
-speed, takes longer to get than to fill. One save is under way at a time (`handles.settle`), so the block is free when the
+speed, takes longer to get than to fill. One save is under way at a time (`handles.settled`), so the block is free when the
 next one begins.
 """
 

@@ -65,8 +65,7 @@ class _Read:
         )
         if whole_rows and target.is_contiguous() and as_stored:
             read_into(stream, start, target)
-            if not target.is_inference():
-                torch.autograd.graph.increment_version(target)  # autograd has not seen the write
+            torch.autograd.graph.increment_version(target)  # autograd has not seen the write
             return
         at_once = max(1, _BLOCK // max(1, row_bytes))
         for first in range(0, rows[1], at_once):

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
-from hsdp.checkpoint.made import kind_of, misfit
+from hsdp.checkpoint.made import Probe, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
@@ -201,8 +201,9 @@ class OptimizerStaging:
             CheckpointError: entries, shapes or kinds of dtypes differ; names the parameter.
         """
         for group, members in zip(groups, self._members, strict=True):
+            probe = Probe(self._optimizer, group)
             for name in members:
-                if name in state and (told := misfit(self._optimizer, group, self.params[name], state[name])):
+                if name in state and (told := probe.misfit(self.params[name], state[name])):
                     raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {told}")
 
     def groups(self, hyper: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:

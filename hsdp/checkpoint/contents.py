@@ -53,7 +53,9 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
         CheckpointError: a parameter is on the meta device, or two have one name but for what wrappers put into names.
     """
     entries: dict[str, Entry] = {}
-    for raw_name, value in model.state_dict().items():
+    with torch.inference_mode(False):  # there DTensors cannot be detached
+        state = model.state_dict()
+    for raw_name, value in state.items():
         if isinstance(value, Tensor) and block_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
         name = clean_name(raw_name)
@@ -89,7 +91,8 @@ def plain(value: Any, name: str = "a value") -> Any:
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part lies in the whole tensor: (offsets, sizes), one each per dim."""
     if isinstance(tensor, DTensor):
-        chunk = tensor.__create_chunk_list__()[0]
+        with torch.device("cpu"):  # torch counts with tensors on the default device
+            chunk = tensor.__create_chunk_list__()[0]
         return tuple(chunk.offsets), tuple(chunk.sizes)
     return (0,) * tensor.ndim, tuple(tensor.shape)
 

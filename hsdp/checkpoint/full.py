@@ -331,7 +331,8 @@ def _own_part(target: Tensor, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor: a view."""
     if not isinstance(target, DTensor):
         return whole
-    shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    with torch.device("cpu"):  # torch counts with tensors on the default device
+        shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
     return whole

@@ -199,13 +199,21 @@ def _plan(
             state["optimizer"] = optimizer_state(model, optimizer)
             planner.optimizer = kind_of(optimizer)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-        return packed(planner.create_local_plan()), pack(extra, "extra")
+        with torch.device("cpu"):  # torch counts with tensors on the default device
+            plan = planner.create_local_plan()
+        return packed(plan), pack(extra, "extra")
 
     blobs: list[bytes] = []
 
     def everyones(held: list[tuple[bytes, bytes]]) -> list[bytes]:
         blobs[:] = [blob for _, blob in held]
-        plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+        try:
+            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+        except ValueError as error:
+            raise CheckpointError(
+                "what the ranks hold does not make up whole tensors; is a rank's model another, or its optimizer without "
+                f"state, because it was stepped or loaded on other ranks only? {str(error)[:300]}"
+            ) from error
         store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
         return pack_parts(plans)
 

@@ -244,6 +244,30 @@ def test_a_model_of_inference_tensors_loads(tmp_path: Path) -> None:
     assert torch.equal(fresh.weight, model.weight)
 
 
+def in_torchs_modes(env: RankEnv, directory: str) -> None:
+    model = cm.build(env.mesh((1, 2)))
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, [0], env.rank, 2)
+    fresh = cm.build(env.mesh((2, 1)), seed=1)
+    fresh_optimizer = cm.two_groups(fresh)
+    torch.set_default_device("meta")
+    try:
+        with torch.inference_mode():
+            checkpoint.save(directory, model, optimizer, step=1)
+            checkpoint.load(directory, fresh, fresh_optimizer)
+        whole = checkpoint.full_optimizer_state_dict(model, optimizer)
+        checkpoint.load_full_optimizer_state_dict(fresh, fresh_optimizer, whole)
+        checkpoint.load_full_state_dict(fresh, checkpoint.full_state_dict(model))
+    finally:
+        torch.set_default_device(None)
+    cm.assert_equal(cm.whole_state(fresh, fresh_optimizer), cm.whole_state(model, optimizer))
+    cm.train(fresh, fresh_optimizer, [1], env.rank, 2)
+
+
+def test_ranks_save_and_load_in_torchs_modes(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(in_torchs_modes, str(tmp_path))
+
+
 # -- names -------------------------------------------------------------------------------------------------------------
 
 
@@ -305,3 +329,20 @@ def test_all_ranks_are_told_that_models_are_partly_changed(pool2: Pool, tmp_path
     checkpoint.save(tmp_path, cm.build(None), step=1)
     told = pool2.run(load_with, str(tmp_path), 1)
     assert told[0] == told[1] and "on rank 1: " in told[0] and "are partly changed" in told[0]
+
+
+def without_state(env: RankEnv, directory: str) -> str:
+    model = cm.build(env.mesh((2,)))
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, [0], env.rank, 2)
+    if env.rank:
+        optimizer.state.clear()
+    with pytest.raises(CheckpointError) as told:
+        checkpoint.save(directory, model, optimizer, step=1)
+    return str(told.value)
+
+
+def test_ranks_that_hold_other_parts_are_told_so(pool2: Pool, tmp_path: Path) -> None:
+    told = pool2.run(without_state, str(tmp_path))
+    assert told[0] == told[1] and "what the ranks hold does not make up whole tensors; is a rank's model another" in told[0]
+    assert "optimizer.state." in told[0] and names(tmp_path) == [LOCK]

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from benchmarks.harness import positive, progress
 from hsdp.checkpoint import manifests, saving
 from hsdp.checkpoint.index import from_json
-from hsdp.checkpoint.shares import pack_plan, shared_out, size_of, unpack_plans
+from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_plans, unpacked
 
 HIDDEN, FEED_FORWARD, VOCAB = 8192, 28672, 128256
 _OVERHEAD = 700
@@ -70,13 +70,13 @@ def plan_of(tensors: dict[str, tuple[int, ...]], shard: int, shards: int) -> Sav
 def measure(replicas: int, shards: int, layers: int) -> dict[str, Any]:
     """One mesh."""
     tensors = shapes(layers)
-    held = [pack_plan(plan_of(tensors, shard, shards)) for shard in range(shards)] * replicas
+    held = [packed(plan_of(tensors, shard, shards)) for shard in range(shards)] * replicas
     planner = saving._Planner(None)
     planner.set_up_planner({}, is_coordinator=True)
     planner.create_local_plan()
     started = time.process_time()
     plans, metadata = planner.create_global_plan(shared_out(unpack_plans(held)))
-    sent = [len(pickle.dumps(plan)) for plan in plans]
+    sent = [len(part) for part in pack_parts(plans)]
     planned = time.process_time()
 
     written = []
@@ -87,10 +87,10 @@ def measure(replicas: int, shards: int, layers: int) -> dict[str, Any]:
             places[item.index] = _StorageInfo(f"__{rank}_0.distcp", at, length)
             at += length
         files = {f"__{rank}_0.distcp": manifests.FileRecord(at, 1 << 31)} if plan.items else {}
-        written.append(pickle.dumps(saving._Written(files, places, {})))
+        written.append(packed(saving._Written(files, places, {})))
     last = time.process_time()
-    everything = [pickle.loads(one) for one in written]
-    metadata.storage_data = {index: info for one in everything for index, info in one.places.items()}
+    everything = [unpacked(one) for one in written]
+    metadata.storage_data = saving._shared(metadata, everything)
     files = {name: record for one in everything for name, record in one.files.items()}
     pickled = len(pickle.dumps(metadata))
     index = saving._index(metadata).to_json()

@@ -8,12 +8,12 @@ together.
 from __future__ import annotations
 
 import struct
-import zlib
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
+from hsdp.checkpoint.crc import crc32_of
 from hsdp.checkpoint.pieces import STORAGES, buffer_of
 
 _ALIGNMENT = 64
@@ -59,7 +59,7 @@ class _Archive:
 
     def add(self, name: str, content: memoryview) -> None:
         """Writes an entry; its content begins at a multiple of 64 bytes."""
-        crc32, size, start = zlib.crc32(content), len(content), self._at()
+        crc32, size, start = crc32_of(content), len(content), self._at()
         path = f"archive/{name}".encode()
         big = size >= _LIMIT
         wide = struct.pack("<HHQQ", 1, 16, size, size) if big else b""

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import io
 import os
-import zlib
 
 from hsdp.checkpoint.archives import combine_crc32
+from hsdp.checkpoint.crc import crc32_of
 from hsdp.checkpoint.manifests import FileRecord
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 
@@ -24,7 +24,7 @@ class ChecksumStream:
         left = memoryview(data)
         while left:
             left = left[self._raw.write(left) or 0 :]  # Linux writes 2 GiB at a time, and what still fits on a full disk
-        self.crc32 = zlib.crc32(data, self.crc32) if crc32 is None else combine_crc32(self.crc32, crc32, len(data))
+        self.crc32 = crc32_of(data, self.crc32) if crc32 is None else combine_crc32(self.crc32, crc32, len(data))
         self.bytes += len(data)
         return len(data)
 
@@ -47,7 +47,7 @@ def write_file(path: AnyPath, data: bytes) -> FileRecord:
     """Writes a small file and waits until it is on disk; in an object store it appears whole or not at all."""
     if isinstance(path, RemotePath):
         path.write_bytes(data)
-        return FileRecord(len(data), zlib.crc32(data))
+        return FileRecord(len(data), crc32_of(data))
     with path.open("wb", buffering=0) as raw:
         stream = ChecksumStream(raw)
         stream.write(data)

@@ -102,11 +102,17 @@ class _ByRename:
         self._directory = directory
 
     def begin(self, step: int) -> str:
-        self._directory.mkdir(parents=True, exist_ok=True)
+        try:
+            self._directory.mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError) as error:
+            raise CheckpointError(
+                f"{self._directory} cannot be made: {error.filename} is no directory, but a file, or a link to what is not "
+                "there; remove it, or save to another directory"
+            ) from error
         lock(self._directory)
         for path in self._directory.iterdir():
             if _LEFTOVER.fullmatch(path.name):
-                shutil.rmtree(path, ignore_errors=True)
+                _delete(path)
             elif path.name.endswith(".old") and NAME.fullmatch(path.name) and (path.with_suffix("") / MANIFEST).is_file():
                 self.retire(path.name)  # its successor has the name
         # The nonce keeps a run that lost its place (a zombie of a restarted job) from writing among our files.
@@ -122,7 +128,7 @@ class _ByRename:
 
     def commit(self, written: str, manifest: Manifest, earlier: Sequence[str]) -> list[str]:
         partial, final = self._directory / written, self._directory / self.name_of(written, manifest.step)
-        if final.exists() and not (final / MANIFEST).is_file():
+        if os.path.lexists(final) and not (final / MANIFEST).is_file():
             raise CheckpointError(f"{final} exists and was not saved by hsdp; move it away, or save to another directory")
         write_file(partial / MANIFEST, manifest.text().encode())
         _sync(partial)
@@ -138,10 +144,10 @@ class _ByRename:
         trash = self._directory / f".{name}.{secrets.token_hex(4)}.trash"
         with contextlib.suppress(FileNotFoundError):
             (self._directory / name).rename(trash)
-            shutil.rmtree(trash, ignore_errors=True)
+            _delete(trash)
 
     def discard(self, written: str) -> None:
-        shutil.rmtree(self._directory / written, ignore_errors=True)
+        _delete(self._directory / written)
 
 
 class _ByManifest:
@@ -182,6 +188,15 @@ class _ByManifest:
         with contextlib.suppress(OSError, CheckpointError):
             if is_unfinished(path):  # it is complete if only what came behind the manifest has failed
                 path.remove_below()
+
+
+def _delete(path: Path) -> None:
+    """Deletes a directory with everything in it, as far as that can be done; of a link to one the link alone."""
+    if path.is_symlink():
+        with contextlib.suppress(OSError):
+            path.unlink()
+    else:
+        shutil.rmtree(path, ignore_errors=True)
 
 
 def _sync(directory: Path) -> None:

@@ -24,8 +24,8 @@ from hsdp.params.dtensors import as_dtensor, spec_of
 from hsdp.params.subclass import data_of, is_composite
 from hsdp.params.tensor_parallel import block_of
 
-_WRAPPERS = ("_orig_mod.", "_checkpoint_wrapped_module.")
-"""What torch.compile and activation checkpointing put into names."""
+_WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
+"""What torch.compile and activation checkpointing put between the modules of a name."""
 
 
 EXTRA_STATE = "_extra_state"
@@ -34,9 +34,8 @@ EXTRA_STATE = "_extra_state"
 
 def clean_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
-    return name
+    *modules, last = name.split(".")
+    return ".".join([*(one for one in modules if one not in _WRAPPERS), last])
 
 
 @dataclass(frozen=True)
@@ -51,13 +50,21 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict by clean name; tensors share memory with the model.
 
     Raises:
-        CheckpointError: a parameter is on the meta device.
+        CheckpointError: a parameter is on the meta device, or two have one name but for what wrappers put into names.
     """
     entries: dict[str, Entry] = {}
-    for raw_name, value in model.state_dict().items():
+    with torch.inference_mode(False):  # there DTensors cannot be detached
+        state = model.state_dict()
+    for raw_name, value in state.items():
         if isinstance(value, Tensor) and block_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
-        entries[clean_name(raw_name)] = Entry(raw_name, plain(value, raw_name))
+        name = clean_name(raw_name)
+        if name in entries:
+            raise CheckpointError(
+                f"{entries[name].raw_name!r} and {raw_name!r} of the model would both be {name!r} in a checkpoint, which "
+                "leaves out what torch.compile and activation checkpointing put into names; rename one of the modules"
+            )
+        entries[name] = Entry(raw_name, plain(value, raw_name))
     return entries
 
 
@@ -84,14 +91,15 @@ def plain(value: Any, name: str = "a value") -> Any:
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
     """Where this rank's part lies in the whole tensor: (offsets, sizes), one each per dim."""
     if isinstance(tensor, DTensor):
-        chunk = tensor.__create_chunk_list__()[0]
+        with torch.device("cpu"):  # torch counts with tensors on the default device
+            chunk = tensor.__create_chunk_list__()[0]
         return tuple(chunk.offsets), tuple(chunk.sizes)
     return (0,) * tensor.ndim, tuple(tensor.shape)
 
 
 def staging_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the same kind, shape and dtype, whose part of this rank is on the CPU."""
-    local = torch.empty(block_of(tensor).shape, dtype=tensor.dtype)
+    local = torch.empty(block_of(tensor).shape, dtype=tensor.dtype, device="cpu")
     return as_dtensor(local, tensor._spec) if isinstance(tensor, DTensor) else local
 
 
@@ -108,8 +116,15 @@ def state_staging(
         scalar: it is a number like Adam's `step`, which belongs to no dim of the parameter.
         device: where it is made.
     """
+    with torch.inference_mode(False):  # the optimizer is to step with it later
+        return _state_staging(param, shape, dtype, held, scalar, device)
+
+
+def _state_staging(
+    param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, held: Any, scalar: bool, device: torch.device
+) -> Tensor:
     if scalar:
-        return torch.empty(shape, dtype=dtype)  # optimizers keep it on the CPU, and move it if they want it elsewhere
+        return torch.empty(shape, dtype=dtype, device="cpu")  # optimizers move it if they want it elsewhere
     if not isinstance(param, DTensor):
         return torch.empty(shape, dtype=dtype, device=device)
     if isinstance(held, Tensor) and tuple(held.shape) == shape:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 from collections import OrderedDict
 from collections.abc import Callable
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from hsdp.checkpoint.remote import AnyPath
@@ -36,4 +38,15 @@ class Files:
 
 def opener(path: AnyPath) -> Callable[[str], BinaryIO]:
     """Opens files of a directory, unbuffered."""
-    return lambda name: cast(BinaryIO, (path / name).open("rb", buffering=0))
+
+    def open_file(name: str) -> BinaryIO:
+        check_kind(path / name)
+        return cast(BinaryIO, (path / name).open("rb", buffering=0))
+
+    return open_file
+
+
+def check_kind(path: AnyPath) -> None:
+    """Raises OSError of what is there and is neither file nor directory: a named pipe would keep its reader waiting."""
+    if isinstance(path, Path) and path.exists() and not (path.is_file() or path.is_dir()):
+        raise OSError(errno.EINVAL, "it is not a file", str(path))

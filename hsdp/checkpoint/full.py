@@ -285,7 +285,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
     # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
     # takes its part of the whole tensor.
     local = block_of(target)
-    value = torch.empty(target.shape, dtype=target.dtype) if whole is None else whole.cpu().contiguous()
+    value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
     local.copy_(_own_part(target, value))
@@ -331,7 +331,8 @@ def _own_part(target: Tensor, whole: Tensor) -> Tensor:
     """This rank's part of a whole tensor: a view."""
     if not isinstance(target, DTensor):
         return whole
-    shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
+    with torch.device("cpu"):  # torch counts with tensors on the default device
+        shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
     for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
         whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
     return whole

@@ -11,7 +11,8 @@ from __future__ import annotations
 import atexit
 import logging
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
@@ -87,11 +88,19 @@ class SaveHandle:
             body()
 
 
-def settle() -> None:
-    """Waits for the asynchronous save under way, if there is one; raises what it raised."""
-    handle = SaveHandle._in_flight
-    if handle is not None:
-        handle.wait()
+_entered = threading.RLock()
+
+
+@contextmanager
+def settled() -> Iterator[None]:
+    """The body runs when no other save or load of this process is under way: neither in another thread that calls one, nor
+    in the background. Raises what the save in the background raised.
+    """
+    with _entered:
+        handle = SaveHandle._in_flight
+        if handle is not None:
+            handle.wait()
+        yield
 
 
 @atexit.register

@@ -16,6 +16,7 @@ import contextlib
 import os
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any
 
 from torch import nn
@@ -25,7 +26,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.files import Files, opener
-from hsdp.checkpoint.handles import settle
+from hsdp.checkpoint.handles import settled
 from hsdp.checkpoint.index import Index
 from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
 from hsdp.checkpoint.models import ModelReading
@@ -33,7 +34,7 @@ from hsdp.checkpoint.objects import Packed, unpack_extras
 from hsdp.checkpoint.optimizers import OptimizerReading
 from hsdp.checkpoint.own import read_own
 from hsdp.checkpoint.ranks import Ranks
-from hsdp.checkpoint.reading import Reader
+from hsdp.checkpoint.reading import PARTLY, Reader
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -109,7 +110,8 @@ def load(
         CheckpointError: on all ranks, before anything is changed: there is no checkpoint; a file is missing, truncated,
             damaged or foreign; names, shapes or dtypes differ; the optimizer is another; a parameter is on the meta device;
             ranks were called with different arguments; or an earlier asynchronous save had failed. Only if a file that was
-            good cannot be read a moment later, the error says that the model is partly changed.
+            good cannot be read a moment later, or `progress` or a hook of the model's raises, the error says that the model
+            is partly changed.
     """
 
     def job() -> _Job:
@@ -121,7 +123,8 @@ def load(
             )
         return _Job(store.expanded(path), model, optimizer, choice, prefix, optimizer_prefix, validate, progress)
 
-    loaded = _load(path, job, optimizer is not None, validate, process_group, must_be=True)
+    with settled():
+        loaded = _load(path, job, optimizer is not None, validate, process_group, must_be=True)
     assert loaded is not None, "nothing to load would have been an error"
     return loaded
 
@@ -149,7 +152,8 @@ def resume(
     def job() -> _Job:
         return _Job(store.expanded(directory), model, optimizer, Choice(), None, None, validate, progress)
 
-    return _load(directory, job, optimizer is not None, validate, process_group, must_be=False)
+    with settled():
+        return _load(directory, job, optimizer is not None, validate, process_group, must_be=False)
 
 
 def verify(path: str | os.PathLike[str]) -> Loaded:
@@ -185,6 +189,7 @@ def _find(path: AnyPath) -> _Found | None:
         CheckpointError: there is something that could be a checkpoint, and is none that can be loaded.
     """
     if not manifests.has(path.parent, path.name):
+        _check_links(path)
         return None
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
@@ -208,6 +213,17 @@ def _find(path: AnyPath) -> _Found | None:
     manifest = manifests.read_manifest(path)
     manifests.check_sizes(path, manifest)
     return path, manifest
+
+
+def _check_links(path: AnyPath) -> None:
+    """Of a path that does not exist: whether that is because a link on the way leads to nothing.
+
+    Raises:
+        CheckpointError: so it is: the disk is not mounted, perhaps, and a run must not begin anew for that.
+    """
+    for one in (path, *path.parents) if isinstance(path, Path) else ():
+        if one.is_symlink() and not one.exists():
+            raise CheckpointError(f"{one} is a link to {os.readlink(one)}, which is not there (is its disk mounted?)")
 
 
 def _found(found: _Found | None, path: object) -> _Found:
@@ -289,7 +305,6 @@ def _load(
     process_group: ProcessGroup | None,
     must_be: bool,
 ) -> Loaded | None:
-    settle()
     ranks = Ranks(process_group)
     what = f"loading {path}"
     job = ranks.agree(what, make, {"an optimizer": with_optimizer, "validate": validate})
@@ -363,6 +378,10 @@ class _Load:
     def _commit(self) -> None:
         """Changes the model and the optimizer. Nothing here can fail for what the checkpoint holds."""
         self._reader.run()
-        self._weights.finish()
-        if self._state is not None:
-            self._state.finish()
+        try:
+            self._weights.finish()
+            if self._state is not None:
+                self._state.finish()
+        except Exception as error:  # of a hook of the model's or the optimizer's
+            text = f"handing it over raised {type(error).__name__}: {error}. {PARTLY}"
+            raise CheckpointError(f"checkpoint {self._path}: {text}") from error

@@ -1,8 +1,9 @@
 """The lock of a directory of checkpoints: one job saves there at a time, and a second one is told who does.
 
-The operating system holds the lock for a process and lets go of it when the process ends, however it ends. The file says
-which process it is, and for file systems without locks that is all there is: then the lock of a process that is gone, on
-this host, counts for nothing.
+The operating system holds the lock for a process and lets go of it when the process ends, however it ends; but also when
+the process closes the file anywhere else, as a copy of the directory does. So each save takes the lock anew. The file says
+which process has it: who is given the lock while that process lives (on this host) is not the first. For file systems
+without locks that is all there is: then the lock of a process that is gone, on this host, counts for nothing.
 
 An object store has no locks, and a job that was moved to another host must be able to go on, though nobody can tell it
 whether the one before has ended. So there the later process takes the directory over, and the earlier one is told of it at
@@ -49,9 +50,14 @@ def lock(directory: Path) -> None:
     """
     file = directory.resolve() / LOCK
     if (held := _held.get((os.getpid(), file))) is not None:
-        with contextlib.suppress(OSError):
-            if os.fstat(held.fileno()).st_ino == file.stat().st_ino:
-                return
+        if _is_same(held, file):
+            try:
+                _take(held, directory)
+            except BaseException:
+                del _held[os.getpid(), file]
+                held.close()
+                raise
+            return
         unlock(directory)  # the directory was removed, and perhaps made anew
     stream = file.open("a+", encoding="utf-8")
     try:
@@ -61,8 +67,16 @@ def lock(directory: Path) -> None:
         raise
     _held[os.getpid(), file] = stream
     stream.truncate(0)
-    stream.write(json.dumps(_this_process()))
+    inode = os.fstat(stream.fileno()).st_ino  # a copy of the directory has another
+    stream.write(json.dumps({**_this_process(), "inode": inode}))
     stream.flush()
+
+
+def _is_same(stream: IO[str], file: Path) -> bool:
+    """Whether an open file still has this name."""
+    with contextlib.suppress(OSError):
+        return os.path.samestat(os.fstat(stream.fileno()), file.stat())
+    return False
 
 
 def unlock(directory: Path) -> None:
@@ -126,6 +140,10 @@ def _take(stream: IO[str], directory: Path) -> None:
             if error.errno in (errno.EACCES, errno.EAGAIN):
                 raise _taken(directory, _owner(stream)) from None
         else:
+            owner = _owner(stream)
+            here = owner.get("host") == socket.gethostname() and owner.get("inode") == os.fstat(stream.fileno()).st_ino
+            if here and not _is_gone(owner):  # it has lost the lock, and does not know
+                raise _taken(directory, owner)
             return
     owner = _owner(stream)
     if owner and not _is_gone(owner):
@@ -168,9 +186,10 @@ def _is_gone(owner: dict[str, Any]) -> bool:
 
 
 def _started(pid: int) -> str | None:
-    """When a process began, as Linux counts it; None where that is not known."""
+    """When a process began, as Linux counts it; None where that is not known, and of one that has ended."""
     try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        return None if fields[0] in "ZX" else fields[19]  # a dead one stays there until its parent asks for it
     except (OSError, IndexError):
         return None
 

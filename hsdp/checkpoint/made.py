@@ -24,18 +24,34 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
-def misfit(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor, state: Mapping[str, Any]) -> str | None:
-    """How a parameter's state differs from what the optimizer makes for it; None if it does not, or if that is not known.
+class Probe:
+    """Knows what an optimizer makes for the parameters of one group: it steps once for each shape and dtype among them.
 
     Args:
         optimizer: the optimizer that loads.
-        group: the settings that the parameter's group will have.
-        param: the parameter.
-        state: its state by entry: tensors or whatever has a shape and a dtype, and values.
+        group: the settings that the group will have.
     """
-    made = _made(optimizer, group, param)
-    if made is None:
-        return None
+
+    def __init__(self, optimizer: Optimizer, group: Mapping[str, Any]) -> None:
+        self._optimizer = optimizer
+        self._group = group
+        self._made: dict[tuple[torch.Size, torch.dtype], Mapping[str, Any] | None] = {}
+
+    def misfit(self, param: Tensor, state: Mapping[str, Any]) -> str | None:
+        """How a parameter's state differs from what the optimizer makes for it; None if it does not, or is not known to.
+
+        Args:
+            param: the parameter.
+            state: its state by entry: tensors or whatever has a shape and a dtype, and values.
+        """
+        kind = param.shape, param.dtype
+        if kind not in self._made:
+            self._made[kind] = _made(self._optimizer, self._group, param)
+        made = self._made[kind]
+        return None if made is None else _difference(self._optimizer, made, state)
+
+
+def _difference(optimizer: Optimizer, made: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:
     if missing := sorted(made.keys() - state.keys()):
         return f"has no {', '.join(map(repr, missing))}, which {kind_of(optimizer)} keeps"
     if left := sorted(state.keys() - made.keys()):

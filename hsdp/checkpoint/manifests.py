@@ -8,12 +8,12 @@ from __future__ import annotations
 
 import json
 import stat
-import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hsdp.checkpoint.files import Files
+from hsdp.checkpoint.crc import crc32_of
+from hsdp.checkpoint.files import Files, check_kind
 from hsdp.checkpoint.index import is_plain_name
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
@@ -82,6 +82,7 @@ def read_file(path: AnyPath) -> bytes:
         CheckpointError: it cannot be read, which is not to say that it is damaged.
     """
     try:
+        check_kind(path)
         return path.read_bytes()
     except FileNotFoundError:
         raise CheckpointError(f"{path} is missing: this is no hsdp checkpoint, or a part of it was removed") from None
@@ -132,7 +133,7 @@ def _manifest(fields: Mapping[str, Any]) -> Manifest:
 
 
 def _checksum(body: Mapping[str, Any]) -> int:
-    return zlib.crc32(json.dumps(body, sort_keys=True).encode())
+    return crc32_of(json.dumps(body, sort_keys=True).encode())
 
 
 def check_sizes(path: AnyPath, manifest: Manifest) -> None:
@@ -186,7 +187,7 @@ def check_content(path: AnyPath, files: Files, manifest: Manifest, names: Iterab
             stream, crc32 = files.open(name), 0
             stream.seek(0)
             while count := stream.readinto(block):  # type: ignore[attr-defined]
-                crc32 = zlib.crc32(block[:count], crc32)
+                crc32 = crc32_of(block[:count], crc32)
         except OSError as error:
             unread.append(f"{name} cannot be read: {error.strerror}")
         else:
@@ -204,5 +205,5 @@ def check_bytes(path: AnyPath, manifest: Manifest, name: str, data: bytes) -> No
     Raises:
         CheckpointError: it is not what was written.
     """
-    if manifest.files.get(name) != FileRecord(len(data), zlib.crc32(data)):
+    if manifest.files.get(name) != FileRecord(len(data), crc32_of(data)):
         raise CheckpointError(f"checkpoint {path}: {name} is damaged, or from another checkpoint")

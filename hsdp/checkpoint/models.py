@@ -204,7 +204,9 @@ class _ExtraState:
             key = sources[new]
             top = key[: len(key) - len(new) + len(name)]
             record = saved[key]
-            place = torch.empty(record.shape, dtype=record.dtype) if isinstance(record, TensorRecord) else None
+            place = None
+            if isinstance(record, TensorRecord):
+                place = torch.empty(record.shape, dtype=record.dtype, device="cpu")
             self._parts.append((_path_below(index, prefix + key, prefix + top), key, place))
 
     def ask(self, reader: Reader) -> None:

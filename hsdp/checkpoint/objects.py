@@ -258,7 +258,8 @@ class _Unpacker:
         raw = self._blob(place)
         if len(raw) != math.prod(shape) * _DTYPES[dtype].itemsize or any(type(n) is not int or n < 0 for n in shape):
             raise ValueError("a tensor has another number of bytes than of elements")
-        flat = torch.frombuffer(bytearray(raw), dtype=_DTYPES[dtype]) if len(raw) else torch.empty(0, dtype=_DTYPES[dtype])
+        kind = _DTYPES[dtype]
+        flat = torch.frombuffer(bytearray(raw), dtype=kind) if len(raw) else torch.empty(0, dtype=kind, device="cpu")
         tensor = flat.view(shape)
         return tensor if trained is None else nn.Parameter(tensor, requires_grad=trained)
 

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
-from hsdp.checkpoint.made import kind_of, misfit
+from hsdp.checkpoint.made import Probe, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
@@ -129,7 +129,8 @@ def _like(saved: Any, own: Any) -> Any:
     if isinstance(saved, Tensor) and isinstance(own, float):
         return float(saved)
     if isinstance(own, Tensor) and isinstance(saved, (int, float)):
-        return torch.full_like(own, saved)
+        with torch.inference_mode(False):
+            return torch.full_like(own, saved)
     return saved
 
 
@@ -200,8 +201,9 @@ class OptimizerStaging:
             CheckpointError: entries, shapes or kinds of dtypes differ; names the parameter.
         """
         for group, members in zip(groups, self._members, strict=True):
+            probe = Probe(self._optimizer, group)
             for name in members:
-                if name in state and (told := misfit(self._optimizer, group, self.params[name], state[name])):
+                if name in state and (told := probe.misfit(self.params[name], state[name])):
                     raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {told}")
 
     def groups(self, hyper: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
@@ -283,7 +285,7 @@ class OptimizerReading:
             if key.startswith("param_groups."):
                 self._hyper[key] = None
                 if isinstance(record, TensorRecord):  # a learning rate held in a tensor
-                    place = torch.empty(record.shape, dtype=record.dtype)
+                    place = torch.empty(record.shape, dtype=record.dtype, device="cpu")
                     self._hyper[key] = reader.early(prefix + key, place)
                 else:
                     reader.value(prefix + key)
@@ -361,10 +363,11 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 def commit_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
     """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in."""
-    optimizer.load_state_dict(state)
-    params = [param for group in optimizer.param_groups for param in group["params"]]
-    for number, entries in state["state"].items():
-        _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
+    with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
+        optimizer.load_state_dict(state)
+        params = [param for group in optimizer.param_groups for param in group["params"]]
+        for number, entries in state["state"].items():
+            _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
 
 
 def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device) -> None:

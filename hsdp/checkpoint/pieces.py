@@ -196,7 +196,7 @@ _REBUILDS = ("_rebuild_tensor_v2", "_rebuild_tensor_v3")
 
 def read_tensor(stream: BinaryIO, stored: Stored) -> Tensor:
     """A stored tensor, in new memory."""
-    flat = torch.empty(stored.span, dtype=stored.dtype)
+    flat = torch.empty(stored.span, dtype=stored.dtype, device="cpu")
     read_into(stream, stored.start, flat)
     return flat.as_strided(stored.shape, stored.strides)
 

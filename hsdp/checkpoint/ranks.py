@@ -180,14 +180,14 @@ class Ranks:
         # though its connections last as long as somebody holds it.
         assert self._talk is not None, "there is another rank"
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
-        for tensor in (torch.tensor([data.numel()]), data):
+        for tensor in (torch.tensor([data.numel()], device=_CPU), data):
             self._talk.send([tensor], rank, _TAG).wait()
 
     def _receive(self, rank: int) -> Any:
         assert self._talk is not None, "there is another rank"
-        size = torch.zeros(1, dtype=torch.int64)
+        size = torch.zeros(1, dtype=torch.int64, device=_CPU)
         self._talk.recv([size], rank, _TAG).wait()
-        data = torch.empty(int(size), dtype=torch.uint8)
+        data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
         self._talk.recv([data], rank, _TAG).wait()
         return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 

@@ -29,6 +29,9 @@ from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 
+PARTLY = "The model and the optimizer are partly changed; load a checkpoint before you use them"
+"""What an error says once loading has begun to change them."""
+
 _BLOCK = 32 << 20
 """How many bytes are read at a time where they cannot go to their place directly."""
 
@@ -67,7 +70,8 @@ class _Read:
         at_once = max(1, _BLOCK // max(1, row_bytes))
         for first in range(0, rows[1], at_once):
             count = min(at_once, rows[1] - first)
-            block = torch.empty((count, *stored.shape[1:]) if self.source else (), dtype=stored.dtype)
+            shape = (count, *stored.shape[1:]) if self.source else ()
+            block = torch.empty(shape, dtype=stored.dtype, device="cpu")
             read_into(stream, start + first * row_bytes, block)
             if not self.source:
                 target.copy_(block)
@@ -157,7 +161,7 @@ class Reader:
         """Reads all tensors. What can still fail is the reading itself.
 
         Raises:
-            CheckpointError: it did; tells that tensors are partly changed.
+            CheckpointError: it did, or `progress`; tells that tensors are partly changed.
         """
         done, total = 0, sum(read.bytes for read in self._reads)
         with torch.no_grad():
@@ -166,10 +170,8 @@ class Reader:
                 try:
                     read.run(self._files.open(read.file))
                 except (OSError, CheckpointError) as error:
-                    raise CheckpointError(
-                        f"checkpoint {self._where}: {read.key!r} in {read.file} could not be read after all: {error}. "
-                        "The model and the optimizer are partly changed; load a checkpoint before you use them"
-                    ) from error
+                    text = f"{read.key!r} in {read.file} could not be read after all: {error}. {PARTLY}"
+                    raise CheckpointError(f"checkpoint {self._where}: {text}") from error
                 done += read.bytes
         self._tell(total, total)
 
@@ -179,7 +181,7 @@ class Reader:
         for name in (key, other):
             record = self._index.records[name]
             assert isinstance(record, TensorRecord), "the caller has compared what the checkpoint has with the model"
-            block = torch.empty(block_of(like).shape, dtype=record.dtype)
+            block = torch.empty(block_of(like).shape, dtype=record.dtype, device="cpu")
             for read in self._reads_of(name, like, block):
                 read.run(self._files.open(read.file))
             held.append(block.reshape(-1).view(torch.uint8))  # so that NaN equals NaN
@@ -240,4 +242,8 @@ class Reader:
 
     def _tell(self, done: int, total: int) -> None:
         if self._progress is not None:
-            self._progress(done, total)
+            try:
+                self._progress(done, total)
+            except Exception as error:
+                text = f"progress= raised {type(error).__name__}: {error}. {PARTLY}"
+                raise CheckpointError(f"checkpoint {self._where}: {text}") from error

@@ -395,8 +395,9 @@ def _read(place: _Place, like: Tensor) -> Tensor:
     """This rank's part of a tensor, as it is in the file."""
     file, name = place
     offsets, sizes = local_box(like)
-    if not sizes:
-        return file.get_tensor(name)  # type: ignore[no-any-return]
-    if 0 in sizes:
-        return torch.empty(sizes, dtype=_DTYPES[file.get_slice(name).get_dtype()])
-    return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]  # type: ignore[no-any-return]
+    with torch.device("cpu"):  # the library makes tensors on the default device
+        if not sizes:
+            return file.get_tensor(name)  # type: ignore[no-any-return]
+        if 0 in sizes:
+            return torch.empty(sizes, dtype=_DTYPES[file.get_slice(name).get_dtype()])
+        return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]  # type: ignore[no-any-return]

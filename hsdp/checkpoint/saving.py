@@ -18,7 +18,7 @@ import os
 import pickle
 import secrets
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
@@ -37,14 +37,14 @@ from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
-from hsdp.checkpoint.handles import SaveHandle, settle
+from hsdp.checkpoint.handles import SaveHandle, settled
 from hsdp.checkpoint.index import Index, Piece, Place, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath
-from hsdp.checkpoint.shares import pack_plan, shared_out, size_of, unpack_plans
+from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_plans, unpacked
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -101,34 +101,34 @@ def save(
         CheckpointError: on all ranks: ranks were called with different arguments, any rank could not do its part, the disk
             has no room, another job saves to the directory; or an earlier asynchronous save had failed.
     """
-    settle()
-    started = time.perf_counter()
-    ranks = Ranks(process_group)
-    where, num = ranks.agree(
-        f"checkpoint.save to {directory}",
-        lambda: _arguments(directory, step, keep),
-        {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
-    )
-    what = f"saving step {num} to {directory}"
-    target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
-    with _discarding(target, ranks):
-        planner = _Planner(progress)
-        plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
-        if async_:
-            ranks.each(what, lambda: planner.stage(staging_of(model)))
-    handle = SaveHandle(where / commits_in(where).name_of(target.name, num), num)
-
-    def finish() -> AnyPath:
+    with settled():
+        started = time.perf_counter()
+        ranks = Ranks(process_group)
+        where, num = ranks.agree(
+            f"checkpoint.save to {directory}",
+            lambda: _arguments(directory, step, keep),
+            {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
+        )
+        what = f"saving step {num} to {directory}"
+        target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
         with _discarding(target, ranks):
-            path = _write(what, ranks, planner, plan, extras, target)
-        if ranks.rank == 0:
-            logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
-        return path
+            planner = _Planner(progress)
+            plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
+            if async_:
+                ranks.each(what, lambda: planner.stage(staging_of(model)))
+        handle = SaveHandle(where / commits_in(where).name_of(target.name, num), num)
 
-    handle.run(finish, in_background=async_)
-    if not async_:
-        handle.wait()
-    return handle
+        def finish() -> AnyPath:
+            with _discarding(target, ranks):
+                path = _write(what, ranks, planner, plan, extras, target)
+            if ranks.rank == 0:
+                logger.info("saved %s in %.2f s", path, time.perf_counter() - started)
+            return path
+
+        handle.run(finish, in_background=async_)
+        if not async_:
+            handle.wait()
+        return handle
 
 
 def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple[AnyPath, int]:
@@ -199,17 +199,25 @@ def _plan(
             state["optimizer"] = optimizer_state(model, optimizer)
             planner.optimizer = kind_of(optimizer)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
-        return pack_plan(planner.create_local_plan()), pack(extra, "extra")
+        with torch.device("cpu"):  # torch counts with tensors on the default device
+            plan = planner.create_local_plan()
+        return packed(plan), pack(extra, "extra")
 
     blobs: list[bytes] = []
 
-    def everyones(held: list[tuple[bytes, bytes]]) -> list[SavePlan]:
+    def everyones(held: list[tuple[bytes, bytes]]) -> list[bytes]:
         blobs[:] = [blob for _, blob in held]
-        plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+        try:
+            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+        except ValueError as error:
+            raise CheckpointError(
+                "what the ranks hold does not make up whole tensors; is a rank's model another, or its optimizer without "
+                f"state, because it was stepped or loaded on other ranks only? {str(error)[:300]}"
+            ) from error
         store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
-        return plans
+        return pack_parts(plans)
 
-    plan = planner.finish_plan(ranks.meet(what, mine, everyones))
+    plan = planner.finish_plan(unpacked(ranks.meet(what, mine, everyones)))
     return plan, blobs
 
 
@@ -223,11 +231,12 @@ def _write(
 ) -> AnyPath:
     """Writes this rank's part; rank 0 then writes what describes all parts, and gives the checkpoint its name."""
 
-    def complete(written: list[_Written]) -> list[str]:
+    def complete(answers: list[bytes]) -> list[str]:
+        written: list[_Written] = [unpacked(one) for one in answers]
         files = {name: record for one in written for name, record in one.files.items()}
         values = {key: value for one in written for key, value in one.values.items()}
         metadata = planner.metadata
-        metadata.storage_data = {index: info for one in written for index, info in one.places.items()}
+        metadata.storage_data = _shared(metadata, written)
         metadata.storage_meta = StorageMeta(save_id=f"{SAVE_ID}-{secrets.token_hex(8)}")
         metadata.version = _DCP_VERSION
         for name, content in {
@@ -241,7 +250,7 @@ def _write(
 
     # Ranks of other replicas may have nothing to write: not even an empty file.
     name = f"__{ranks.rank}_0.distcp"
-    return target.directory / ranks.meet(what, lambda: _write_file(target.path / name, plan, planner), complete)
+    return target.directory / ranks.meet(what, lambda: packed(_write_file(target.path / name, plan, planner)), complete)
 
 
 @dataclass(frozen=True)
@@ -275,6 +284,24 @@ def _write_file(path: AnyPath, plan: SavePlan, planner: _Planner) -> _Written:
         stream.sync()
     planner.report(done)
     return _Written({path.name: stream.record}, places, planner.values)
+
+
+def _shared(metadata: Metadata, written: Sequence[_Written]) -> dict[MetadataIndex, _StorageInfo]:
+    """Where everything was written. Equal names, offsets and sizes, of which each rank has sent its own, become one object
+    each, there and in `metadata`: a pickle has an object once.
+    """
+    names = {name: name for name in metadata.state_dict_metadata}
+    sizes: dict[torch.Size, torch.Size] = {}
+    for kind in metadata.state_dict_metadata.values():
+        for chunk in kind.chunks if isinstance(kind, TensorStorageMetadata) else ():
+            chunk.offsets = sizes.setdefault(chunk.offsets, chunk.offsets)
+            chunk.sizes = sizes.setdefault(chunk.sizes, chunk.sizes)
+    found = {}
+    for one in written:
+        for index, info in one.places.items():
+            offset = None if index.offset is None else sizes.get(index.offset, index.offset)
+            found[MetadataIndex(names[index.fqn], offset, index.index)] = info
+    return found
 
 
 @contextmanager

@@ -12,6 +12,7 @@ import zlib
 from collections import defaultdict
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 from torch.distributed.checkpoint.metadata import MetadataIndex
 from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemType
@@ -28,9 +29,14 @@ def size_of(item: WriteItem) -> int:
     return int(data.chunk.sizes.numel()) * int(data.properties.dtype.itemsize)
 
 
-def pack_plan(plan: SavePlan) -> bytes:
-    """A plan as it travels to rank 0: a tenth of its pickle."""
-    return zlib.compress(pickle.dumps(plan), 1)
+def packed(description: Any) -> bytes:
+    """A plan, or where its items were written, as it travels between ranks: a tenth of its pickle."""
+    return zlib.compress(pickle.dumps(description), 1)
+
+
+def unpacked(description: bytes) -> Any:
+    """What `packed` was given; for messages of this run's own ranks only."""
+    return pickle.loads(zlib.decompress(description))
 
 
 def unpack_plans(packed: Sequence[bytes]) -> list[SavePlan]:
@@ -40,8 +46,13 @@ def unpack_plans(packed: Sequence[bytes]) -> list[SavePlan]:
     plans: dict[bytes, SavePlan] = {}
     for one in packed:
         if one not in plans:
-            plans[one] = pickle.loads(zlib.decompress(one))
+            plans[one] = unpacked(one)
     return [plans[one] for one in packed]
+
+
+def pack_parts(plans: Sequence[SavePlan]) -> list[bytes]:
+    """What each rank is to write, as it is told: without the names of everything, which only rank 0 needs."""
+    return [packed(replace(plan, planner_data=None)) for plan in plans]
 
 
 def shared_out(plans: Sequence[SavePlan]) -> list[SavePlan]:

@@ -3,7 +3,7 @@
     block    | up.weight | pad | up.bias | pad | exp_avg | ...     each copy begins at a multiple of 64 bytes
 
 Taking new memory for each save would cost a page fault for every 4 KiB, and pinned memory, from which devices copy at full
-speed, takes longer to get than to fill. One save is under way at a time (`handles.settle`), so the block is free when the
+speed, takes longer to get than to fill. One save is under way at a time (`handles.settled`), so the block is free when the
 next one begins.
 """
 
@@ -26,7 +26,7 @@ class Staging:
     """One block of host memory, which grows when it must."""
 
     def __init__(self) -> None:
-        self._block = torch.empty(0, dtype=torch.uint8)
+        self._block = torch.empty(0, dtype=torch.uint8, device="cpu")
 
     def copies(self, tensors: Mapping[K, Tensor]) -> dict[K, Tensor]:
         """Copies tensors of any device, contiguous, into the block; the copies made before are overwritten."""
@@ -46,8 +46,8 @@ class Staging:
 
     def _reserve(self, size: int, *, pinned: bool) -> None:
         if self._block.numel() < size or (pinned and not self._block.is_pinned()):
-            self._block = torch.empty(0, dtype=torch.uint8)  # given back first: never both at a time
-            self._block = torch.empty(size, dtype=torch.uint8, pin_memory=pinned)
+            self._block = torch.empty(0, dtype=torch.uint8, device="cpu")  # given back first: never both at a time
+            self._block = torch.empty(size, dtype=torch.uint8, device="cpu", pin_memory=pinned)
 
 
 def _bytes(tensor: Tensor) -> int:

@@ -66,16 +66,19 @@ def latest(directory: str | os.PathLike[str]) -> AnyPath | None:
 
 
 def expanded(path: str | os.PathLike[str]) -> AnyPath:
-    """A path as it is meant: in a file system of fsspec if it is a URL, else with the home directory in the place of `~`.
+    """A path as it is meant: in a file system of fsspec if it is a URL, else absolute, with the home directory in the place
+    of `~`. A save in the background goes on where it began when the working directory changes.
 
     Raises:
-        CheckpointError: there is no such home directory.
+        CheckpointError: there is no such home directory, or no working directory.
         ImportError: what the URL needs is not installed.
-        ValueError: there are no such URLs, or it was one before pathlib took a slash out of it.
+        ValueError: it is empty; there are no such URLs, or it was one before pathlib took a slash out of it.
     """
     if isinstance(path, RemotePath):
         return path
-    text = os.fspath(path)
+    text = os.fsdecode(path)
+    if not text:
+        raise ValueError("the path of checkpoints is empty; for the working directory give '.'")
     if _ONE_SLASH.match(text):
         raise ValueError(
             f"{text!r}: if it is to be a URL, it lacks a slash, which pathlib takes out: give it as a string with '://'; "
@@ -85,8 +88,8 @@ def expanded(path: str | os.PathLike[str]) -> AnyPath:
     if mark and kind not in ("file", "local"):
         return RemotePath(text)
     try:
-        return Path(rest if mark else text).expanduser()
-    except RuntimeError as error:
+        return Path(rest if mark else text).expanduser().absolute()
+    except (RuntimeError, OSError) as error:
         raise CheckpointError(f"{path}: {error}") from None
 
 

@@ -7,13 +7,14 @@ import datetime
 from collections.abc import Callable
 from pathlib import Path, PurePosixPath
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError
+from hsdp.checkpoint import CheckpointError, made
 from tests.checkpoint import models as cm
 from tests.checkpoint.test_mismatch import Pair, refuse, saved, step_once
 
@@ -67,6 +68,18 @@ def test_without_the_name_of_the_class_settings_and_state_tell(
     model = Pair()
     path = saved(tmp_path, model, step_once(model, KINDS[left](model.parameters())))
     refuse(path, model, KINDS[right](model.parameters()), "of another kind: only")
+
+
+def test_a_step_is_tried_once_for_each_shape(tmp_path: Path) -> None:
+    model = nn.Sequential(*(nn.Linear(3, 3) for _ in range(5)))
+    optimizer = O.AdamW(model.parameters())
+    for param in model.parameters():
+        param.grad = torch.ones_like(param)
+    optimizer.step()
+    path = checkpoint.save(tmp_path, model, optimizer, step=1).path
+    with mock.patch.object(made, "_made", wraps=made._made) as tried:
+        checkpoint.load(path, model, optimizer)
+    assert [tuple(call.args[2].shape) for call in tried.call_args_list] == [(3, 3), (3,)]
 
 
 def test_state_that_the_optimizer_does_not_make_is_refused(tmp_path: Path) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import sys
+import types
+import zlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,7 +15,7 @@ import torch
 from torch import nn
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, manifests, store
+from hsdp.checkpoint import CheckpointError, crc, manifests, store
 from hsdp.checkpoint.checksums import write_file
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.lock import LOCK
@@ -190,3 +192,16 @@ def test_rng_state_comes_back(tmp_path: Path) -> None:
     after = random.random(), torch.rand(3)
     assert before[0] == after[0]
     assert torch.equal(before[1], after[1])
+
+
+def test_checksums_by_isa_l_are_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
+    quick = types.ModuleType("isal_zlib")
+    quick.crc32 = lambda data, before=0: zlib.crc32(data, before)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "isal", types.ModuleType("isal"))
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", quick)
+    assert crc._fastest() is quick.crc32
+    monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    assert crc._fastest() is zlib.crc32
+    data = bytes(range(256)) * 300
+    for size in (0, 1, 63, 64, 65, 4097, len(data)):
+        assert crc.crc32_of(memoryview(data)[:size], 7) == zlib.crc32(data[:size], 7)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -270,7 +270,11 @@ def writes_what_training_goes_on_changing() -> Any:
 @mutant(in_background.test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save)
 @contextmanager
 def forgets_a_failure_in_the_background() -> Iterator[None]:
-    with off(saving, "settle"), off(loading, "settle"), mock.patch.object(handles.SaveHandle, "_in_flight", None):
+    with (
+        mock.patch.object(saving, "settled", nullcontext),
+        mock.patch.object(loading, "settled", nullcontext),
+        mock.patch.object(handles.SaveHandle, "_in_flight", None),
+    ):
         yield
 
 

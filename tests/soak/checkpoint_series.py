@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
 import errno
 import functools
 import json
@@ -27,7 +26,6 @@ import os
 import random
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import time
@@ -47,6 +45,7 @@ from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from hsdp.checkpoint.lock import LOCK
 from tests.checkpoint import models as cm
+from tests.soak.disks import fill_disk, obeying, remount, small_disk
 from tests.support import rig
 from tests.support.rig import Outcome, Pool, RankEnv
 
@@ -54,7 +53,6 @@ WORLD, MESH = 4, (2, 2)
 MOMENTS = ("saving", "saving in the background", "pruning", "loading")
 FAULTS = ("kill", "full", "read-only", "failing", "destroyed")
 TIMEOUT = 30.0  # seconds: of the groups
-_CAPABILITIES_V3, _CAP_DAC_OVERRIDE, _CAP_DAC_READ_SEARCH = 0x20080522, 1, 2
 
 CAUSES = {
     "kill": "lost contact",
@@ -196,28 +194,6 @@ def strike(case: Case, mount: Path) -> None:
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
 
-def fill_disk(mount: Path) -> None:
-    """Takes all the space there is."""
-    with (mount / "another's").open("wb", buffering=0) as stream, contextlib.suppress(OSError):
-        while stream.write(bytes(1 << 16)):
-            pass
-
-
-@contextlib.contextmanager
-def obeying() -> Iterator[None]:
-    """Permissions mean something in the body, also to root: the thread goes without the capabilities to pass over them."""
-    libc = ctypes.CDLL(None, use_errno=True)
-    header, held = (ctypes.c_uint32 * 2)(_CAPABILITIES_V3, 0), (ctypes.c_uint32 * 6)()
-    assert libc.capget(header, held) == 0, os.strerror(ctypes.get_errno())
-    fewer = (ctypes.c_uint32 * 6)(*held)
-    fewer[0] &= ~(1 << _CAP_DAC_OVERRIDE | 1 << _CAP_DAC_READ_SEARCH)
-    assert libc.capset(header, fewer) == 0, os.strerror(ctypes.get_errno())
-    try:
-        yield
-    finally:
-        assert libc.capset(header, held) == 0, os.strerror(ctypes.get_errno())
-
-
 class EndedError(Exception):
     """Ends a run whose groups are gone, so that the rig makes new ones; carries what the rank tells."""
 
@@ -315,7 +291,7 @@ class Series:
         cm.train(self._whole, self._optimizer, [0])
         self.counts: Counter[tuple[str, str, str]] = Counter()
 
-    def run(self, times: int, after_round: Callable[[], None]) -> None:
+    def run(self, times: int, faults: Sequence[str], after_round: Callable[[], None]) -> None:
         """Everything, in rounds of one of each.
 
         Raises:
@@ -324,19 +300,20 @@ class Series:
         try:
             events = {}
             for moment in MOMENTS:
-                events[moment] = [one.value.events for one in self._attempt(Case(moment, "none"))]
-                self._check(Case(moment, "none"), [])
+                for counted in ("none", "failing"):  # a disk fails at file operations only
+                    events[moment, counted] = [one.value.events for one in self._attempt(Case(moment, counted))]
+                    self._check(Case(moment, "none"), [])
             for number in range(times):
                 for moment in MOMENTS:
-                    for fault in FAULTS:
-                        self._one(moment, fault, number, events[moment])
+                    for fault in faults:
+                        self._one(moment, fault, number, events[moment, "failing" if fault == "failing" else "none"])
                 after_round()
         finally:
             self._pool.close()
 
     def table(self) -> list[str]:
         """How often each fault ended how."""
-        found = {key: count for key, count in sorted(self.counts.items()) if key[1] != "none"}
+        found = dict(sorted(self.counts.items()))
         rows = [f"{moment:26}{fault:12}{ended:14}{count:4}" for (moment, fault, ended), count in found.items()]
         return [f"{sum(found.values())} faults on {WORLD} ranks; nothing lost, every promise kept", "", *rows]
 
@@ -366,13 +343,13 @@ class Series:
         if remounted:
             self._pool.run(attempt, str(self._mount), self._step, Case("loading", "none"))
             self._pool.close()  # an open file, like the lock, keeps a file system writable
-            _mount(self._mount, "ro")
+            remount(self._mount, "ro")
             function, case = again, replace(case, at=-1)
         try:
             run = self._pool.run_raw(function, str(self._mount), self._step, case, timeout=150.0)
         finally:
             if remounted:
-                _mount(self._mount, "rw")
+                remount(self._mount, "rw")
         hung = [one for one in run if one.error == "Hung"]
         assert not hung, f"{case}: ranks hang: {hung[0].traceback[-3000:]}"
         return [_carried(one) for one in run]
@@ -399,9 +376,8 @@ class Series:
             assert one.names in ([], [LOCK, *complete]) and len(complete) <= 2, f"{what}: {one.names} lay there"
         self._on_disk(what, case, texts)
         ended = "told on all" if None not in texts else "completed" if len(texts) == 1 else "told on some"
-        ended = "" if not texts else ended
-        self.counts[case.moment, case.fault, ended] += 1
         if outcomes:
+            self.counts[case.moment, case.fault, ended] += 1
             slowest = max(one.seconds for one in told.values())
             said = sorted({re.sub(r"\S*/run\S*", "RUN", text or "completed")[:150] for text in texts})
             self._say(f"{what}: {' / '.join(said)} ({slowest:.1f} s)")
@@ -426,25 +402,11 @@ def _carried(outcome: Outcome) -> Outcome:
     return Outcome(outcome.rank, Told(error, events, set(values), seconds, names))
 
 
-def _mount(mount: Path, mode: str) -> None:
-    subprocess.run(["mount", "-o", f"remount,{mode}", str(mount)], check=True)
-
-
-@contextlib.contextmanager
-def small_disk(where: Path, size: str = "8m") -> Iterator[Path]:
-    """A file system of a few megabytes."""
-    where.mkdir()
-    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size},mode=1777", "tmpfs", str(where)], check=True)
-    try:
-        yield where
-    finally:
-        subprocess.run(["umount", "-l", str(where)], check=True)
-
-
 def main(argv: Sequence[str] | None = None) -> None:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--times", type=int, default=20, help="of each fault at each moment")
+    parser.add_argument("--faults", nargs="+", choices=FAULTS, default=FAULTS, help="which (default: all)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--log", type=Path)
     options = parser.parse_args(argv)
@@ -457,7 +419,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         lines.append(line)
         print(line, flush=True)
 
-    command = f"python -m tests.soak.checkpoint_series --times {options.times} --seed {options.seed}"
+    chosen = "" if options.faults == FAULTS else f" --faults {' '.join(options.faults)}"
+    command = f"python -m tests.soak.checkpoint_series --times {options.times} --seed {options.seed}{chosen}"
     head = [command, in_words(header())]
     with tempfile.TemporaryDirectory(prefix="hsdp-series-") as name, small_disk(Path(name, "disk")) as mount:
         series = Series(mount, options.seed, say)
@@ -466,7 +429,7 @@ def main(argv: Sequence[str] | None = None) -> None:
             if options.log is not None:
                 options.log.write_text("\n".join([*head, *series.table(), "", *lines]) + "\n")
 
-        series.run(options.times, write)
+        series.run(options.times, options.faults, write)
     print("\n".join([*head, *series.table()]))
 
 

@@ -91,9 +91,9 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "StateError",
-        ("forward", "eval", "toggle", "backward"),
+        ("forward", "eval", "unshard", "toggle", "backward"),
         _any_of("toggled", "toggle"),
-        "requires_grad changed while sums of the parameters chosen before are pending, which any forward finds",
+        "requires_grad changed while sums of the parameters chosen before are pending: any forward finds it, and unshard",
         "requires_grad of parameter",
     ),
     Excuse(

@@ -33,6 +33,9 @@ _OWN: dict[str, Any] = {
 
 _TORCH = {name: getattr(fsdp, name) for name in _OWN}
 
+_replaced: list[tuple[dict[str, Any], str]] = []
+"""Where: what a module imported from hsdp itself stays hsdp's."""
+
 
 def replace_fsdp2(replace: bool = True) -> None:
     """Puts hsdp's functions in the place of FSDP2's, wherever a module that is imported has one under its own name.
@@ -42,14 +45,20 @@ def replace_fsdp2(replace: bool = True) -> None:
     Models that are sharded already stay as they are, and go on working.
 
     Args:
-        replace: False puts FSDP2's back.
+        replace: False puts FSDP2's back where an earlier call replaced them.
     """
-    before, after = (_TORCH, _OWN) if replace else (_OWN, _TORCH)
+    if not replace:
+        for names, function in _replaced:
+            if names.get(function) is _OWN[function]:
+                names[function] = _TORCH[function]
+        _replaced.clear()
+        return
     for name, module in list(sys.modules.items()):
         if name.partition(".")[0] != "hsdp":
-            names: dict[str, Any] = getattr(module, "__dict__", {})
+            names = getattr(module, "__dict__", {})
             for function in _OWN:
                 # FSDP2's own file calls them for models that it has sharded.
                 defined_here = names is inspect.unwrap(_TORCH[function]).__globals__
-                if names.get(function) is before[function] and not defined_here:
-                    names[function] = after[function]
+                if names.get(function) is _TORCH[function] and not defined_here:
+                    names[function] = _OWN[function]
+                    _replaced.append((names, function))

@@ -64,8 +64,9 @@ def running_node() -> int:
 def runs_all_leaves() -> bool:
     """Whether the present graph task accumulates into all leaves behind the node that runs: that of `backward()` does.
 
-    That of `autograd.grad`, or of `backward(inputs=...)`, runs some of them, or is not told about. DDP walks a graph in the
-    same way to find unused parameters. Takes as long as the graph has nodes, unless a leaf is not run.
+    That of `autograd.grad` or `backward(inputs=...)` leaves some of them out, and for inputs of the former `will_execute`
+    raises. DDP walks a graph in the same way, for unused parameters. Ends at the first leaf that is left out; if there is
+    none, it visits each node once.
     """
     found, seen = False, set()
     left: list[Any] = [torch._C._current_autograd_node()]

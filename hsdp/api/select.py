@@ -123,13 +123,18 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         )
 
 
+def _annotations(param: nn.Parameter) -> list[tuple[Any, str]]:
+    """What the package spmd_types says of a plain parameter: on which axis it is what."""
+    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
+    return [(axis, getattr(kind, "name", "")) for axis, kind in annotated.items()]
+
+
 def _check_whole(param: nn.Parameter, where: str) -> None:
     """Raises ValueError if the package spmd_types has it that a plain parameter is a part, or a term, of another one."""
-    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
-    for axis, kind in annotated.items():
-        if getattr(kind, "name", "") in ("V", "P"):
+    for axis, kind in _annotations(param):
+        if kind in ("V", "P"):
             raise ValueError(
-                f"{where} is annotated by spmd_types as {kind.name} on axis {axis}: ranks hold different parts of it, and "
+                f"{where} is annotated by spmd_types as {kind} on axis {axis}: ranks hold different parts of it, and "
                 "hsdp, which does not read these annotations, would take each for the whole; make it a DTensor (in "
                 "torchtitan: --parallelism.spmd_backend partial_dtensor)"
             )
@@ -137,16 +142,16 @@ def _check_whole(param: nn.Parameter, where: str) -> None:
 
 def _check_summed(param: nn.Parameter, axes: MeshAxes, where: str) -> None:
     """Raises ValueError if the package spmd_types has it that gradients are to be summed over another axis than these."""
-    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
+    annotated = _annotations(param)
     if not annotated or not param.requires_grad:
         return
     names = axes.names.union(axes.mesh.mesh_dim_names or ())
     ranks: list[int] = axes.mesh.mesh.flatten().tolist()
     among = {rank - min(ranks) for rank in ranks}
-    for axis, kind in annotated.items():
+    for axis, kind in annotated:
         layout = getattr(axis, "layout", None)  # the ranks of the axis' first group; some name axes by their names
         ours = axis in names if layout is None else among.issuperset(layout.all_ranks_from_zero())
-        if getattr(kind, "name", "") == "R" and not ours:
+        if kind == "R" and not ours:
             raise ValueError(
                 f"{where} is annotated by spmd_types as R on axis {axis}, which is not one of the mesh: its gradient is a "
                 "sum over that axis, and hsdp, which does not read these annotations, would leave each rank its own term; "

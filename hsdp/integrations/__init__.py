@@ -34,7 +34,7 @@ _OWN: dict[str, Any] = {
 _TORCH = {name: getattr(fsdp, name) for name in _OWN}
 
 _replaced: list[tuple[dict[str, Any], str]] = []
-"""Where: what a module imported from hsdp itself stays hsdp's."""
+"""In the names of which modules, and which function."""
 
 
 def replace_fsdp2(replace: bool = True) -> None:
@@ -45,7 +45,8 @@ def replace_fsdp2(replace: bool = True) -> None:
     Models that are sharded already stay as they are, and go on working.
 
     Args:
-        replace: False puts FSDP2's back where an earlier call replaced them.
+        replace: False puts FSDP2's back where an earlier call replaced them. A module keeps what it imported from hsdp, and
+            what it imported from `torch.distributed.fsdp` between the two calls.
     """
     if not replace:
         for names, function in _replaced:

@@ -25,7 +25,9 @@ def test_names_are_exchanged_wherever_they_are_and_put_back() -> None:
     library = types.ModuleType("a_library")
     vars(library).update(torchs)
     vars(library)["kept"] = torchs["fully_shard"]
-    sys.modules["a_library"] = library
+    ours = types.ModuleType("a_script")
+    vars(ours)["fully_shard"] = hsdp.fully_shard
+    sys.modules.update({"a_library": library, "a_script": ours})
     try:
         replace_fsdp2()
         for name in NAMES:
@@ -34,9 +36,10 @@ def test_names_are_exchanged_wherever_they_are_and_put_back() -> None:
         replace_fsdp2()  # again is the same
         replace_fsdp2(False)
         assert {name: getattr(fsdp, name) for name in NAMES} == {name: vars(library)[name] for name in NAMES} == torchs
+        assert vars(ours)["fully_shard"] is hsdp.fully_shard, "it was never FSDP2's"
     finally:
         replace_fsdp2(False)
-        del sys.modules["a_library"]
+        del sys.modules["a_library"], sys.modules["a_script"]
 
 
 def _both(env: RankEnv) -> None:

@@ -9,12 +9,14 @@ contender saves, saves in the background and loads once, in turn (A B A B):
 Times are wall times of the slower rank, and for the background save also the time until the caller goes on; CPU times are
 those of the busier rank, with all its threads and the kernel's part, which other work on the machine changes little. Memory
 is what a rank's resident set grows by at its peak (Linux's VmHWM), as a share of the state that the rank holds; what a
-background save keeps for the next one counts in the first round.
+background save keeps for the next one counts in the first round. Before each action malloc gives back what is free:
+otherwise memory that an earlier one has used and freed, and which is still resident, is used again and not counted.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes
 import gc
 import shutil
 import statistics
@@ -61,13 +63,14 @@ def _status(field: str) -> int:
 
 
 def measured(action: Callable[[], Any]) -> tuple[float, float, int, Any]:
-    """Seconds, CPU seconds, bytes by which the resident set grew at its peak, and what the action returned."""
+    """Seconds, CPU seconds, the resident set in bytes before (its peak begins there), and what the action returned."""
     gc.collect()
+    ctypes.CDLL(None).malloc_trim(0)
     dist.barrier()
     Path("/proc/self/clear_refs").write_text("5")  # the peak begins anew
     before, started, used = _status("VmRSS"), time.perf_counter(), time.process_time()
     result = action()
-    return time.perf_counter() - started, time.process_time() - used, _status("VmHWM") - before, result
+    return time.perf_counter() - started, time.process_time() - used, before, result
 
 
 def actions(library: str, path: Path, model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Callable[[], Any]]:
@@ -105,8 +108,8 @@ def run(env: RankEnv, directory: str, rounds: int, layers: int, dim: int) -> lis
             path = Path(directory, name)
             calls = actions(name, path, model, optimizer)
             for action, call in calls.items():
-                before = _status("VmRSS")
-                seconds, used, grown, wait = measured(call)
+                seconds, used, before, wait = measured(call)
+                grown = _status("VmHWM") - before
                 if action == "async":
                     caller = {"who": name, "what": "async: caller", "s": seconds, "cpu": used, "memory": grown / held}
                     found.append(caller | {"round": number})

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from hsdp.checkpoint.crc import crc32_of
+from hsdp.checkpoint.crc import crc32_of, crc32_of_file
 from hsdp.checkpoint.files import Files, check_kind
 from hsdp.checkpoint.index import is_plain_name
 from hsdp.checkpoint.remote import AnyPath, RemotePath
@@ -25,7 +25,6 @@ EXTRA = "extra.bin"
 
 _FORMAT = "hsdp-checkpoint"
 _VERSION = 2
-_BLOCK = 1 << 20
 
 
 @dataclass(frozen=True)
@@ -181,13 +180,9 @@ def check_content(path: AnyPath, files: Files, manifest: Manifest, names: Iterab
         CheckpointError: files are damaged, or another's, or cannot be read; names each.
     """
     wrong, unread = [], []
-    block = memoryview(bytearray(_BLOCK))
     for name in names:
         try:
-            stream, crc32 = files.open(name), 0
-            stream.seek(0)
-            while count := stream.readinto(block):  # type: ignore[attr-defined]
-                crc32 = crc32_of(block[:count], crc32)
+            crc32 = crc32_of_file(files.open(name))
         except OSError as error:
             unread.append(f"{name} cannot be read: {error.strerror}")
         else:

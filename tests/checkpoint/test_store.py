@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import mmap
+import os
+import random
 import sys
 import types
 import zlib
@@ -194,14 +197,55 @@ def test_rng_state_comes_back(tmp_path: Path) -> None:
     assert torch.equal(before[1], after[1])
 
 
-def test_checksums_by_isa_l_are_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checksums_are_by_isa_l_or_numpy_and_zlibs(monkeypatch: pytest.MonkeyPatch) -> None:
     quick = types.ModuleType("isal_zlib")
     quick.crc32 = lambda data, before=0: zlib.crc32(data, before)  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "isal", types.ModuleType("isal"))
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", quick)
     assert crc._fastest() is quick.crc32
     monkeypatch.setitem(sys.modules, "isal.isal_zlib", None)
+    by_rows = crc._fastest()
+    data, least, row = random.Random(0).randbytes(3 << 20), crc._LEAST, crc._ROW
+    for size in (0, 1, 63, 4097, least - 1, least, least + 1, 9 * row - 1, 9 * row, 9 * row + 1, len(data)):
+        for function in (by_rows, crc.crc32_of):
+            assert function(memoryview(data)[:size], 0xDEADBEEF) == zlib.crc32(data[:size], 0xDEADBEEF)
+            assert function(data[:size]) == zlib.crc32(data[:size])
+    with monkeypatch.context() as patch:  # it does go by rows
+        patch.setattr(crc.zlib, "crc32", lambda data, before=0: len(data) + before)
+        assert by_rows(memoryview(data)[: 9 * row + 7], 0) == 0xFFFFFFFF + row + 7
+    monkeypatch.setitem(sys.modules, "numpy", None)
     assert crc._fastest() is zlib.crc32
-    data = bytes(range(256)) * 300
-    for size in (0, 1, 63, 64, 65, 4097, len(data)):
-        assert crc.crc32_of(memoryview(data)[:size], 7) == zlib.crc32(data[:size], 7)
+
+
+@pytest.mark.parametrize("size", [0, 1, crc._BLOCK - 1, crc._BLOCK, crc._BLOCK + 1, 3 * crc._BLOCK + 5])
+@pytest.mark.parametrize("populate", [crc._POPULATE_READ, 9999], ids=["mapped", "read"])
+def test_the_checksum_of_a_file_is_that_of_its_bytes(
+    size: int, populate: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On Linux before 5.14, which does not know the advice, and in file systems that cannot be mapped, it is read."""
+    data = random.Random(size).randbytes(size)
+    (tmp_path / "file").write_bytes(data)
+    kinds: list[type] = []
+    monkeypatch.setattr(crc, "_POPULATE_READ", populate)
+    monkeypatch.setattr(crc, "crc32_of", lambda block, before: kinds.append(type(block)) or zlib.crc32(block, before))
+    with (tmp_path / "file").open("rb", buffering=0) as stream:
+        stream.seek(size // 2)
+        assert crc.crc32_of_file(stream) == zlib.crc32(data)
+    assert set(kinds) == ({mmap.mmap if populate != 9999 else memoryview} if size else set())
+
+
+def test_a_file_that_shrinks_while_it_is_mapped_does_not_end_the_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The same happens where a disk fails: looking at the page raises SIGBUS, bringing it in beforehand an error."""
+    file = tmp_path / "file"
+    file.write_bytes(bytes(2 * crc._BLOCK))
+
+    class Shrinking(mmap.mmap):
+        def madvise(self, *arguments: int) -> None:
+            os.truncate(file, 10)
+            super().madvise(*arguments)
+
+    monkeypatch.setattr(crc.mmap, "mmap", Shrinking)
+    with file.open("rb", buffering=0) as stream:
+        assert crc.crc32_of_file(stream) == zlib.crc32(bytes(10))

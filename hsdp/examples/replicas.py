@@ -20,6 +20,9 @@ from hsdp.examples.launch import JobError, on_rank_zero
 LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _PART_OF_TIMEOUT = 5
 """The ranks of a replica wait for each other longer than for other replicas: or they would take those for dead too."""
+_PART_OF_PATIENCE = 3
+"""torch tries twice, with a pause between, to reach the store of a replica that has died meanwhile: forming groups takes up to
+three times their timeout, and so no longer than the manager's."""
 
 
 def join_replicas(
@@ -30,7 +33,8 @@ def join_replicas(
     Args:
         name: the replica's; what runs at the same time must have others.
         device: this rank's.
-        timeout: seconds that the ranks of this job wait for each other; for other replicas it is a fifth.
+        timeout: seconds that the ranks of this job wait for each other; for other replicas it is a fifth, and a
+            fifteenth in an all-reduce.
         model, optimizer: sharded over the ranks of this job.
 
     Raises:
@@ -49,7 +53,7 @@ def join_replicas(
     patience = timedelta(seconds=max(1, timeout / _PART_OF_TIMEOUT))
     groups = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
     manager = torchft.Manager(
-        pg=groups(timeout=patience),
+        pg=groups(timeout=patience / _PART_OF_PATIENCE),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

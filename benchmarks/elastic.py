@@ -8,6 +8,7 @@ few cores).
     elastic    `hsdp.elastic.ElasticOptimizer`
     hook       FSDP2, whose `set_all_reduce_hook` waits for `manager.allreduce`, and torchft's `OptimizerWrapper`
     hsdp       hsdp on a mesh of 2 x 2 ranks: what replicas that come and go cost
+    local      `CommPolicy(accumulate="local")`: micro-batches are added before the reduce-scatter, as the hook has it
 
 Each rank checks that every step was taken by both replicas, and that all contenders have the same gradients at the end.
 Needs root, iproute2 and torchft.
@@ -44,7 +45,7 @@ SHARDS = 2
 FIRST_NODE = "10.213.77.{}"
 LIGHTHOUSE_PORT, STORE_PORT = 29610, 29710
 PATIENCE = timedelta(seconds=60)
-CONTENDERS = ("hook", "elastic", "hsdp", "hook / 4", "elastic / 4", "hsdp / 4")
+CONTENDERS = ("hook", "elastic", "hsdp", "hook / 4", "elastic / 4", "elastic, local / 4", "hsdp / 4")
 BASELINES = {name: "hook / 4" if name.endswith("/ 4") else "hook" for name in CONTENDERS}
 
 
@@ -70,12 +71,12 @@ class Training:
 
     def __init__(self, job: Job, number: int, mesh: DeviceMesh, place: Place) -> None:
         self.name = job.contenders[number]
-        library = self.name.split(" / ")[0]
-        several = self.name != library
-        self.micro_batches = job.micro_batches if several else 1
+        library = self.name.split(" / ")[0].split(",")[0]
+        self.micro_batches = job.micro_batches if self.name.endswith("/ 4") else 1
+        policy = hsdp.CommPolicy(accumulate="local") if "local" in self.name else hsdp.CommPolicy()
         self.library = library
         shards = mesh if library == "hsdp" else mesh["shard"]
-        self.model: Any = build(job, "fsdp2" if library == "hook" else "hsdp", hsdp.CommPolicy(), shards)
+        self.model: Any = build(job, "fsdp2" if library == "hook" else "hsdp", policy, shards)
         sgd = torch.optim.SGD(self.model.parameters(), lr=0.1, foreach=True)
         self.optimizer: Any = sgd
         self.manager: Any = None
@@ -197,14 +198,14 @@ def _slowest(run: Callable[[], object], times: int) -> float:
 
 def table(results: Sequence[tuple[str, dict[str, list[float]]]]) -> str:
     """The ratios as text."""
-    lines = [f"{'':14}  {'ratio to hook, round by round':^30}  context: ms", f"{'':14}  {'min median    max  minima':>30}"]
+    lines = [f"{'':22}  {'ratio to hook, round by round':^30}  context: ms", f"{'':22}  {'min median    max  minima':>30}"]
     for title, times in results:
         lines.append(title)
         for name, took in times.items():
             base = times[BASELINES[name]]
             spread = Spread.of([a / b for a, b in zip(took, base, strict=True)])
             cell = "" if took is base else f"{spread}  {min(took) / min(base):6.2f}"
-            lines.append(f"  {name:12}  {cell:>30}  {1e3 * min(took):.0f}")
+            lines.append(f"  {name:20}  {cell:>30}  {1e3 * min(took):.0f}")
     return "\n".join(lines)
 
 

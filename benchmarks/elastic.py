@@ -42,7 +42,7 @@ from hsdp import elastic
 from hsdp.examples.launch import leave
 
 SHARDS = 2
-FIRST_NODE = "10.213.77.{}"
+NODE = "10.213.77.{}"
 LIGHTHOUSE_PORT, STORE_PORT = 29610, 29710
 PATIENCE = timedelta(seconds=60)
 CONTENDERS = ("hook", "elastic", "hsdp", "hook / 4", "elastic / 4", "elastic, local / 4", "hsdp / 4")
@@ -63,7 +63,7 @@ class Place:
     @property
     def host(self) -> str:
         """Address of its node."""
-        return FIRST_NODE.format(self.replica + 1)
+        return NODE.format(self.replica + 1)
 
 
 class Training:
@@ -135,7 +135,7 @@ def make_manager(number: int, place: Place) -> tuple[Any, list[Any]]:
         world_size=SHARDS,
         store_addr=place.host,
         store_port=STORE_PORT + number,
-        lighthouse_addr=f"http://{FIRST_NODE.format(1)}:{port}",
+        lighthouse_addr=f"http://{NODE.format(1)}:{port}",
         replica_id=f"replica{place.replica}",
         hostname=place.host,
     )

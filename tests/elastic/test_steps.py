@@ -134,6 +134,31 @@ def test_a_trace_shows_the_managers_all_reduces(pool4: Pool) -> None:
     pool4.run(_traced)
 
 
+def _planned(env: RankEnv) -> None:
+    net, optimizer, manager = _elastic(env)
+    plan = hsdp.plan(net, mesh=(2, 2), tokens_per_rank=4, backend="gloo")
+    given: list[int] = []
+    allreduce = manager.allreduce
+
+    def counting(tensor: Tensor, **options: Any) -> Any:
+        given.append(tensor.nbytes)
+        return allreduce(tensor, **options)
+
+    manager.allreduce = counting
+    optimizer.zero_grad()
+    _backward(net, env.rank, 0)
+    optimizer.step()
+    (over_replicas,) = (one for one in plan.collectives if one.kind == "all-reduce")
+    count, of_units, compared = given[0], given[1:-1], given[-1]
+    assert (count, compared) == (4, 24), "what elastic.md says of their size"
+    # Of two replicas each sends as many bytes as it has.
+    assert (over_replicas.calls, over_replicas.sent) == (len(of_units), sum(of_units))
+
+
+def test_a_plan_of_as_many_replicas_has_the_managers_all_reduces(pool4: Pool) -> None:
+    pool4.run(_planned)
+
+
 # -- steps that are dropped --------------------------------------------------------------------------------------------
 
 

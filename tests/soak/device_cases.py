@@ -362,6 +362,16 @@ def _bf16_accumulating_and_offloaded(env: RankEnv, shape: Shape) -> Found:
     return _accumulate(env, model, case)
 
 
+@program((2, 2), (4, 1), tolerance=1e-5)
+def _tree_has_the_bits_of_another_split(env: RankEnv, shape: Shape) -> Found:
+    found = []
+    for split in (shape, (4,)):
+        model, case = _built(env, split, "mlp", torch.float32, comm_policy=hsdp.CommPolicy(reduction="tree"))
+        found.append(_trained(env, model, case))
+    assert_same(*found, 0.0, 0.0)
+    return found[0]
+
+
 def _accumulate(env: RankEnv, model: Any, case: Case, steps: int = STEPS, micros: int = 3) -> Found:
     optimizer = sgd(model.parameters())
     for step in range(steps):

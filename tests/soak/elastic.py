@@ -8,6 +8,8 @@ replica is started again after a while, with other weights. At the end every ste
 
     among replicas    the digests of weights and optimizer states of ranks with the same number are equal
     with a twin       one process that takes the same steps of the same batches has the same losses
+
+After each kill somebody takes a step within the manager's time-out, and what a busy machine needs on top.
 """
 
 from __future__ import annotations
@@ -32,6 +34,9 @@ from tests.support.facts import header, in_words
 
 RANKS = 2
 TIMEOUT = 10.0
+"""The manager's, in seconds."""
+SLACK = 5.0
+"""Seconds on top of it: until the lighthouse misses a heartbeat, and for steps of many processes on few cores."""
 STUCK = 240.0
 """Seconds without a step, of anybody, after which the run has failed."""
 
@@ -138,8 +143,9 @@ class Run:
             if any(code is not None for code in codes) and codes != [0] * len(codes):
                 if self.is_over() and 0 in codes and not any(codes):
                     continue  # the other rank is about to end
+                # Beside a rank that was killed, another one may have failed before this process has looked.
                 own = [code for code in codes if code not in (None, 0, -9)]
-                if own:
+                if own and -9 not in codes:
                     raise AssertionError(f"replica {replica.number}.{replica.incarnation} ended by itself: {codes}")
                 self._bury(replica)
                 lost.append(replica)
@@ -346,6 +352,7 @@ def soak(folder: Path, replicas: int, kills: int, seed: int, **options: Any) -> 
     run.say(f"kills by kind and moment: {', '.join(f'{kind} {number}' for kind, number in kinds.items())}")
     run.say(f"{len(killed)} kills in {time.monotonic() - began:.0f} s; ended by themselves: {run.failures or 'none'}")
     assert not run.failures, run.failures
+    assert waits[-1] <= TIMEOUT + SLACK, f"nobody took a step for {waits[-1]:.1f} s after a kill"
     return run.lines
 
 

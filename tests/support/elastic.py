@@ -46,7 +46,7 @@ class Place:
         checkpoints: whether steps are saved, and a start begins with the last checkpoint.
         waits: whether a step begins with the quorum, instead of asking for it beside the forward.
         bf16: whether it computes in bf16.
-        timeout: the manager's, in seconds.
+        timeout: the manager's, in seconds; of its process group a third.
         pause: seconds that a step waits, so that a run of tiny steps can be hit.
     """
 
@@ -168,7 +168,7 @@ def make_manager(place: Place) -> Any:
 
     patience = timedelta(seconds=place.timeout)
     return Manager(
-        pg=ProcessGroupGloo(timeout=patience),
+        pg=ProcessGroupGloo(timeout=patience / 3),  # forming groups takes up to three of these
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

@@ -116,6 +116,11 @@ def _selective_ac(config: Any) -> None:
     config.activation_checkpoint = _module("distributed.activation_checkpoint").SelectiveAC.Config()
 
 
+def _no_ac(config: Any) -> None:
+    """Zero-bubble schedules run backward through a region twice, which selective checkpointing refuses."""
+    config.activation_checkpoint = None
+
+
 def _exact_sums(config: Any) -> None:
     """Gradients are reduced in float64, in which the order of four terms from bf16 makes no difference."""
     _module("config").TORCH_DTYPE_MAP["float64"] = torch.float64
@@ -129,7 +134,7 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "TP 2 x 2": (LLAMA, _degrees(tensor_parallel_degree=2)),
     "PP 1F1B": (LLAMA, _pipeline("1F1B", 4)),
     "PP interleaved": (LLAMA, _pipeline("Interleaved1F1B", 2)),
-    "PP zero-bubble": (LLAMA, _pipeline("InterleavedZeroBubble", 2)),
+    "PP zero-bubble": (LLAMA, _both(_pipeline("InterleavedZeroBubble", 2), _no_ac)),
     "full AC": (LLAMA, _full_ac),
     "selective AC": (LLAMA, _selective_ac),
     "compile": (LLAMA, _compile),

@@ -143,7 +143,6 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "deepseek EP 2, exact sums": (DEEPSEEK, _both(_degrees(expert_parallel_degree=2), _exact_sums)),
     "qwen3": (QWEN, lambda config: None),
     "TP 2 x 2, annotated": (LLAMA, _both(_degrees(tensor_parallel_degree=2), _annotated)),
-    "deepseek EP 2, annotated": (DEEPSEEK, _both(_degrees(expert_parallel_degree=2), _annotated, _exact_sums)),
 }
 """Selective activation checkpointing is what the other configurations have of themselves."""
 

@@ -12,6 +12,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
+from torch.distributed.fsdp._fully_shard import _fsdp_init as fsdp_init
 from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -165,6 +167,55 @@ def check_as_fsdp2(env: RankEnv) -> None:
 @reads
 def test_annotated_parameters_train_as_with_fsdp2(pool4: Pool) -> None:
     pool4.run(check_as_fsdp2)
+
+
+class Experts(nn.Module):
+    """A weight that everybody has, and experts, of which a rank of ep has half."""
+
+    def __init__(self, dense: DeviceMesh, sparse: DeviceMesh) -> None:
+        super().__init__()
+        torch.manual_seed(2)
+        self.router = nn.Parameter(torch.randn(DIM, dtype=torch.float64))
+        self.experts = nn.Linear(DIM, 4, bias=False, dtype=torch.float64)
+        self.experts.weight = nn.Parameter(self.experts.weight.detach().chunk(2)[sparse.get_local_rank("ep")].clone())
+        for param, mesh, kinds in (
+            (self.router, dense, {"data": spmd.R, "tp": spmd.I}),
+            (self.experts.weight, sparse, {"efsdp": spmd.R, "ep": spmd.S(0)}),
+        ):
+            spmd.assert_type(param, {spmd.MeshAxis.of(mesh.get_group(name)): kind for name, kind in kinds.items()})
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(x * self.router).square().sum()
+
+
+def check_experts(env: RankEnv) -> None:
+    dense, sparse = _mesh("data"), init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    infos = [
+        fsdp_init._get_mesh_info(mesh, fsdp.DataParallelMeshDims(shard=mesh.mesh_dim_names[0])) for mesh in (dense, sparse)
+    ]
+    told = []
+    for sharded, dims in ((fsdp.fully_shard, fsdp.DataParallelMeshDims), (hsdp.fully_shard, hsdp.DataParallelMeshDims)):
+        model: Any = Experts(dense, sparse)
+        experts = model.experts.weight
+
+        def place(param: nn.Parameter, _experts: Any = experts) -> Any:
+            return fsdp_common.ShardPlacementResult(Shard(0), infos[param is _experts])
+
+        sharded(model, mesh=dense, dp_mesh_dims=dims(shard="data"), shard_placement_fn=place)
+
+        def loss_of(step: int, model: nn.Module = model) -> Tensor:
+            loss = model(_batch(step, env.rank // 2))
+            loss.backward()
+            return loss
+
+        told.append(_trained(model, loss_of))
+        assert model.experts.weight.shape == (4, DIM)
+    assert all(torch.equal(told[1][name], value) for name, value in told[0].items())
+
+
+@reads
+def test_annotated_experts_on_another_mesh_train_as_with_fsdp2(pool4: Pool) -> None:
+    pool4.run(check_experts)
 
 
 def check_dtypes(env: RankEnv) -> None:

@@ -116,9 +116,10 @@ def _selective_ac(config: Any) -> None:
     config.activation_checkpoint = _module("distributed.activation_checkpoint").SelectiveAC.Config()
 
 
-def _no_ac(config: Any) -> None:
-    """Zero-bubble schedules run backward through a region twice, which selective checkpointing refuses."""
+def _split_backward(config: Any) -> None:
+    """Of schedules that run backward twice: selective checkpointing refuses it, and hsdp where units reshard in between."""
     config.activation_checkpoint = None
+    config.parallelism.fsdp_reshard_after_forward = "never"
 
 
 def _exact_sums(config: Any) -> None:
@@ -134,7 +135,7 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "TP 2 x 2": (LLAMA, _degrees(tensor_parallel_degree=2)),
     "PP 1F1B": (LLAMA, _pipeline("1F1B", 4)),
     "PP interleaved": (LLAMA, _pipeline("Interleaved1F1B", 2)),
-    "PP zero-bubble": (LLAMA, _both(_pipeline("InterleavedZeroBubble", 2), _no_ac)),
+    "PP zero-bubble": (LLAMA, _both(_pipeline("InterleavedZeroBubble", 2), _split_backward)),
     "full AC": (LLAMA, _full_ac),
     "selective AC": (LLAMA, _selective_ac),
     "compile": (LLAMA, _compile),

@@ -208,6 +208,7 @@ MODELS: dict[str, Model] = {
     ),
     "timm vit": _of_pictures("timm", "create_model", "vit_tiny_patch16_224", img_size=64, depth=2, num_classes=4),
     "timm convnext": _of_pictures("timm", "create_model", "convnext_atto", depths=(1, 1, 1, 1), num_classes=4),
+    "timm mixer": _of_pictures("timm", "create_model", "mixer_s32_224", img_size=64, num_classes=4),
     "torchvision vit": _of_pictures(
         "torchvision.models.vision_transformer",
         "VisionTransformer",

@@ -26,7 +26,7 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.nn.attention.flex_attention import create_block_mask, create_mask
+from torch.nn.attention.flex_attention import AuxOutput, create_block_mask, create_mask
 
 import hsdp
 from hsdp.integrations import replace_fsdp2
@@ -63,7 +63,7 @@ def _attention(q: Any, k: Any, v: Any, *, block_mask: Any, scale: Any, enable_gq
     """In the place of flex attention, which torch does not differentiate on the CPU."""
     mask = create_mask(block_mask.mask_mod, q.shape[0], 1, q.shape[2], k.shape[2], "cpu")
     out = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=enable_gqa)
-    return out, SimpleNamespace(lse=None, max_scores=None)
+    return out, AuxOutput(lse=None, max_scores=None)
 
 
 def _full_ac(config: Any) -> None:
@@ -99,6 +99,35 @@ def _resume(config: Any) -> None:
     config.checkpoint.interval = STEPS // 2
 
 
+def _both(*changes: Callable[[Any], None]) -> Callable[[Any], None]:
+    def change(config: Any) -> None:
+        for one in changes:
+            one(config)
+
+    return change
+
+
+def _annotated(config: Any) -> None:
+    """torchtitan's default: parameters of tensor and expert parallelism are plain, with annotations of spmd_types."""
+    config.parallelism.spmd_backend = "spmd_types"
+
+
+def _selective_ac(config: Any) -> None:
+    config.activation_checkpoint = _module("distributed.activation_checkpoint").SelectiveAC.Config()
+
+
+def _split_backward(config: Any) -> None:
+    """Of schedules that run backward twice: selective checkpointing refuses it, and hsdp where units reshard in between."""
+    config.activation_checkpoint = None
+    config.parallelism.fsdp_reshard_after_forward = "never"
+
+
+def _exact_sums(config: Any) -> None:
+    """Gradients are reduced in float64, in which the order of four terms from bf16 makes no difference."""
+    _module("config").TORCH_DTYPE_MAP["float64"] = torch.float64
+    config.training.mixed_precision_reduce = "float64"
+
+
 LLAMA, DEEPSEEK, QWEN = "llama3", "deepseek_v3", "qwen3"
 CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "1-D": (LLAMA, lambda config: None),
@@ -106,14 +135,17 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "TP 2 x 2": (LLAMA, _degrees(tensor_parallel_degree=2)),
     "PP 1F1B": (LLAMA, _pipeline("1F1B", 4)),
     "PP interleaved": (LLAMA, _pipeline("Interleaved1F1B", 2)),
-    "PP zero-bubble": (LLAMA, _pipeline("InterleavedZeroBubble", 2)),
+    "PP zero-bubble": (LLAMA, _both(_pipeline("InterleavedZeroBubble", 2), _split_backward)),
     "full AC": (LLAMA, _full_ac),
+    "selective AC": (LLAMA, _selective_ac),
     "compile": (LLAMA, _compile),
     "DCP resume": (LLAMA, _resume),
     "deepseek EP 2": (DEEPSEEK, _degrees(expert_parallel_degree=2)),
+    "deepseek EP 2, exact sums": (DEEPSEEK, _both(_degrees(expert_parallel_degree=2), _exact_sums)),
     "qwen3": (QWEN, lambda config: None),
+    "TP 2 x 2, annotated": (LLAMA, _both(_degrees(tensor_parallel_degree=2), _annotated)),
 }
-"""Selective activation checkpointing is what the debug models have of themselves."""
+"""Selective activation checkpointing is what the other configurations have of themselves."""
 
 
 def _module(name: str) -> Any:
@@ -165,7 +197,7 @@ def _train(name: str, fully_shard: Any, folder: Path) -> list[tuple[float, float
         config.validator.enable = False
         config.debug.seed = 1
         config.training.disable_cuda_graphs = True
-        config.parallelism.spmd_backend = "partial_dtensor"  # hsdp does not know the annotations of spmd_types
+        config.parallelism.spmd_backend = "partial_dtensor"
         config.dump_folder = str(folder)
         change(config)
         trainer = config.build()

@@ -81,8 +81,8 @@ def fully_shard(
             Buffers are those of the unit's modules, persistent or not, but for those of modules whose parameters are
             all in `ignored_params`. Write a buffer that is meant to differ between ranks after the call.
 
-    Parameters may be DTensors already (tensor, sequence or expert parallelism), on a mesh beside the one given here or on
-    the bigger one; then what is sharded is the block that each rank holds. With `mesh=None` they are left alone.
+    Parameters may be DTensors already (tensor or expert parallelism), on a mesh beside `mesh` or on the bigger one (there,
+    annotated by spmd_types will do): each rank's block is sharded. With `mesh=None` DTensors are left alone.
 
     Returns:
         `module` itself.

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 from torch import nn
@@ -14,10 +14,10 @@ from torch.nn.parameter import is_lazy
 
 from hsdp.api.module import HSDPModule
 from hsdp.comm.mesh import MeshAxes
+from hsdp.params.annotations import inner_of
 from hsdp.params.param import ManagedParam, Place, PlacementFn, originals
 from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
-from hsdp.params.tensor_parallel import inner_of
 from hsdp.policies import is_trainable
 from hsdp.unit.extension_group import check_extension
 from hsdp.unit.lookup import unit_of
@@ -71,11 +71,9 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        if not isinstance(param, DTensor):
-            _check_summed(param, axes, where)
         unsharded = id(param) in replicated
         dim, merged = (None, 1) if unsharded else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
-        inner = inner_of(param, axes)
+        inner = inner_of(param, axes, where)
         if inner is not None:
             inner.check(axes, dim, where)
         managed = ManagedParam(places, param, dim, merged, unsharded, inner)
@@ -115,48 +113,11 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         )
     if not isinstance(param, DTensor):
         wrapper_of(param, where)
-        _check_whole(param, where)
     if param.requires_grad and not is_trainable(param.dtype):
         raise ValueError(
             f"{where} has dtype {param.dtype} and wants gradients, which cannot be reduced; freeze it "
             "(requires_grad_(False)), or pass it in ignored_params"
         )
-
-
-def _annotations(param: nn.Parameter) -> list[tuple[Any, str]]:
-    """What the package spmd_types says of a plain parameter: on which axis it is what."""
-    annotated: Mapping[Any, Any] = getattr(param, "_local_type", None) or {}
-    return [(axis, getattr(kind, "name", "")) for axis, kind in annotated.items()]
-
-
-def _check_whole(param: nn.Parameter, where: str) -> None:
-    """Raises ValueError if the package spmd_types has it that a plain parameter is a part, or a term, of another one."""
-    for axis, kind in _annotations(param):
-        if kind in ("V", "P"):
-            raise ValueError(
-                f"{where} is annotated by spmd_types as {kind} on axis {axis}: ranks hold different parts of it, and "
-                "hsdp, which does not read these annotations, would take each for the whole; make it a DTensor (in "
-                "torchtitan: --parallelism.spmd_backend partial_dtensor)"
-            )
-
-
-def _check_summed(param: nn.Parameter, axes: MeshAxes, where: str) -> None:
-    """Raises ValueError if the package spmd_types has it that gradients are to be summed over another axis than these."""
-    annotated = _annotations(param)
-    if not annotated or not param.requires_grad:
-        return
-    names = axes.names.union(axes.mesh.mesh_dim_names or ())
-    ranks: list[int] = axes.mesh.mesh.flatten().tolist()
-    among = {rank - min(ranks) for rank in ranks}
-    for axis, kind in annotated:
-        layout = getattr(axis, "layout", None)  # the ranks of the axis' first group; some name axes by their names
-        ours = axis in names if layout is None else among.issuperset(layout.all_ranks_from_zero())
-        if kind == "R" and not ours:
-            raise ValueError(
-                f"{where} is annotated by spmd_types as R on axis {axis}, which is not one of the mesh: its gradient is a "
-                "sum over that axis, and hsdp, which does not read these annotations, would leave each rank its own term; "
-                "make it a DTensor (Replicate() there), or annotate it as I where all ranks compute the same"
-            )
 
 
 def _check_one_device(found: list[Found], unit: str) -> None:

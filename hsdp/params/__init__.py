@@ -4,6 +4,7 @@
     ownership.py          the table of who manages which parameter
     placement.py          `least_padding`: which dim to cut
     tensor_parallel.py    parameters that tensor parallelism has cut already
+    annotations.py        parameters of which spmd_types says that it has
     subclass.py           tensor subclasses that hold plain tensors
     boxes.py              which part of a DTensor each rank holds
     dtensors.py           DTensors made without communication

@@ -48,7 +48,7 @@ class ManagedParam:
     Attributes:
         fqn: its first name, relative to the unit's module.
         places: every name it is known under (several when weights are tied inside the unit).
-        inner: how it was distributed before hsdp (tensor parallelism); None for a plain tensor.
+        inner: how it was distributed before hsdp (tensor parallelism, or an annotation); None for a plain tensor.
         spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
         wrapper: what is around its data if it is a tensor subclass with a gather extension; None for a plain tensor.
         dtype: storage dtype.
@@ -138,7 +138,7 @@ class ManagedParam:
         """Makes the unsharded parameter of `memory`, this parameter's part of a whole buffer."""
         view = memory.view(self.spec.shape)
         view = view if self.inner is None else self.inner.wrap(view)
-        self.unsharded = nn.Parameter(view, requires_grad=self.sharded.requires_grad)
+        self.unsharded = self._annotated(nn.Parameter(view, requires_grad=self.sharded.requires_grad))
 
     def choose(self, wanted: bool) -> None:
         """Makes `unsharded` the tensor of a forward that does, or does not, want its gradient.
@@ -151,9 +151,16 @@ class ManagedParam:
         if unsharded.requires_grad != wanted:
             with torch.inference_mode(False):
                 other = self.trained if wanted else None
-                self.unsharded = other if other is not None else nn.Parameter(unsharded.detach(), requires_grad=wanted)
+                if other is None:
+                    other = self._annotated(nn.Parameter(unsharded.detach(), requires_grad=wanted))
+                self.unsharded = other
         if wanted:
             self.trained = self.unsharded
+
+    def _annotated(self, unsharded: nn.Parameter) -> nn.Parameter:
+        if self.inner is not None:
+            self.inner.annotate(unsharded)
+        return unsharded
 
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""

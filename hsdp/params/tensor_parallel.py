@@ -36,6 +36,9 @@ class Inner:
         axes: hsdp's.
     """
 
+    visible = True
+    """Whether forwards see it, as a DTensor; else it is a plain tensor for them (annotations.py)."""
+
     def __init__(self, spec: DTensorSpec, axes: MeshAxes) -> None:
         self.spec = spec
         self.mesh, self.placements, self.shape = spec.mesh, spec.placements, spec.shape
@@ -43,9 +46,12 @@ class Inner:
         self._ours = [self.mesh == axes.around and name in axes.names for name in names] or [False] * self.mesh.ndim
         self._rest = [axis for axis, ours in enumerate(self._ours) if not ours]
 
-    def wrap(self, block: Tensor) -> DTensor:
+    def wrap(self, block: Tensor) -> Tensor:
         """The user's DTensor around a block, in the block's dtype; no copy."""
         return as_dtensor(block, with_dtype(self.spec, block.dtype))
+
+    def annotate(self, unsharded: Tensor) -> None:
+        """Puts on a new unsharded parameter what else tells how it is distributed: nothing beside a DTensor's spec."""
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
@@ -169,11 +175,6 @@ def _chunks(rows: int, parts: int) -> list[int]:
     """Sizes of the parts that torch.chunk makes, and zeros where it makes fewer."""
     size = -(-rows // parts)
     return [max(0, min(size, rows - part * size)) for part in range(parts)]
-
-
-def inner_of(param: Tensor, axes: MeshAxes) -> Inner | None:
-    """How a parameter that hsdp shards over `axes` is distributed already, if it is."""
-    return Inner(param._spec, axes) if isinstance(param, DTensor) else None
 
 
 def block_of(param: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
+from hsdp.params.annotations import checked, is_checked, unchecked
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
@@ -42,6 +43,8 @@ class ModuleHooks:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
+        if is_checked():
+            return self._run_checked(module, call, args, kwargs)
         unit = self.unit
         runtime: Any = unit.runtime  # a Runtime: `runtime_of` without its calls
         calls = unit.calls
@@ -80,6 +83,17 @@ class ModuleHooks:
                 runtime.forget_forward()
             raise
         return output
+
+    def _run_checked(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The same where spmd_types checks: the user's operations, and the casts of inputs, which keep their types."""
+
+        def forward(*args: Any, **kwargs: Any) -> Any:
+            with checked():
+                return call(*args, **kwargs)
+
+        args, kwargs = self._cast_inputs(args, kwargs)
+        with unchecked():
+            return self.run(module, forward, args, kwargs)
 
     def _forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         if is_profiling():

@@ -241,7 +241,7 @@ class Loan:
             StateError: one of them was replaced by something that cannot be written back.
         """
         for now, param in zip(self._now, self.unit.params, strict=True):
-            fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None)
+            fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None and param.inner.visible)
             if not fits or tuple(block_of(now).shape) != param.spec.shape:
                 told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
                 raise StateError(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import enum
 import pickle
 import re
 import warnings
@@ -18,7 +17,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
 
 import hsdp
-from hsdp import CommPolicy, DataParallelMeshDims, MixedPrecisionPolicy, StateError, fully_shard
+from hsdp import CommPolicy, MixedPrecisionPolicy, StateError, fully_shard
 from tests.support.models import MLP
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import shard
@@ -277,61 +276,6 @@ def test_setters_refuse_what_makes_no_sense_and_change_nothing(world: RankEnv, n
         getattr(model, name)(value)
     _says(caught.value, name, *parts)
     assert [unit.settings for unit in model._units()] == before
-
-
-class _SpmdType(enum.Enum):
-    """As the package spmd_types has it: varying, replicated with gradients that are terms of a sum, invariant."""
-
-    V = "V"
-    R = "R"
-    I = "I"  # noqa: E741
-
-
-class _Layout:
-    def __init__(self, *ranks: int) -> None:
-        self._ranks = ranks
-
-    def all_ranks_from_zero(self) -> list[int]:
-        return list(self._ranks)
-
-
-class _Axis:
-    """An axis as spmd_types has it: its name, and the ranks of its first group."""
-
-    def __init__(self, name: str, *ranks: int) -> None:
-        self._name = name
-        self.layout = _Layout(*ranks)
-
-    def __repr__(self) -> str:
-        return self._name
-
-
-def test_a_part_of_a_parameter_that_only_an_annotation_tells_is_refused(world: RankEnv) -> None:
-    layer: Any = nn.Linear(4, 4)
-    layer.weight._local_type = {_Axis("dp", 0, 1, 2, 3): _SpmdType.R, _Axis("tp", 0, 4): _SpmdType.V}
-    with pytest.raises(ValueError, match=r"'weight'.*annotated by spmd_types as V on axis tp.*partial_dtensor"):
-        fully_shard(layer)
-    layer.weight._local_type = {_Axis("dp", 0, 1, 2, 3): _SpmdType.R}
-    fully_shard(layer)
-
-
-def test_a_sum_over_another_axis_that_only_an_annotation_tells_is_refused(world: RankEnv) -> None:
-    """Ranks of that axis compute different things with one weight: nobody would add up what each has of its gradient."""
-    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "tp"))
-    for dp, tp in ((_Axis("dp", 0, 2), _Axis("tp", 0, 1)), ("dp", "tp")):
-        layer: Any = nn.Linear(4, 4)
-        layer.weight._local_type = {dp: _SpmdType.R, tp: _SpmdType.R}
-        with pytest.raises(ValueError, match=r"'weight' is annotated by spmd_types as R on axis tp.*Replicate\(\)"):
-            fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-        layer.weight._local_type = {dp: _SpmdType.R, tp: _SpmdType.I}
-        fully_shard(layer, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-        fully_shard(_frozen(tp), mesh=mesh, dp_mesh_dims=DataParallelMeshDims(shard="dp"))
-
-
-def _frozen(axis: Any) -> nn.Module:
-    layer: Any = nn.Linear(4, 4).requires_grad_(False)
-    layer.weight._local_type = {axis: _SpmdType.R}
-    return layer  # type: ignore[no-any-return]
 
 
 def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 
@@ -78,3 +81,15 @@ def test_the_optimizer_s_contenders_compute_the_same(capsys: pytest.CaptureFixtu
 def test_the_tracing_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
     tracing.main(["--units", "2", "--params", "2", "--rounds", "1", "--steps", "1"])
     assert "step foreach" in capsys.readouterr().out
+
+
+def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path: Path) -> None:
+    """In a process of its own: Python's profiler watches it, and debug mode would add its calls."""
+    out = tmp_path / "moves.json"
+    environment = os.environ | {"HSDP_DEBUG": "0"}
+    subprocess.run([sys.executable, "-m", "benchmarks.moves", "--json", str(out)], env=environment, check=True, timeout=120)
+    rows = json.loads(out.read_text())["rows"]
+    packages = {row["pass"]: row["packages"] for row in rows if row["library"] == "hsdp"}
+    files = {row["pass"]: row["moves"] for row in rows if row["library"] == "FSDP2"}
+    assert packages.keys() == files.keys() == {"forward", "backward"}
+    assert all(packages[name] <= files[name] for name in files), (packages, files)

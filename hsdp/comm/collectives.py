@@ -106,7 +106,8 @@ class Comm:
         if self.custom_all_gather is not None:
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
-        for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
+        calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
+        for outs, ins in calls:
             works += _start_gather(group, outs, ins, self._all_gather_options)
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
@@ -135,9 +136,10 @@ class Comm:
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in _by_dtype(outputs, inputs):
+            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._reduce_scatter_options)
-        self._sum_in_place(group, works, replicated)
+        if replicated:
+            self._sum_in_place(group, works, replicated)
         return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
 
     @labels
@@ -217,13 +219,13 @@ class Comm:
 
         return sum_locally
 
-    def _sum_in_place(self, group: ProcessGroup, works: list[Any], tensors: list[Tensor]) -> None:
+    def _sum_in_place(self, group: Any, works: list[Any], tensors: list[Tensor]) -> None:
         if len(tensors) == 1:
             works.append(group.allreduce(tensors, self._all_reduce_options))
             return
         for alike, _ in _by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
-                if len(same) > 1 and (coalesced := _names_of(group)["all_reduce_coalesced"]):
+                if len(same) > 1 and (coalesced := _names_in(group.__class__)["all_reduce_coalesced"]):
                     works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
                 else:
                     works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
@@ -340,15 +342,9 @@ _NAMES = {
 """A process group's methods: their name in new versions of torch, and the one in old ones."""
 
 
-def _names_of(group: Any) -> dict[str, str | None]:
-    """Under which name a group has each of the methods in `_NAMES`; None: under none."""
-    kind: Any = type(group)
-    return _names_in(kind)
-
-
 @functools.cache
 def _names_in(kind: Any) -> dict[str, str | None]:
-    """The same for a class of groups.
+    """Under which name a class of groups has each of the methods in `_NAMES`; None: under none.
 
     A class written in Python (torch's threaded groups, torchft's managed ones) counts with what it defines by itself, under
     the name of whatever torch it was written for: the methods that it inherits need a backend, which it may not have.
@@ -360,28 +356,34 @@ def _names_in(kind: Any) -> dict[str, str | None]:
 
 
 def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = _names_of(group)
+    names = _names_in(group.__class__)
+    single = names["gather"]
+    if single and len(inputs) == 1:
+        return [getattr(group, single)(outputs[0], inputs[0], options)]
     if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
         return [getattr(group, coalesced)(outputs, inputs, options)]
     pairs = zip(outputs, inputs, strict=True)
-    if single := names["gather"]:
+    if single:
         return [getattr(group, single)(output, mine, options) for output, mine in pairs]
     return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
 
 
 def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = _names_of(group)
+    names = _names_in(group.__class__)
+    single = names["scatter"]
+    if single and len(inputs) == 1:
+        return [getattr(group, single)(outputs[0], inputs[0], options)]
     if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
         return [getattr(group, coalesced)(outputs, inputs, options)]
     pairs = zip(outputs, inputs, strict=True)
-    if single := names["scatter"]:
+    if single:
         return [getattr(group, single)(output, whole, options) for output, whole in pairs]
     return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
 
 
 def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
     pairs = zip(outputs, inputs, strict=True)
-    if single := _names_of(group)["all_to_all"]:
+    if single := _names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
     size = group.size()
     return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
@@ -390,7 +392,7 @@ def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], o
 def _start_exchange(
     group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
 ) -> list[Any]:
-    if single := _names_of(group)["all_to_all"]:
+    if single := _names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, received, sizes, options)]
     return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
 

@@ -56,7 +56,7 @@ def outstanding() -> list[CommWork]:
 class CommWork:
     """A collective under way: its works, the buffers they touch, and what follows them."""
 
-    __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_works", "kind", "name", "start")
+    __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_lent", "_works", "kind", "name", "start")
 
     def __init__(
         self,
@@ -75,6 +75,7 @@ class CommWork:
         self._keep = keep
         self._finish = finish
         self._event: Event = None
+        self._lent: _Lent | None = None
         self.start = time.monotonic()
         _outstanding[id(self)] = weakref.ref(self)
         if len(_outstanding) > _MOST_OUTSTANDING:
@@ -84,6 +85,7 @@ class CommWork:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
             self._event = context.streams.mark()
+            self._lent = _Lent(self._event, (keep, finish))
         if context.observer is not None:
             context.observer.started(comm, owner, self, works)
 
@@ -118,12 +120,8 @@ class CommWork:
         _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
-
-    def __del__(self) -> None:
-        # Nobody waited: a backward failed, and its model went before anything looked at it again. The allocator would hand
-        # out the buffers, which belong to the compute stream, while the side stream still works on them.
-        if self._event is not None and (self._keep is not None or self._finish is not None):
-            _keep_until(self._event.query, (self._keep, self._finish))
+        if self._lent is not None:
+            self._lent.used = None
 
     def traffic(self) -> tuple[list[Tensor], list[Tensor]]:
         """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until somebody waited."""
@@ -140,13 +138,40 @@ class CommWork:
         return self._event
 
     def _settle(self) -> None:
-        assert self._works is not None, "a collective settles once"
-        for work in self._works:
-            if work is not None:
-                wait_for(work, self._comm.backend, self._comm.divergence_guard, self._count, self.kind, self.name)
+        works, comm = self._works, self._comm
+        assert works is not None, "a collective settles once"
+        for work in works:
+            if work is None:
+                continue
+            if comm.backend == "gloo":
+                wait_for(work, comm.backend, comm.divergence_guard, self._count, self.kind, self.name)
+                continue
+            try:
+                work.wait()
+            except RuntimeError as error:
+                raise _failed(error, self.kind, self.name) from error
         self._works = None
         if self._finish is not None:
             self._finish()
+
+
+class _Lent:
+    """What a side stream uses until an event.
+
+    If it goes while it holds something, nobody waited: a backward failed, and its model went before anything looked at it
+    again. The allocator would hand out the buffers, which belong to the compute stream, while the side stream still works
+    on them.
+    """
+
+    __slots__ = ("event", "used")
+
+    def __init__(self, event: Event, used: Any) -> None:
+        self.event = event
+        self.used = used
+
+    def __del__(self) -> None:
+        if self.event is not None and self.used is not None:
+            _keep_until(self.event.query, self.used)
 
 
 class TwoPhases(CommWork):
@@ -209,12 +234,16 @@ def wait_for(
             if waited >= divergence_guard.timeout:
                 raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
     except RuntimeError as error:
-        if isinstance(error, DivergenceError):
-            raise
-        raise CollectiveError(
-            f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
-            f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
-        ) from error
+        raise _failed(error, kind, name) from error
+
+
+def _failed(error: RuntimeError, kind: str, name: str) -> RuntimeError:
+    if isinstance(error, DivergenceError):
+        return error
+    return CollectiveError(
+        f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
+        f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
+    )
 
 
 def _ends(work: Any, backend: str) -> bool:

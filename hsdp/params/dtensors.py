@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -18,16 +19,18 @@ from hsdp.policies import is_trainable
 _new: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
     lambda cls, local, spec, requires_grad: cls(local, spec, requires_grad=requires_grad)
 )
+_plain: Callable[..., DTensor] = partial(_new, DTensor, requires_grad=False)
 
 
 def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
     """The DTensor of which this rank holds `local` and which is distributed as `spec` says; it wants no gradient."""
-    return _new(DTensor, local, spec, requires_grad=False)  # type: ignore[no-any-return]
+    return _plain(local, spec)
 
 
 def as_dtensors(locals_: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> list[DTensor]:
     """The same for several at once."""
-    return [_new(DTensor, local, spec, requires_grad=False) for local, spec in zip(locals_, specs, strict=True)]
+    assert len(locals_) == len(specs), "each has its spec"
+    return list(map(_plain, locals_, specs))
 
 
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:

@@ -91,7 +91,7 @@ class _Rehearsal:
         self._queue = _Queue(self._policy, device, self._emit)
         self._places = [_Unit(index, unit.total("whole_bytes")) for index, unit in enumerate(units)]
         self._forward_order: GatherOrder[_Unit] = GatherOrder()
-        self._gathers: BackwardGathers[_Unit] = BackwardGathers({}, ())
+        self._gathers: BackwardGathers[_Unit] = BackwardGatherOrder[_Unit]().begin(())
         self._forward_order.begin()
         for place in self._places:  # as the step before it recorded them
             self._forward_order.visit(place, 0)

@@ -157,7 +157,7 @@ class Backwards(Root):
         if unit.open:
             unit.register()
             if comes:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
-                self._launch(_ahead(backward, unit))
+                _gather_ahead(backward, unit)
             if visit is not None or unit not in opened:
                 opened[unit] = (first_node, task)
             return
@@ -166,9 +166,8 @@ class Backwards(Root):
             opened[unit] = (first_node, task)
             return
         self._gather(unit, version, looked=True)
-        self._launch(_ahead(backward, unit))
-        unit.show()
-        unit.register()  # a part of the module may be recomputed without a word to hsdp
+        _gather_ahead(backward, unit)
+        unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
         opened[unit] = (first_node, task)
 
     def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
@@ -186,17 +185,11 @@ class Backwards(Root):
                 if other.settings.unshard_in_backward
             )
             backward.behind = behind
-        if gathers.expects(unit):
-            return gathers.before(unit)
+        before = gathers.before(unit)
+        if before is not None:
+            return before
         # Recomputed against expectation: others have entered what the engine has come behind by now.
         return [other for other in gathers.rest() if _left(backward, other)[0] > node]
-
-    @staticmethod
-    def _launch(ahead: list[Unit]) -> None:
-        """Gathers units ahead, which are taken to have their versions of the forward; what is entered is looked at."""
-        for other in ahead:
-            if other.residency is SHARDED:
-                other.launch(other.forward_version, looked=True)
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
@@ -213,7 +206,7 @@ class Backwards(Root):
         backward.gathers.move_to(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        self._launch(_ahead(backward, unit))
+        _gather_ahead(backward, unit)
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
@@ -247,10 +240,10 @@ class Backwards(Root):
         if not backward.keeps_graph:
             del backward.opened[unit]
             unit.check_unwritten()
-            if unit.settings.reshard_after_backward:
-                self._release(unit)
-            else:
+            if not unit.settings.reshard_after_backward:
                 _stay(unit)
+            elif not unit.calls:  # else its forward is under way
+                unit.reshard()
 
     def completed(self, unit: Unit) -> None:
         """All gradients of `unit` that this graph task will make on this rank are there."""
@@ -364,10 +357,11 @@ class Backwards(Root):
                     unit.keep()
             elif unit in backward.opened and not unit.settings.reshard_after_backward:
                 _stay(unit)
-            elif (unit.residency is GATHERING and not unit.pinned) or (
-                unit.holds_unsharded and unit.settings.reshard_after_backward and not backward.keeps_graph
+            elif not unit.calls and (
+                (unit.residency is GATHERING and not unit.pinned)
+                or (unit.holds_unsharded and unit.settings.reshard_after_backward and not backward.keeps_graph)
             ):
-                self._release(unit)
+                unit.reshard()
         for unit in self.units:
             unit.gradients.commit()
         self._unregister()
@@ -378,12 +372,14 @@ class Backwards(Root):
         self.tell(Point.BACKWARD_ENDS)
 
 
-def _ahead(backward: BackwardPass, unit: Unit) -> list[Unit]:
-    """The units that are gathered when the backward of `unit` begins."""
+def _gather_ahead(backward: BackwardPass, unit: Unit) -> None:
+    """Gathers what comes when the backward of `unit` begins, each as in its forward: what is entered then is looked at."""
     ahead = unit.settings.backward_prefetch
     if ahead is None:
         ahead = [] if backward.gathers is None else backward.gathers.next_units(unit.comm_policy.prefetch)
-    return [other for other in ahead if other.settings.unshard_in_backward]
+    for other in ahead:
+        if other.residency is SHARDED and other.settings.unshard_in_backward:
+            other.launch(other.forward_version, looked=True)
 
 
 def _left(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:

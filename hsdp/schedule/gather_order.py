@@ -38,6 +38,7 @@ class GatherOrder(Generic[UnitT]):
 
     def __init__(self) -> None:
         self._expected: list[UnitT] = []
+        self._windows: _Windows[UnitT] = _Windows([])
         self._seen: list[UnitT] = []
         self._follows = False
         self.plan = 0
@@ -46,6 +47,7 @@ class GatherOrder(Generic[UnitT]):
         """Starts a pass."""
         self._seen = []
         self._follows = bool(self._expected)
+        self._windows = self._windows.of(self._expected)
 
     def visit(self, unit: UnitT, window: int) -> list[UnitT]:
         """Records that `unit` is entered; returns the window of units behind it, or none once the pass left the order."""
@@ -53,7 +55,7 @@ class GatherOrder(Generic[UnitT]):
         self._seen.append(unit)
         if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
             self._follows = False
-        return _window(self._expected, at + 1, window) if self._follows else []
+        return self._windows[at + 1, window] if self._follows else []
 
     def is_last(self, unit: UnitT) -> bool:
         """Whether `unit` is where a pass that kept to the order ends."""
@@ -84,11 +86,14 @@ class BackwardGatherOrder(Generic[UnitT]):
 
     def __init__(self) -> None:
         self._absent: set[UnitT] = set()
+        self._windows: _Windows[UnitT] = _Windows([])
         self.plan = 0
 
     def begin(self, units: Iterable[tuple[UnitT, bool]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered, and whether gradients can enter each."""
-        return BackwardGathers(dict(units), self._absent)
+        gathers = BackwardGathers(dict(units), self._absent, self._windows)
+        self._windows = gathers.windows
+        return gathers
 
     def end(self, gathers: BackwardGathers[UnitT]) -> None:
         """That backward is over."""
@@ -103,27 +108,28 @@ class BackwardGathers(Generic[UnitT]):
 
     Attributes:
         certain: the units, and whether gradients can enter each; `expected`: those that are expected, in order.
+        windows: those of the order; given are those of the one before it, which often is the same.
         entered: those that this rank has entered.
     """
 
-    def __init__(self, certain: dict[UnitT, bool], absent: Collection[UnitT]) -> None:
+    def __init__(self, certain: dict[UnitT, bool], absent: Collection[UnitT], windows: _Windows[UnitT]) -> None:
         self.certain = certain
         self.expected = [unit for unit, sure in certain.items() if sure or unit not in absent]
+        self.windows = windows.of(self.expected)
         self.entered: set[UnitT] = set()
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
 
-    def expects(self, unit: UnitT) -> bool:
-        """Whether `unit` has a place in this backward."""
-        return unit in self._places
-
-    def before(self, unit: UnitT) -> list[UnitT]:
+    def before(self, unit: UnitT) -> list[UnitT] | None:
         """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
 
-        There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike.
+        There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike. None if
+        it has no place in this backward.
         """
+        place = self._places.get(unit)
+        if place is None:
+            return None
         self.entered.add(unit)
-        place = self._places.get(unit, -1)
         return self._between(place) if place > self._at else []
 
     def rest(self) -> list[UnitT]:
@@ -142,9 +148,26 @@ class BackwardGathers(Generic[UnitT]):
 
     def next_units(self, window: int) -> list[UnitT]:
         """The units of the window that are gathered next."""
-        return _window(self.expected, self._at, window)
+        return self.windows[self._at, window]
 
 
-def _window(order: list[UnitT], at: int, window: int) -> list[UnitT]:
-    """The units from place `at` on that are gathered ahead."""
-    return order[at : at + room_for((order[i].whole_bytes for i in range(at, len(order))), window)]
+class _Windows(dict[tuple[int, int], list[UnitT]]):
+    """The windows of an order: by place and bound, the units from there on that are gathered ahead; not to be changed.
+
+    Each is worked out when it is asked for the first time.
+    """
+
+    def __init__(self, order: list[UnitT]) -> None:
+        super().__init__()
+        self._order = order
+        self._sizes = [unit.whole_bytes for unit in order]
+
+    def __missing__(self, key: tuple[int, int]) -> list[UnitT]:
+        at, bound = key
+        window = self[key] = self._order[at : at + room_for(self._sizes[at:], bound)]
+        return window
+
+    def of(self, order: list[UnitT]) -> _Windows[UnitT]:
+        """Those of another order, or of the same one when its units may have other sizes: these if nothing changed."""
+        same = order == self._order and self._sizes == [unit.whole_bytes for unit in order]
+        return self if same else _Windows(order)

@@ -6,8 +6,10 @@ the outputs of a forward and from autograd's accumulation into unsharded paramet
 
 from __future__ import annotations
 
+import sys
 import weakref
 from collections.abc import Callable
+from threading import get_ident
 from types import GeneratorType
 from typing import Any
 
@@ -16,9 +18,9 @@ from torch import Tensor, nn
 
 from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
-from hsdp.params.annotations import checked, is_checked, unchecked
+from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
-from hsdp.schedule.passes import Moment, Visit
+from hsdp.schedule.passes import Moment, Pass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, next_node, sequence_number
 from hsdp.unit.state import IDLE, other_thread, training_state
@@ -43,24 +45,16 @@ class ModuleHooks:
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
-        if is_checked():
+        if PACKAGE in sys.modules and is_checked():
             return self._run_checked(module, call, args, kwargs)
         unit = self.unit
         runtime: Any = unit.runtime  # a Runtime: `runtime_of` without its calls
+        if runtime is not None:
+            if graph_task() != NO_TASK and runtime.in_backward():
+                return self._run_again(runtime, call, args, kwargs)
+            if (not runtime.depth or runtime.thread != get_ident()) and runtime.runs_elsewhere():
+                raise other_thread(unit)
         calls = unit.calls
-        if runtime is not None and runtime.in_backward():
-            # A recomputation: it neither records the order nor closes the unit; the backward around it does.
-            runtime.enter_backward(unit, None, creates_graph=False, node=runtime.running())
-            args, kwargs = self._cast_inputs(args, kwargs)
-            first_node = graph_task(), next_node()
-            try:
-                unit.set_calls(calls + 1)
-                output = self._forward(call, args, kwargs)
-            finally:
-                unit.set_calls(calls)
-            return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)[0]
-        if runtime is not None and runtime.runs_elsewhere():
-            raise other_thread(unit)
         if runtime is None or runtime.depth == 0:
             runtime = self.own_runtime()
             runtime.begin_forward()
@@ -68,10 +62,11 @@ class ModuleHooks:
         try:
             runtime.depth = depth + 1
             runtime.enter_forward(unit)
-            args, kwargs = self._cast_inputs(args, kwargs)
+            if unit.mp_policy.param_dtype is not None:
+                args, kwargs = self._cast_inputs(args, kwargs)
             first_node = NO_TASK, next_node()
-            output = self._forward(call, args, kwargs)
-            output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node)
+            output = labelled("forward", unit.name, call, *args, **kwargs) if is_profiling() else call(*args, **kwargs)
+            output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, runtime.forward_pass)
             runtime.depth = depth
             unit.set_calls(calls)
             self._leave(module, runtime, visit)
@@ -84,6 +79,19 @@ class ModuleHooks:
             raise
         return output
 
+    def _run_again(self, runtime: Runtime, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """A recomputation: it neither records the order nor closes the unit; the backward around it does."""
+        unit = self.unit
+        runtime.enter_backward(unit, None, creates_graph=False, node=runtime.running())
+        args, kwargs = self._cast_inputs(args, kwargs)
+        first_node, calls = (graph_task(), next_node()), unit.calls
+        try:
+            unit.set_calls(calls + 1)
+            output = labelled("forward", unit.name, call, *args, **kwargs)
+        finally:
+            unit.set_calls(calls)
+        return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, None)[0]
+
     def _run_checked(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The same where spmd_types checks: the user's operations, and the casts of inputs, which keep their types."""
 
@@ -95,13 +103,8 @@ class ModuleHooks:
         with unchecked():
             return self.run(module, forward, args, kwargs)
 
-    def _forward(self, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        if is_profiling():
-            return labelled("forward", self.unit.name, call, *args, **kwargs)
-        return call(*args, **kwargs)
-
     def after_forward(
-        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: Moment
+        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: Moment, behind: Pass | None
     ) -> tuple[Any, Visit | None]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
@@ -110,6 +113,7 @@ class ModuleHooks:
             output: what the forward returned.
             arguments: what it was called with.
             first_node: the moment at which autograd made, or would have made, the first node of this forward.
+            behind: the root's forward that it was a part of; None for a recomputation, a part of the backward under way.
 
         Returns:
             The outputs, and the visit that gradients make which enter the unit; None if they cannot.
@@ -118,7 +122,9 @@ class ModuleHooks:
         if dtype is not None:
             output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         output, tensors = self._own_output(output)
-        return output, self._watch(tensors, arguments, runtime, first_node) if torch.is_grad_enabled() else None
+        if not torch.is_grad_enabled():
+            return output, None
+        return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, behind))
 
     def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
         unit = self.unit
@@ -160,7 +166,7 @@ class ModuleHooks:
                 "parameters are sharded again; return a list of what it yields"
             )
         name_of = self.unit.name_of_unsharded
-        tensors = tensors_of(output)
+        tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
         if not any(map(name_of, tensors)):
             return output, tensors
         output = map_tensors(output, lambda t: t.clone() if name_of(t) else t)
@@ -172,25 +178,18 @@ class ModuleHooks:
             )
         return output, tensors
 
-    def _watch(
-        self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, first_node: Moment
-    ) -> Visit | None:
-        """Hooks every node through which gradients will enter the unit; returns their visit if there is one."""
-        # A recomputation is a part of the backward under way.
-        behind = None if runtime.in_backward() else runtime.forward_pass
-        visit, watched = Visit(self.unit.forward_version, first_node, behind), False
-        made_in, number = first_node
-        for tensor in tensors + self._left_behind(runtime).tensors(arguments, number):
+    def _watch(self, tensors: list[Tensor], arguments: tuple[Any, ...], runtime: Runtime, visit: Visit) -> Visit | None:
+        """Hooks every node through which gradients will enter the unit: that begins `visit`, which it returns then."""
+        watched = False
+        made_in, number = visit.first_node
+        if self._side_outputs is None or self._side_outputs[0] != runtime.generation:
+            modules = [module for ref in self.modules if (module := ref()) is not None]
+            self._side_outputs = runtime.generation, SideOutputs(modules)
+        for tensor in tensors + self._side_outputs[1].tensors(arguments, number):
             for node in entry_nodes(tensor, number):
                 node.register_prehook(_entry_hook(self.unit, runtime, visit, (made_in, sequence_number(node))))
                 watched = True
         return visit if watched else None
-
-    def _left_behind(self, runtime: Runtime) -> SideOutputs:
-        if self._side_outputs is None or self._side_outputs[0] != runtime.generation:
-            modules = [module for ref in self.modules if (module := ref()) is not None]
-            self._side_outputs = runtime.generation, SideOutputs(modules)
-        return self._side_outputs[1]
 
     def _cast_inputs(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         policy = self.unit.mp_policy

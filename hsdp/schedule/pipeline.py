@@ -21,6 +21,7 @@ from operator import attrgetter
 from typing import ClassVar
 
 import torch
+from torch import Tensor
 
 from hsdp.comm.streams import Streams, host_wait
 from hsdp.comm.tree import reduce_scatter
@@ -36,7 +37,8 @@ class Reduction:
     """One unit's trip through the pipeline, with its own buffers.
 
     Attributes:
-        unit: whose gradients they are.
+        unit, source: whose gradients they are.
+        replicas: ranks over which it is all-reduced; 0: the all-reduce stage knows.
         parts: its operands, one part per dtype group;
         all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
             tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
@@ -45,27 +47,22 @@ class Reduction:
         offloads: its gradients leave the device.
     """
 
-    __slots__ = ("all_reduce", "factor", "in_tree", "offloads", "op", "parts", "unit")
+    __slots__ = ("all_reduce", "factor", "in_tree", "offloads", "op", "parts", "replicas", "source", "unit")
 
     def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
-        self.unit = unit
+        self.unit = self.source = unit
+        self.replicas = 0 if unit.settings.beyond_mesh else unit.replicate_comm.size
         self.parts = parts
         self.all_reduce = all_reduce
         self.factor = unit.factor()
         self.in_tree = unit.in_tree
-        self.offloads = any([part.plan.offload for part in parts])
+        self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
-        self.op = hash((unit.op + 1, self.factor, *[part.plan.op for part in parts]))
-
-    @property
-    def source(self) -> Unit:
-        """The unit."""
-        return self.unit
-
-    @property
-    def replicas(self) -> int:
-        """Ranks over which it is all-reduced; 0: the all-reduce stage knows."""
-        return 0 if self.unit.settings.beyond_mesh else self.unit.replicate_comm.size
+        told = [unit.op + 1, self.factor]
+        for part in parts:
+            told.append(part.plan.op)
+            self.offloads = self.offloads or part.plan.offload is not None
+        self.op = hash(tuple(told))
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
@@ -94,20 +91,16 @@ class Reduction:
 
 
 class ReductionBucket(Bucket[Reduction]):
-    """Reductions with the collective that they share at present."""
-
-    __slots__ = ("comm_work", "name")
+    """Reductions with the collective that they share at present, which `op` identifies for the ranks' divergence guard."""
 
     comm_work: CommWork
 
     def __init__(self, items: list[Reduction]) -> None:
-        super().__init__(items)
-        self.name = items[0].unit.name if len(items) == 1 else " + ".join(r.unit.name for r in items)
-
-    @property
-    def op(self) -> int:
-        """Identifies the bucket for the ranks' divergence guard."""
-        return self.items[0].op if len(self.items) == 1 else hash(tuple(r.op for r in self.items))
+        self.items = items
+        first = items[0]
+        self.name, self.op = first.unit.name, first.op
+        if len(items) > 1:
+            self.name, self.op = " + ".join(r.unit.name for r in items), hash(tuple(r.op for r in items))
 
     def wait(self) -> None:
         """Blocks until its collective is over: the host on the CPU, the current stream on a device."""
@@ -193,6 +186,9 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
     def start_scatter(self, items: list[Reduction]) -> ReductionBucket:
         """See `ReduceQueue`. Behind the sum every gradient is scaled, exactly once."""
         bucket = ReductionBucket(items)
+        if not self.ordered_by_streams:
+            bucket.comm_work = _scatter(bucket)
+            return bucket
         with self.streams.on("scatter"):
             bucket.comm_work = _scatter(bucket)
         return bucket
@@ -215,32 +211,43 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
     def start_all_reduce(self, items: list[Reduction], behind: ReductionBucket) -> ReductionBucket:
         """See `ReduceQueue`. `items` are `behind` a reduce-scatter; with one replica there is no collective."""
         bucket = ReductionBucket(items)
-        unit = items[0].unit
-        deferred = False
+        deferred: list[Reduction] = []
         for reduction in items:
-            reduction.unit.gradients.heed_zero_grad()
-            if reduction.all_reduce:
-                deferred = deferred or reduction.unit.gradients.partial is not None
+            gradients = reduction.unit.gradients
+            if gradients.sentinels.up:
+                gradients.heed_zero_grad()
+            if reduction.all_reduce and gradients.partial is not None:
+                deferred.append(reduction)
+        if not self.ordered_by_streams:
+            self._start_all_reduce(bucket, deferred)
+            return bucket
         # Deferred sums were written on the compute stream.
         written = self.streams.mark() if deferred else None
         with self.streams.after("replicate", behind.comm_work.event):
             self.streams.join(written)
-            for reduction in items:
-                if reduction.all_reduce:
-                    reduction.unit.gradients.join_partial(reduction.parts)
-                if not reduction.in_tree:
-                    for part in reduction.parts:
-                        part.join()
-            finish = partial(self._finish, items) if any(map(_has_more, items)) else None
-            if items[0].replicas != 1:
-                tensors = [t for r in items for part in r.parts for t in part.operands]
-                bucket.comm_work = unit.settings.replica_reduce.start(
-                    bucket, bucket.op, tensors, unit.replicate_comm, finish
-                )
-            else:
-                bucket.comm_work = unit.shard_comm.local("landing", bucket, finish)
-                bucket.at_rest = not self.streams.active
+            self._start_all_reduce(bucket, deferred)
         return bucket
+
+    def _start_all_reduce(self, bucket: ReductionBucket, deferred: list[Reduction]) -> None:
+        for reduction in deferred:
+            reduction.unit.gradients.join_partial(reduction.parts)
+            if not reduction.in_tree:
+                for part in reduction.parts:
+                    part.join()
+        items, goes_on = bucket.items, False
+        tensors: list[Tensor] = []
+        for reduction in items:
+            hook = reduction.unit.settings.all_reduce_hook
+            goes_on = goes_on or reduction.in_tree or reduction.offloads or hook is not None
+            for part in reduction.parts:
+                tensors += part.operands
+        unit, finish = items[0].unit, partial(self._finish, items) if goes_on else None
+        if items[0].replicas != 1:
+            stage = unit.settings.replica_reduce
+            bucket.comm_work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
+        else:
+            bucket.comm_work = unit.shard_comm.local("landing", bucket, finish)
+            bucket.at_rest = not self.ordered_by_streams
 
     def _finish(self, reductions: list[Reduction]) -> None:
         """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live.
@@ -251,7 +258,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             if reduction.in_tree:
                 for part in reduction.parts:
                     if reduction.replicas > 1:
-                        _scale(part, _split_factor(reduction, part)[1])
+                        torch._foreach_mul_(part.values(), _split_factor(reduction, part)[1])
                     part.join()
             if not reduction.all_reduce:
                 continue
@@ -271,40 +278,46 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         for reduction in bucket.items:
             self._offloads = self._offloads or reduction.offloads
             gradients, observer = reduction.unit.gradients, reduction.unit.context.observer
-            undoable = gradients.is_open(reduction.parts)
             if observer is not None:
                 observer.begins("landing", reduction.unit)
             try:
                 (gradients.land if reduction.all_reduce else gradients.defer)(reduction.parts)
             except Exception as error:
-                self._note(error, reduction, undoable)
+                self._note(error, reduction)
             finally:
                 if observer is not None:
                     observer.ends("landing", reduction.unit)
 
-    def _note(self, error: Exception, reduction: Reduction, undoable: bool | None = None) -> None:
+    def _note(self, error: Exception, reduction: Reduction) -> None:
         """Keeps an error for later. Its backward fails then; if that is over, its sums are lost."""
         self._errors.append(error)
-        gradients = reduction.unit.gradients
-        if not (gradients.is_open(reduction.parts) if undoable is None else undoable):
-            gradients.lose()
+        if not reduction.parts[0].undoable:
+            reduction.unit.gradients.lose()
 
 
 def _scatter(bucket: ReductionBucket) -> CommWork:
     """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once, if it is a tree's root."""
     first = bucket.items[0]
     comm = first.unit.scatter_comm
-    parts = [(part, _split_factor(r, part)) for r in bucket.items for part in r.parts]
-    inputs = [tensor for part, _ in parts for tensor in part.inputs]
-    outputs = [tensor for part, _ in parts for tensor in part.outputs]
-    replicated = [t for part, _ in parts if part.plan.kind.replicated for t in part.operands] if comm.size > 1 else []
-    for part, (before, _) in parts:
-        if before != 1.0:
-            torch._foreach_mul_(part.inputs or part.values(), before)
+    inputs: list[Tensor] = []
+    outputs: list[Tensor] = []
+    replicated: list[Tensor] = []
+    scaled: list[tuple[GroupReduction, float]] = []
+    for reduction in bucket.items:
+        for part in reduction.parts:
+            inputs += part.inputs
+            outputs += part.outputs
+            if part.plan.kind.replicated and comm.size > 1:
+                replicated += part.operands
+            before, after = _split_factor(reduction, part)
+            if before != 1.0:
+                torch._foreach_mul_(part.inputs or part.values(), before)
+            scaled.append((part, after))
 
     def scale() -> None:
-        for part, (_, after) in parts:
-            _scale(part, after)
+        for part, after in scaled:
+            if after != 1.0:
+                torch._foreach_mul_(part.values(), after)
 
     finish = None if first.in_tree and first.replicas > 1 else scale
     if not inputs and not replicated:
@@ -312,11 +325,6 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     if first.in_tree:
         return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish)
     return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, finish)
-
-
-def _scale(part: GroupReduction, factor: float) -> None:
-    if factor != 1.0:
-        torch._foreach_mul_(part.values(), factor)
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:
@@ -331,8 +339,3 @@ def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, fl
     ranks = reduction.unit.axes.shard_size * reduction.unit.axes.replicate_size
     before = 0.5 ** (ranks.bit_length() // 2)
     return before, factor / before
-
-
-def _has_more(reduction: Reduction) -> bool:
-    """Whether something follows the all-reduce on its stream."""
-    return reduction.in_tree or reduction.offloads or reduction.unit.settings.all_reduce_hook is not None

@@ -58,15 +58,16 @@ class ReduceTurns:
         """Whether `unit` has a turn to come and was not told to be complete."""
         return unit in self._waiting and unit not in self._ready
 
-    def complete(self, unit: Unit) -> Iterator[Unit]:
+    def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
         self._ready.add(unit)
-        queue = self._queue
+        queue, come = self._queue, []
         while queue and queue[0] in self._ready and not self.expects(queue[0]):
             first = queue.popleft()
             self._waiting.discard(first)
             self._ready.discard(first)
-            yield first
+            come.append(first)
+        return come
 
     def left(self) -> Iterator[Unit]:
         """The units whose turn did not come, and behind them those that were visited after theirs."""

@@ -67,11 +67,10 @@ class Bucket(Generic[ItemT]):
         at_rest: no collective is under way, by construction, whatever the timing.
     """
 
-    __slots__ = ("at_rest", "items")
+    at_rest = False
 
     def __init__(self, items: list[ItemT]) -> None:
         self.items = items
-        self.at_rest = False
 
     def wait(self) -> None:
         """Blocks until its collective is over."""
@@ -143,7 +142,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         least = self.policy.reduce_scatter_bucket_bytes
         if not least or sum(item.scatter_bytes() for item in self._filling) >= least:
             self._scatter()
-        self.advance()
+        if self._reducing:
+            self.advance()
 
     def make_room(self, scatter_bytes: int) -> None:
         """Waits for what the next `submit` would wait for, before its operands are made: they would be memory on top.
@@ -156,13 +156,15 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         if self.policy.reduce_scatter_bucket_bytes:
             return
         if self.ordered_by_streams:
-            self._release_for(scatter_bytes)
+            if self._holding:
+                self._release_for(scatter_bytes)
             return
         while len(self._holding) >= self.policy.max_inflight_reduce_scatters:
             self._release()
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
             self._land()
-        self.advance()
+        if self._reducing:
+            self.advance()
 
     def advance(self) -> None:
         """Lands what waits for no collective. What does is not landed when it happens to be done: that is timing."""
@@ -194,7 +196,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     # -- FILLED -> HOLDING -> BUCKETED -> REDUCING -> landed -------------------------------------------------------
 
     def _scatter(self) -> None:
-        self._release_for(sum(item.scatter_bytes() for item in self._filling))
+        if self._holding:
+            self._release_for(sum(item.scatter_bytes() for item in self._filling))
         items, self._filling = self._filling, []
         bucket = self.start_scatter(items)
         self._holding.append(bucket)
@@ -222,7 +225,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         """Behind the reduce-scatter: sums that are kept for a later micro-batch, or those for an all-reduce."""
         for item in bucket.items:
             if not item.all_reduce and not (item.in_tree and item.replicas > 1):
-                self._make_room_behind()
+                while len(self._reducing) >= self.policy.max_inflight_all_reduces:
+                    self._land()
                 self._reducing.append(self.start_deferral(item, bucket))
                 self.advance()
             elif item.replicas == 1:
@@ -230,9 +234,12 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             else:
                 if self._bucketed and not self._bucketed[0].fits(item):
                     self._all_reduce_bucketed()
+                least = self.policy.all_reduce_bucket_bytes
+                if not least and not self._bucketed:
+                    self._all_reduce([item], bucket)
+                    continue
                 self._bucketed.append(item)
                 self._behind = bucket
-                least = self.policy.all_reduce_bucket_bytes
                 if not least or sum(item.reduce_bytes() for item in self._bucketed) >= least:
                     self._all_reduce_bucketed()
 
@@ -243,19 +250,14 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         self._all_reduce(items, behind)
 
     def _all_reduce(self, items: list[ItemT], behind: BucketT) -> None:
-        self._make_room_behind()
-        while self._defers(items):
+        while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(items):
             self._land()
         self._reducing.append(self.start_all_reduce(items, behind))
 
-    def _make_room_behind(self) -> None:
-        while len(self._reducing) >= self.policy.max_inflight_all_reduces:
-            self._land()
-
     def _defers(self, items: list[ItemT]) -> bool:
         """Whether sums that these will be added to are still on their way."""
-        sources = {item.source for item in items}
-        return any(not one.all_reduce and one.source in sources for bucket in self._reducing for one in bucket.items)
+        kept = [one.source for bucket in self._reducing for one in bucket.items if not one.all_reduce]
+        return bool(kept) and any(item.source in kept for item in items)
 
     def _land(self) -> None:
         bucket = self._reducing[0]

@@ -61,8 +61,7 @@ class Runtime(Backwards):
         for other in ahead if chosen is None else chosen:
             if other.residency is SHARDED:
                 other.launch()
-        unit.show()
-        unit.register()
+        unit.show(registered=True)
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

@@ -110,6 +110,7 @@ class DtypeGroup:
         self._direct: FlatBuffer | None = None
         self._packed: FlatBuffer | None = None
         self._staging: FlatBuffer | None = None
+        self._filling = False  # staging is there, for a gather
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
         self._unpack_to: list[Tensor] = []
@@ -261,9 +262,11 @@ class DtypeGroup:
 
     def prepare_gather(self) -> None:
         """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
-        for flat_buffer in (self._direct, self._staging):
-            if flat_buffer is not None:
-                flat_buffer.alloc()
+        if self._direct is not None:
+            self._direct.alloc()
+        if self._staging is not None:
+            self._staging.alloc()
+            self._filling = True
 
     def fill_gather(self) -> None:
         """The one copy, where compute and storage dtypes or devices differ; the gather's inputs are ready after it."""
@@ -277,17 +280,23 @@ class DtypeGroup:
     def assemble(self) -> None:
         """Runs when the gather has ended, on the compute stream: copies packed parameters from staging to their places.
 
-        Their memory is that stream's, as all of a gather is: it is allocated here, and not while others fill staging.
-        Parameters that come from kept parts are in their places already.
+        Their memory is that stream's, as all of a gather is: it is allocated here, and not while others fill staging, which
+        goes behind the copy. Parameters that come from kept parts are in their places already.
         """
-        if self._packed is not None and self._staging is not None and self._staging.allocated:
+        staging = self._staging
+        if staging is None or not self._filling:
+            return
+        self._filling = False
+        if self._packed is not None:
             self._packed.alloc()
             # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
             torch._foreach_copy_(self._unpack_to, self._unpack_from)
+        staging.free()
 
     def release_transients(self) -> None:
         """Frees what only the gather needed."""
         if self._staging is not None:
+            self._filling = False
             self._staging.free()
 
     def free_unsharded(self) -> None:

@@ -135,6 +135,7 @@ class ExtensionGroup(DtypeGroup):
         with torch.inference_mode(False), torch.no_grad():
             for member in self._members:
                 member.assemble()
+        self.release_transients()
 
     def release_transients(self) -> None:
         """Frees what was sent, and what arrived unless the unsharded parameters live in it."""

@@ -26,11 +26,11 @@ from torch import Tensor
 from hsdp.buffers.flat_buffer import owned
 from hsdp.comm.streams import host_wait
 from hsdp.errors import StateError
-from hsdp.params.dtensors import as_dtensor, as_dtensors
+from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.landing import host_reads, run_grad_hooks, run_hooks, shared_memory, zero
+from hsdp.unit.landing import hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, show, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
@@ -52,6 +52,7 @@ class Gradients:
         kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
             though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
+        sentinels: those in gradients of parameters that have pending sums.
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
     """
 
@@ -68,7 +69,7 @@ class Gradients:
         self.scatter_bytes = 0
         self.partial: Partial | None = None
         self.kept = self.deferred = self.lost = False
-        self._sentinels = Sentinels(params)
+        self.sentinels = Sentinels(params)
         self._running: list[GroupReduction] = []
         # Of the backward under way: reductions on their way, and how things were before it.
         self._open: list[GroupReduction] = []
@@ -113,7 +114,7 @@ class Gradients:
         self.partial = None
         self.kept = self.deferred = self.lost = False
         self.commit()
-        self._sentinels.take_all_down()
+        self.sentinels.take_all_down()
 
     def choose(self, mask: tuple[bool, ...], unit: str) -> None:
         """Sets which parameters take part in reductions.
@@ -142,22 +143,23 @@ class Gradients:
             runs_on: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
             all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
         """
-        if self._sentinels:
+        if self.sentinels.up:
             self._heed_zero_grad()
-        self._note_owed()
+        if self._owed_before is None:
+            self._note_owed()
         self._drop_frozen()
         self.kept, self.deferred = False, not all_reduce
         if self._stash:
             self.slots = [self._joined(slot) for slot in range(len(self.slots))]
             self._stash.clear()
-        slots = self.slots
-        self.drop()
+        slots, self.slots = self.slots, [None] * len(self.slots)
         parts = []
         for plan in self._plans:
             grads = [slots[slot] for slot in plan.slots]
             for slot in plan.slots:
                 slots[slot] = None  # `fill` holds the last reference: what it casts is not alive twice
-            parts.append(plan.fill(grads, [grad is not None for grad in grads]))
+            parts.append(part := plan.fill(grads, [grad is not None for grad in grads]))
+            part.undoable = True
         self._open += parts
         if runs_on:
             self._running += parts
@@ -175,12 +177,12 @@ class Gradients:
                 grad, held = self.slots[slot], self._stash.get(slot)
                 if grad is not None:
                     self._stash[slot] = owned(grad.to(group.kind.accumulate)) if held is None else held.add_(grad)
-                    self._sentinels.put_up(slot)
+                    self.sentinels.put_up(slot)
         for plan in self._plans:
             for slot, param in zip(plan.slots, plan.params, strict=True):
                 # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
                 if slot in self._stash or param.sharded.requires_grad:
-                    self._sentinels.put_up(slot)
+                    self.sentinels.put_up(slot)
         self.drop()
 
     def defer(self, parts: list[GroupReduction]) -> None:
@@ -207,7 +209,7 @@ class Gradients:
         if self.partial is not None:
             for held, part in zip(self.partial, parts, strict=True):
                 part.joined = held
-            self._replace_partial(None, any(part in self._open for part in parts))
+            self._replace_partial(None, parts[0].undoable)
 
     def _replace_partial(self, sums: Partial | None, undoable: bool) -> None:
         if undoable and self._partial_before is None:
@@ -216,7 +218,7 @@ class Gradients:
 
     def _note_owed(self) -> None:
         if self._owed_before is None:
-            self._owed_before = (self.kept, self.deferred, self._sentinels.slots())
+            self._owed_before = (self.kept, self.deferred, list(self.sentinels.up))
 
     def _drop_frozen(self) -> None:
         """What was frozen since its forward gets no gradient of this backward, as a plain parameter would not."""
@@ -235,13 +237,13 @@ class Gradients:
 
     def heed_zero_grad(self) -> None:
         """Lets go of what users have zeroed since. On the compute stream, to which pending sums belong."""
-        if self._sentinels:
+        if self.sentinels.up:
             self._heed_zero_grad()
 
     def is_pending(self) -> bool:
         """Whether sums are pending, on any rank: the same on all of them."""
         self.heed_zero_grad()
-        return bool(self._sentinels) and (self.kept or self.deferred or self.lost or bool(self._running))
+        return bool(self.sentinels.up) and (self.kept or self.deferred or self.lost or bool(self._running))
 
     def refuse_lost(self, unit: str, what: str) -> None:
         """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
@@ -255,12 +257,12 @@ class Gradients:
 
     def refuse_pending(self, unit: str, what: str) -> None:
         """Raises StateError if sums are pending, or lost."""
-        if not self._sentinels:
+        if not self.sentinels.up:
             return
         self.refuse_lost(unit, what)
         self.heed_zero_grad()
-        if self._sentinels and (self.kept or self.deferred):
-            names = ", ".join(self._sentinels.names())
+        if self.sentinels.up and (self.kept or self.deferred):
+            names = ", ".join(self.sentinels.names())
             raise StateError(
                 f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
                 "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
@@ -276,13 +278,13 @@ class Gradients:
     def pending(self) -> dict[str, str]:
         """Which parameters have sums that were not communicated, and how far those came: the same names on all ranks."""
         self._heed_zero_grad()
-        found = dict.fromkeys(self._sentinels.names(), "on other ranks") if self.kept else {}
+        found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.kept else {}
         found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
         if self.partial is not None:
             for fqn in (param.fqn for plan in self._plans for param in plan.params):
                 found[fqn] = f"{found[fqn]} and in the shard group" if fqn in found else "in the shard group"
         if self.lost:
-            found.update(dict.fromkeys(self._sentinels.names(), "lost with a backward that failed"))
+            found.update(dict.fromkeys(self.sentinels.names(), "lost with a backward that failed"))
         return found
 
     def local_sums(self) -> dict[str, Tensor]:
@@ -293,20 +295,20 @@ class Gradients:
     def _watch_all(self, plans: Iterable[ReducePlan]) -> None:
         for plan in plans:
             for slot in plan.slots:
-                self._sentinels.put_up(slot)
+                self.sentinels.put_up(slot)
 
     def _heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
-        gone = self._sentinels.gone()
+        gone = self.sentinels.gone()
         for slot in gone:
-            self._sentinels.take_down(slot)
+            self.sentinels.take_down(slot)
             self._stash.pop(slot, None)
         if gone:
             for part in self._running:
                 part.dropped |= gone
             if self.partial is not None:
                 self._drop_partial(gone)
-        if not self._sentinels:
+        if not self.sentinels.up:
             self.lost = False
 
     def _drop_partial(self, gone: set[int]) -> None:
@@ -317,15 +319,16 @@ class Gradients:
             self.partial = None
 
     def _remove_sentinels(self) -> None:
-        if self._sentinels and not (self.partial or self._running or self.kept or self.lost or self.deferred):
-            self._sentinels.take_all_down()
+        if self.sentinels.up and not (self.partial or self._running or self.kept or self.lost or self.deferred):
+            self.sentinels.take_all_down()
 
     # -- landing -------------------------------------------------------------------------------------------------
 
     def land(self, parts: list[GroupReduction]) -> None:
         """Turns reduced operands into gradients of the sharded parameters, or adds them to those there."""
         undoable = self._settle(parts)
-        self._remove_sentinels()
+        if self.sentinels.up:
+            self._remove_sentinels()
         for part in parts:
             plan = part.plan
             used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
@@ -337,35 +340,35 @@ class Gradients:
             values = part.stored()
             if plan.offload is not None and host_reads(plan.params):
                 host_wait(plan.device)
-            run_grad_hooks(plan, values, used)
-            noted = len(self._undo)
-            if not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
+            hooked, standing = hooked_and_standing(plan)
+            if hooked:
+                run_grad_hooks(plan, values, used)
+                standing = True  # they may have given a gradient to any of the parameters
+            noted = len(self._undo.entries)
+            if not standing and all(used):
+                grads, locals_ = show(plan, values)
+                if undoable:
+                    self._undo.show(plan.params, grads, locals_)
+            elif not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
                 self._assign(plan, values, used, undoable)
             if run_hooks(plan, used):
                 self._undo.forget_taken(noted)
 
     def _settle(self, parts: list[GroupReduction]) -> bool:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
-        self.heed_zero_grad()
-        undoable = self.is_open(parts)
-        self._running = [part for part in self._running if part not in parts]
-        self._open = [part for part in self._open if part not in parts]
+        if self.sentinels.up:
+            self._heed_zero_grad()
+        undoable = parts[0].undoable
+        if undoable:
+            for part in parts:
+                self._open.remove(part)
+        if self._running:
+            self._running = [part for part in self._running if part not in parts]
         return undoable
 
     def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
+        """They are added to the gradients of the parameters that were used, or become them."""
         locals_ = plan.locals(values)
-        if all(used):
-            with plain_access():
-                for sharded_param in plan.sharded:
-                    if sharded_param.grad is not None:
-                        break
-                else:
-                    grads = as_dtensors(locals_, plan.tensor_specs)
-                    for sharded_param, grad in zip(plan.sharded, grads, strict=True):
-                        sharded_param.grad = grad
-                    if undoable:
-                        self._undo.show(plan.params, grads, locals_)
-                    return
         for param, local, was_used in zip(plan.params, locals_, used, strict=True):
             if not was_used:
                 continue
@@ -402,6 +405,8 @@ class Gradients:
 
     def commit(self) -> None:
         """The backward ended well: what it did stays."""
+        for part in self._open:
+            part.undoable = False
         self._open.clear()
         self._undo.clear()
         self._owed_before = self._partial_before = None
@@ -415,10 +420,6 @@ class Gradients:
         """Bytes of unsharded gradients and reduction buffers in the reductions under way."""
         return sum(part.held_bytes() for part in {*self._open, *self._running})
 
-    def is_open(self, parts: list[GroupReduction]) -> bool:
-        """Whether a reduction is of the backward under way."""
-        return any([part in self._open for part in parts])
-
     def roll_back(self, at_once: bool = False) -> None:
         """The backward failed: gradients and pending sums are again what they were before it.
 
@@ -428,12 +429,12 @@ class Gradients:
         self.drop()
         self._running = [part for part in self._running if part not in self._open]
         for part in self._open:
-            part.void = True
+            part.void, part.undoable = True, False
         self._open.clear()
         able = self._undo.run(at_once)
         if self._owed_before is not None:
             self.kept, self.deferred, watched = self._owed_before
-            self._sentinels.restore(watched)
+            self.sentinels.restore(watched)
         if self._partial_before is not None:
             self.partial = self._partial_before[0]
         self._owed_before = self._partial_before = None

@@ -66,14 +66,17 @@ class Shadows:
         self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
         self._unsharded: list[Any] = [unsharded for _, _, unsharded in self._shadows]
 
-    def show(self) -> None:
-        """Puts the unsharded parameters in front."""
-        for module, name, unsharded in self._shadows:
-            if (there := module()) is not None:  # else users took it out of their model
-                there.__dict__[name] = unsharded
-        for module, name in self._in_rnns:
-            if (there := module()) is not None:
-                refresh_flat_weights(there, name, there.__dict__[name])
+    def show(self, in_front: bool = True, registered: bool = False) -> None:
+        """Puts the unsharded parameters `in_front`, and where `parameters()` finds them if they are to be `registered`."""
+        if in_front:
+            for module, name, unsharded in self._shadows:
+                if (there := module()) is not None:  # else users took it out of their model
+                    there.__dict__[name] = unsharded
+            for module, name in self._in_rnns:
+                if (there := module()) is not None:
+                    refresh_flat_weights(there, name, there.__dict__[name])
+        if registered and self._expected is self._registered_params:
+            self._exchange(self._unsharded)
 
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters, which are in front, until they are hidden."""
@@ -95,7 +98,8 @@ class Shadows:
 
     def hide(self) -> None:
         """Takes them away again, from both places."""
-        self.unregister()
+        if self._expected is not self._registered_params:
+            self._exchange(self._registered_params)
         for module, name, _ in self._shadows:
             if (there := module()) is not None:
                 there.__dict__.pop(name, None)

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-from operator import attrgetter
+from itertools import repeat
+from operator import attrgetter, is_not
 from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
-from hsdp.params.dtensors import as_dtensor
+from hsdp.params.dtensors import as_dtensor, as_dtensors
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
 from hsdp.unit.zero_grad import local_grad
 
+_grad_of = attrgetter("grad")
 _backward_hooks_of = attrgetter("_backward_hooks")
 _accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
@@ -36,15 +38,18 @@ def host_reads(params: list[ManagedParam]) -> bool:
     )
 
 
+def hooked_and_standing(plan: ReducePlan) -> tuple[bool, bool]:
+    """Whether `run_grad_hooks` has hooks to run, and whether one of the parameters has a gradient."""
+    sharded = plan.sharded
+    with plain_access():
+        return any(map(_backward_hooks_of, sharded)), any(map(is_not, map(_grad_of, sharded), repeat(None)))
+
+
 def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
     """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one.
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
-    with plain_access():
-        hooked = any(map(_backward_hooks_of, plan.sharded))
-    if not hooked:
-        return
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
             other: Any = hook(as_dtensor(local, param.tensor_spec))
@@ -56,6 +61,16 @@ def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> 
                     f"placements {param.tensor_spec.placements}; return a DTensor like the one that it gets, or None"
                 )
             local.copy_(other.to_local())
+
+
+def show(plan: ReducePlan, values: list[Tensor]) -> tuple[list[DTensor], list[Tensor]]:
+    """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
+    locals_ = plan.locals(values)
+    grads = as_dtensors(locals_, plan.tensor_specs)
+    with plain_access():
+        for param, grad in zip(plan.sharded, grads, strict=True):
+            param.grad = grad
+    return grads, locals_
 
 
 def shared_memory(plan: ReducePlan) -> Tensor | None:

@@ -49,6 +49,7 @@ class ReducePlan:
     Attributes:
         op: identifies the set for the ranks' divergence guard.
         scatter_bytes: of the inputs of its reduce-scatter.
+        free_rows: inputs of reduce-scatters that are over, without memory.
     """
 
     def __init__(self, group: DtypeGroup, trainable: tuple[int, ...]) -> None:
@@ -70,9 +71,7 @@ class ReducePlan:
         self.flags = len(trainable)
         self.local_shapes = [piece.local_shape(group.rank) for piece in layout.pieces]
         strides = [_strides(shape) for shape in self.local_shapes]
-        self._cuts = [
-            (shape, stride, p.offset) for shape, stride, p in zip(self.local_shapes, strides, layout.pieces, strict=True)
-        ]
+        self._cuts = self.local_shapes, strides, [piece.offset for piece in layout.pieces]
         self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
@@ -84,7 +83,7 @@ class ReducePlan:
         with torch.inference_mode(False):
             # Real memory: chunk_cat's kernel is for tensors without overlaps.
             self._all_used = torch.ones(self.shards * self.flags, dtype=self.kind.compute, device=self.device)
-        self._free_rows: list[Rows] = []
+        self.free_rows: list[Rows] = []
 
     def _tiled(self) -> list[int] | None:
         """The packed pieces in order, if cutting each on dim 0 gives its part of every row, with no gaps between parts."""
@@ -104,7 +103,7 @@ class ReducePlan:
         layout, dtype, device = self.layout, self.kind.reduce, self.device
         pieces = layout.pieces
         buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
-        rows = self._free_rows.pop() if self._free_rows else Rows(self, dtype, device)
+        rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         rows.flat_buffer.alloc()
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
@@ -129,7 +128,8 @@ class ReducePlan:
             chunk_cat([*sources, self._all_used], 0, self.shards, out=rows.wide)
         except RuntimeError:  # sums of earlier micro-batches are of a wider dtype than gradients
             return False
-        self._mark(rows, used)
+        if not all(used):
+            self._mark(rows, used)
         return True
 
     @staticmethod
@@ -165,11 +165,6 @@ class ReducePlan:
         if to:
             torch._foreach_copy_(to, sources)
 
-    def take_back(self, rows: Rows) -> None:
-        """The rows were sent: their memory goes, their views stay for the next reduction."""
-        rows.flat_buffer.free()
-        self._free_rows.append(rows)
-
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
         dtype, device = self.kind.reduce, self.device
         operands: list[Tensor] = []
@@ -183,8 +178,7 @@ class ReducePlan:
         """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
         if self.shards == 1:
             return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
-        flat = values[0]
-        return [flat.as_strided(shape, stride, offset) for shape, stride, offset in self._cuts]
+        return list(map(values[0].as_strided, *self._cuts))
 
 
 class Rows:
@@ -214,11 +208,14 @@ class GroupReduction:
             gradient and the flags.
         used: which parameters this rank used.
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
-        void: its backward failed: it is not to land.
+        void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
     """
 
-    __slots__ = ("_stored", "_values", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "used", "void")
+    __slots__ = (
+        *("_stored", "_values", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "undoable", "used"),
+        "void",
+    )
 
     def __init__(
         self,
@@ -236,7 +233,7 @@ class GroupReduction:
         self.used = used
         self.rows = rows
         self.dropped: set[int] = set()
-        self.void = False
+        self.void = self.undoable = False
         self.joined: list[Tensor] | None = None
         self._stored: list[Tensor] | None = None
         self._values: list[Tensor] | None = None
@@ -244,8 +241,11 @@ class GroupReduction:
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
-        if self.rows is not None and ended:
-            self.plan.take_back(self.rows)
+        rows = self.rows
+        if rows is not None and ended:
+            # Their memory goes, their views stay for the next reduction.
+            rows.flat_buffer.free()
+            self.plan.free_rows.append(rows)
             self.rows = None
 
     def held_bytes(self) -> int:
@@ -266,7 +266,10 @@ class GroupReduction:
         """The operands without the used-flags."""
         if self._values is None:
             operands = self.operands
-            self._values = [_cut(operands[0], 0, self.plan.layout.numel)] if len(operands) == 1 else operands[:-1]
+            if len(operands) > 1:
+                self._values = operands[:-1]
+            else:
+                self._values = [operands[0].as_strided((self.plan.layout.numel,), (1,), 0)]  # as in `_cut`
         return self._values
 
     def store(self) -> None:

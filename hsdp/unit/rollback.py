@@ -34,41 +34,35 @@ class _Added(NamedTuple):
 
 
 class Undo:
-    """The landings of the backward under way, in order."""
+    """The landings of the backward under way: `entries`, in order."""
 
     def __init__(self) -> None:
-        self._entries: list[_Shown | _Added] = []
-
-    def __bool__(self) -> bool:
-        return bool(self._entries)
+        self.entries: list[_Shown | _Added] = []
 
     def show(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
         """Notes that these gradients, around these local tensors, came where there were none."""
-        self._entries.append(_Shown(params, grads, locals_))
+        self.entries.append(_Shown(params, grads, locals_))
 
     def add(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
         """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
         before = memory.clone()
         memory.add_(landed)
-        self._entries.append(_Added(memory, before, memory._version, standing))
+        self.entries.append(_Added(memory, before, memory._version, standing))
 
     def forget_taken(self, since: int) -> None:
         """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
-        late = self._entries[since:]
+        late = self.entries[since:]
         for at, one in enumerate(late):
             if isinstance(one, _Shown):
                 still = [i for i, param in enumerate(one.params) if param.sharded.grad is one.grads[i]]
                 late[at] = _Shown(
                     [one.params[i] for i in still], [one.grads[i] for i in still], [one.locals[i] for i in still]
                 )
-        self._entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.params]
-
-    def __len__(self) -> int:
-        return len(self._entries)
+        self.entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.params]
 
     def clear(self) -> None:
         """The backward ended well."""
-        self._entries.clear()
+        self.entries.clear()
 
     def run(self, at_once: bool) -> bool:
         """Puts everything back, last things first; returns whether it could.
@@ -78,7 +72,7 @@ class Undo:
         """
         able = True
         untouched: dict[int, bool] = {}
-        for entry in reversed(self._entries):
+        for entry in reversed(self.entries):
             if isinstance(entry, _Shown):
                 for shown in zip(*entry, strict=True):
                     self._take_away(*shown)
@@ -90,7 +84,7 @@ class Undo:
                     entry.standing.lent = True
             else:
                 able = able and not bool(entry.memory.count_nonzero())
-        self._entries.clear()
+        self.entries.clear()
         return able
 
     @staticmethod

@@ -253,6 +253,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._wire_signature = 0
         self.whole_bytes = sum(group.whole_bytes for group in self.dtype_groups)
         self._reads_host = any(group.shard.device != group.device for group in self.dtype_groups)
+        self._on_meta = any(group.shard.is_meta for group in self.dtype_groups)
         for group in self.dtype_groups:
             group.arrange()
             self._wire_signature ^= group.wire_signature
@@ -325,7 +326,8 @@ class Unit(UnitActivity, UnshardedParams):
     def enter_forward(self, afresh: bool) -> None:
         """The same, of one of its modules."""
         self.calls += 1
-        self.begin_forward(afresh)
+        self.forward_version = self.version
+        self.choose_trainable(afresh)
         self.state = FORWARD
 
     def leave_forward(self) -> None:

@@ -84,6 +84,7 @@ class UnshardedParams:
     _parts: int
     _wire_signature: int
     _reads_host: bool
+    _on_meta: bool
 
     def rebuild(self, loses_sums: bool = False) -> None:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
@@ -108,10 +109,11 @@ class UnshardedParams:
         if observer is not None:
             observer.begins("launch", self)
         try:
-            if not looked and self.disturbed():
+            if not looked and self._shadows.disturbed():
                 self.rebuild()
                 version = None
-            self._check_materialised()
+            if self._on_meta:
+                raise self._unmaterialised()
             version = version or self.version
             self._gather_work = self._start_parts() if self._kept_version == version else self._start_whole()
         finally:
@@ -124,25 +126,30 @@ class UnshardedParams:
             self.join_gather()
 
     def _start_whole(self) -> CommWork:
+        streams = self.context.streams
         try:
             for group in self.dtype_groups:
                 group.prepare_gather()
-            return self._start_gather()
+            if not streams.active:
+                return self._send()
+            with streams.on("gather"):
+                return self._send()
         except (ExtensionError, DivergenceError):  # nothing is on its way
             self._release()
             raise
 
-    def _start_gather(self) -> CommWork:
-        with self.context.streams.on("gather"):
-            for group in self.dtype_groups:
-                group.fill_gather()
-            if self._reads_host:
-                self.context.streams.note_host_read()
-            outputs = [tensor for group in self.dtype_groups for tensor in group.outputs]
-            inputs = [tensor for group in self.dtype_groups for tensor in group.inputs]
-            if inputs:
-                return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None)
-            return self.shard_comm.local("cast", self)
+    def _send(self) -> CommWork:
+        outputs: list[Tensor] = []
+        inputs: list[Tensor] = []
+        for group in self.dtype_groups:
+            group.fill_gather()
+            outputs += group.outputs
+            inputs += group.inputs
+        if self._reads_host:
+            self.context.streams.note_host_read()
+        if inputs:
+            return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None)
+        return self.shard_comm.local("cast", self)
 
     def _start_parts(self) -> CommWork:
         """The gather for backward, from the smaller group that the unsharded parameters stayed sharded over."""
@@ -213,7 +220,6 @@ class UnshardedParams:
         try:
             for group in self.dtype_groups:
                 group.assemble()
-                group.release_transients()
         finally:
             if observer is not None:
                 observer.ends("copy", self)
@@ -243,16 +249,18 @@ class UnshardedParams:
         if self.context.observer is not None:
             self.context.observer.allocates(self)
 
-    def show(self) -> None:
-        """Opens the unit: unsharded parameters in front of the sharded ones, gathered first if they are not whole."""
+    def show(self, registered: bool = False) -> None:
+        """Opens the unit: unsharded parameters in front of the sharded ones, gathered first if they are not whole.
+
+        If they are to be `registered`, `parameters()` of its modules gives them too, until the unit is closed.
+        """
         if self.residency is SHARDED:
             self.launch()
         if self.residency is GATHERING:
             self.finish()
-        if self.open:
-            return
-        self._shadows.show()
-        self.open = True
+        if not self.open or registered:
+            self._shadows.show(not self.open, registered)
+            self.open = True
 
     def register(self) -> None:
         """Makes `parameters()` of the open unit's modules give unsharded parameters, until the unit is closed."""
@@ -290,7 +298,8 @@ class UnshardedParams:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""
         self.pinned = False
         if self.open:
-            self.hide()
+            self._shadows.hide()
+            self.open = False
         else:  # a schedule may have asked to see them while the unit is closed
             self.unregister()
         if self.residency is GATHERING:
@@ -371,9 +380,8 @@ class UnshardedParams:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
         self.weights_version += 1
 
-    def _check_materialised(self) -> None:
-        if self.dtype_groups and self.dtype_groups[0].shard.is_meta:
-            raise StateError(
-                f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
-                "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
-            )
+    def _unmaterialised(self) -> StateError:
+        return StateError(
+            f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
+            "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
+        )

@@ -210,26 +210,23 @@ def _known(factor: Any) -> bool:
 
 
 class Sentinels:
-    """The sentinels of a unit's gradients, by the slots of their parameters."""
+    """The sentinels of a unit's gradients.
+
+    Attributes:
+        up: those that stand, by the slots of their parameters.
+    """
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
-        self._up: dict[int, Any] = {}
-
-    def __bool__(self) -> bool:
-        return bool(self._up)
-
-    def slots(self) -> list[int]:
-        """Where there is one."""
-        return list(self._up)
+        self.up: dict[int, Any] = {}
 
     def names(self) -> list[str]:
         """Of their parameters."""
-        return [self._params[slot].fqn for slot in sorted(self._up)]
+        return [self._params[slot].fqn for slot in sorted(self.up)]
 
     def put_up(self, slot: int) -> None:
         """Has a sentinel stand in the gradient of a parameter from now on."""
-        if slot in self._up:
+        if slot in self.up:
             return
         param = self._params[slot]
         grad: Any = param.sharded.grad
@@ -239,7 +236,7 @@ class Sentinels:
             )
         else:
             grad._local_tensor = ZeroGradSentinel(Standing(param.fqn, param.local, local_grad(param)))
-        self._up[slot] = grad
+        self.up[slot] = grad
 
     def gone(self) -> set[int]:
         """The slots of gradients that were zeroed, set or replaced since their sentinels were put up.
@@ -247,17 +244,17 @@ class Sentinels:
         Raises:
             StateError: one was replaced by what was computed from it, as far as it had landed.
         """
-        return {slot for slot in list(self._up) if self._is_gone(slot)}
+        return {slot for slot in list(self.up) if self._is_gone(slot)}
 
     def _is_gone(self, slot: int) -> bool:
-        watched = self._up[slot]
+        watched = self.up[slot]
         standing: Standing = watched._local_tensor.standing
         shown: Any = self._params[slot].sharded.grad
         if shown is watched:
             return standing.cleared
         local = getattr(shown, "_local_tensor", None)
         if isinstance(local, ZeroGradSentinel) and local.standing is standing and local.view_of is None:
-            self._up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
+            self.up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
             return standing.cleared
         if shown is not None and standing.read and not standing.cleared:
             standing.cleared = True
@@ -270,7 +267,7 @@ class Sentinels:
 
     def take_down(self, slot: int) -> None:
         """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
-        grad = self._up.pop(slot)
+        grad = self.up.pop(slot)
         standing: Standing = grad._local_tensor.standing
         standing.over = True
         param = self._params[slot]
@@ -281,14 +278,14 @@ class Sentinels:
 
     def restore(self, slots: list[int]) -> None:
         """They stand where they stood before a backward that failed, and nowhere else: other sums are not to come."""
-        for slot in set(self._up).difference(slots):
+        for slot in set(self.up).difference(slots):
             self.take_down(slot)
         for slot in slots:
             self.put_up(slot)
 
     def take_all_down(self) -> None:
         """As `take_down`, of all of them."""
-        for slot in list(self._up):
+        for slot in list(self.up):
             self.take_down(slot)
 
 

@@ -16,7 +16,7 @@ import hsdp.schedule.pipeline
 import hsdp.unit.gradients
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import CommWork
+from hsdp.comm.work import CommWork, _Lent
 from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
 from hsdp.schedule.runtime import Runtime
@@ -177,6 +177,8 @@ def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any
         def go(pipeline: ReductionPipeline, items: list[Reduction]) -> ReductionBucket:
             bucket: ReductionBucket = start(pipeline, items)
             bucket.comm_work._keep = None
+            if bucket.comm_work._lent is not None:
+                bucket.comm_work._lent.used = None
             for reduction in items:
                 for part in reduction.parts:
                     part.release_inputs()
@@ -243,7 +245,7 @@ def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
 
 @mutant("a model that goes after an exception", mode="slow comm")
 def buffers_of_a_collective_that_nobody_waits_for_are_given_back() -> Any:
-    return mock.patch.object(CommWork, "__del__", lambda comm_work: None)
+    return mock.patch.object(_Lent, "__del__", lambda lent: None)
 
 
 @mutant("recomputed behind parameters of the root")

@@ -30,8 +30,8 @@ def ahead() -> Iterator[list[tuple[str, ...]]]:
         waiting[unit.name] = None
         launch(unit, *args, **kwargs)
 
-    def shown(unit: Unit) -> None:
-        show(unit)
+    def shown(unit: Unit, registered: bool = False) -> None:
+        show(unit, registered)
         waiting.pop(unit.name, None)
         log.append(tuple(waiting))
 

@@ -97,7 +97,7 @@ BACKWARD = [
 REDUCE = [
     (Gradients, "take"),
     (Gradients, "land"),
-    (Gradients, "join_partial"),
+    (ReductionPipeline, "_start_all_reduce"),
     (ReductionPipeline, "submit"),
     (ReductionPipeline, "_release"),
     (Comm, "reduce_scatter"),

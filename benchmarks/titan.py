@@ -117,7 +117,7 @@ def _selective_ac(config: Any) -> None:
 
 
 def _split_backward(config: Any) -> None:
-    """Of schedules that run backward twice: selective checkpointing refuses it, and FSDP2 loses gradients of what it reshards."""
+    """Of schedules that run backward twice: selective checkpointing refuses it; FSDP2 loses gradients if it reshards."""
     config.activation_checkpoint = None
     config.parallelism.fsdp_reshard_after_forward = "never"
 

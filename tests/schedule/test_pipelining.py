@@ -157,10 +157,12 @@ def _reduce(stage: Any) -> None:
 
 @pytest.mark.parametrize("weights_last", [False, True])
 def test_split_backwards_sum_in_full_precision(weights_last: bool) -> None:
+    # Behind a tanh, whose node is where gradients enter: those of weights alone pass nothing that hsdp sees.
+    nn.init.zeros_((linear := nn.Linear(DIM, DIM, bias=False)).weight)
     xs = [torch.full((1, DIM), value, dtype=torch.bfloat16, requires_grad=True) for value in (1, 1 / 256)]
     with fake_world(1):
         stage: Any = hsdp.fully_shard(
-            nn.Linear(DIM, DIM, bias=False), mp_policy=hsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            nn.Sequential(linear, nn.Tanh()), mp_policy=hsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         )
         stage.unshard(async_op=True).wait()
         stage.set_reshard_after_forward(False)
@@ -172,7 +174,7 @@ def test_split_backwards_sum_in_full_precision(weights_last: bool) -> None:
             for x in xs:
                 _split(stage, x)
         _reduce(stage)
-        assert torch.equal(stage.weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
+        assert torch.equal(stage[0].weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
 
 
 def test_split_backwards_that_find_no_parameters_are_refused() -> None:
@@ -183,7 +185,7 @@ def test_split_backwards_that_find_no_parameters_are_refused() -> None:
         with stage.no_sync():
             stage(x).sum().backward()
         _split(stage, x)
-        with pytest.raises(hsdp.StateError, match=r"FSDPStage: gradients of this stage .*reshard_after_forward=False"):
+        with pytest.raises(hsdp.StateError, match=r"FSDPStage: gradients of this stage .*unshard\(async_op=True\)"):
             _reduce(stage)
         stage.zero_grad()
         with stage.no_sync():
@@ -216,6 +218,45 @@ def test_gradients_of_weights_behind_a_change_of_the_weights_are_refused() -> No
                 param.mul_(2)
         with pytest.raises(hsdp.StaleParametersError, match="changed"):
             _no_sync(stage)
+
+
+class _Product(nn.Module):
+    """The gradient of one weight reads the other one, behind the node at which gradients enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.a, self.b = (nn.Parameter(torch.randn(DIM, DIM, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.a @ self.b))
+
+
+def _weights_behind_another_forward(env: RankEnv) -> None:
+    plain, stage = _Product(), _Product()
+    sharded: Any = hsdp.fully_shard(stage, mesh=env.mesh((2,)), reshard_after_forward=True)
+    xs = [_batch(step, 0)[0].requires_grad_() for step in range(2)]
+    sharded.unshard(async_op=True).wait()
+    outs = [sharded(x) for x in xs]
+    _no_sync(sharded)
+    groups = stage_backward_input([outs[0]], [torch.ones_like(outs[0])], xs[:1], sharded.parameters())[1]
+    sharded.reshard()
+    _weights(sharded, groups)
+    sharded.reshard()
+    _no_sync(sharded)
+    groups = stage_backward_input([outs[1]], [torch.ones_like(outs[1])], xs[1:], sharded.parameters())[1]
+    sharded(xs[0])  # whose end frees them too
+    _weights(sharded, groups)
+    _reduce(sharded)
+    for x in xs:
+        plain(x.detach()).sum().backward()
+    assert_same(full_grads(sharded), full_grads(plain))
+    check_rest(sharded)
+
+
+def test_gradients_of_weights_read_weights_that_were_freed_since(pool2: Pool) -> None:
+    pool2.run(_weights_behind_another_forward)
 
 
 class _Chunked(nn.Module):
@@ -290,7 +331,8 @@ def _chunked_loss(env: RankEnv, schedule_class: Any) -> None:
         for unit in (*stage.layers, *last, stage):
             hsdp.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
     group = mesh["pp"].get_group()
-    pipe = [PipelineStage(stage, i, count, torch.device("cpu"), group=group) for i, stage in zip(mine, sharded, strict=True)]
+    device = torch.device("cpu")
+    pipe = [PipelineStage(stage, i, count, device, group=group) for i, stage in zip(mine, sharded, strict=True)]
     loss = stages[-1].chunked.loss if count - 1 in mine else _loss
     schedule = schedule_class(pipe if len(mine) > 1 else pipe[0], MICRO_BATCHES, loss_fn=loss)
     optimizers = [

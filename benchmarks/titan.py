@@ -117,9 +117,14 @@ def _selective_ac(config: Any) -> None:
 
 
 def _split_backward(config: Any) -> None:
-    """Of schedules that run backward twice: selective checkpointing refuses it, and hsdp where units reshard in between."""
+    """Of schedules that run backward twice: selective checkpointing refuses it; FSDP2 loses gradients if it reshards."""
     config.activation_checkpoint = None
     config.parallelism.fsdp_reshard_after_forward = "never"
+
+
+def _loss_at_once(config: Any) -> None:
+    """Not chunk by chunk, for which torchtitan reshards the group of norm and head behind each micro-batch."""
+    config.loss = _module("models.llama3.config_registry").llama3_debugmodel_ce_loss().loss
 
 
 def _exact_sums(config: Any) -> None:
@@ -136,6 +141,11 @@ CONFIGS: dict[str, tuple[str, Callable[[Any], None]]] = {
     "PP 1F1B": (LLAMA, _pipeline("1F1B", 4)),
     "PP interleaved": (LLAMA, _pipeline("Interleaved1F1B", 2)),
     "PP zero-bubble": (LLAMA, _both(_pipeline("InterleavedZeroBubble", 2), _split_backward)),
+    "PP zero-bubble, loss at once": (
+        LLAMA,
+        _both(_pipeline("InterleavedZeroBubble", 2), _split_backward, _loss_at_once),
+    ),
+    "PP interleaved, no AC": (LLAMA, _both(_pipeline("Interleaved1F1B", 2), _split_backward)),
     "full AC": (LLAMA, _full_ac),
     "selective AC": (LLAMA, _selective_ac),
     "compile": (LLAMA, _compile),

@@ -138,9 +138,9 @@ class PipelineFace:
         if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
-                "into inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters between forward and "
-                "backward, which fully_shard keeps whole with reshard_after_forward=False only; call it so on every "
-                "module of the stage"
+                "into inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters in parameters(): call "
+                "unshard(async_op=True) on every sharded module of the stage before its forwards, and "
+                "set_is_last_backward(False) on the stage before each part of a backward, as torch's schedules do"
             )
         module.flush()
         for unit in module._units():

@@ -15,7 +15,9 @@ from hsdp.comm.replica_reduce import DEFAULT, AllReduceStage, CustomAllReduce
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import runtime_of
+from hsdp.unit.state import stale
 from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import GATHERING, SHARDED
 
 
 class Setters(FSDP2Face):
@@ -55,15 +57,27 @@ class Setters(FSDP2Face):
 
         With False they run on beside the next micro-batch; the optimizer's step, `flush` and the next backward with True
         wait for them. Schedules that compute gradients of weights apart look for weights in `parameters()`: with False it
-        shows unsharded parameters that `unshard(async_op=True)` keeps, until the next forward or backward ends.
+        shows the unsharded parameters of units for which `unshard(async_op=True)` was called since the last True, until the
+        next forward or backward ends. Once such a schedule has made gradients of inputs alone, those that were resharded
+        since are gathered again, on all ranks alike: gradients of weights may read them.
+
+        Raises:
+            StaleParametersError: such parameters were changed since their forward.
         """
         flag = check_flag("set_is_last_backward", is_last_backward)
-        for unit in self._units():
+        units = self._units()
+        for unit in units:
             unit.settings.drains = flag
             if flag:
-                unit.unregister()
-            elif unit.pinned:
-                unit.register()
+                unit.end_search()
+                unit.end_split()
+        sought = [] if flag else [unit for unit in units if unit.sought]
+        if any(unit.split for unit in sought):
+            for runtime in self._runtimes():
+                runtime.take_outside()  # or the next ones would be added to them in the dtype of the parameters
+            _gather_again(sought)
+        for unit in sought:
+            unit.register()
 
     # -- what sums become ------------------------------------------------------------------------------------------
 
@@ -229,6 +243,18 @@ class Setters(FSDP2Face):
         _check_custom("set_custom_all_gather", comm)
         for unit in self._units(recurse=False):
             unit.gather_by(comm)
+
+
+def _gather_again(units: list[Unit]) -> None:
+    """Makes units whole of which a loss, or the end of a forward, resharded some before the gradients of their weights."""
+    for unit in units:
+        if unit.residency is SHARDED and unit.version != unit.forward_version:
+            raise stale(unit)
+        unit.pin()
+    for unit in units:
+        if unit.residency is GATHERING:
+            unit.finish()
+            unit.context.streams.finish_host_reads()
 
 
 def _check_factor(method: str, factor: Any, expected: str) -> None:

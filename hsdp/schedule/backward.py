@@ -71,9 +71,12 @@ class Backwards(Root):
         if reduces:
             for unit in self.units:
                 unit.gradients.refuse_lost(unit.name, "backward")
+        found: list[Unit] = []
         if not self.root.settings.drains:
             self.take_outside()
-        self.backward = BackwardPass(reduces, self.reduce_order.begin(answers=not self.depth))
+            asks = self._asks_for_weights()
+            found = [unit for unit in self.units if asks or unit.registered]
+        self.backward = BackwardPass(reduces, self.reduce_order.begin(answers=not self.depth), found)
         for divergence_guard in self._backward_guards:
             divergence_guard.begin_pass(0)
         return self.backward
@@ -97,6 +100,14 @@ class Backwards(Root):
             return any(any(unit.trainable) for unit in self.units) and runs_all_leaves()
         except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
             return False
+
+    def _asks_for_weights(self) -> bool:
+        """Whether this graph task is that of an `autograd.grad` of unsharded parameters, which somebody found then."""
+        try:
+            any(unit.will_get_gradients() for unit in self.units)
+        except RuntimeError:
+            return True
+        return False
 
     def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: Moment) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
@@ -333,8 +344,8 @@ class Backwards(Root):
         drains = self.root.settings.drains
         if not drains and not backward.reduces:
             for unit in backward.entered:
-                if any(unit.trainable) and not unit.pinned:
-                    unit.note_unfound()
+                if any(unit.trainable):
+                    unit.note_split(found=unit in backward.found)
         if backward.reduces:
             left = self.reduce_order.end(backward.turns)
             for unit in (*left, *(u for u in self.units if u not in left)):

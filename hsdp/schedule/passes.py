@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.reduce_order import ReduceTurns
@@ -60,6 +61,7 @@ class BackwardPass:
     Args:
         reduces: its first graph task accumulates into unsharded parameters; that of `autograd.grad` does not.
         turns: whose turn it is to be reduced.
+        found: the units whose unsharded parameters a schedule knows that makes the gradients of weights apart.
 
     Attributes:
         tasks: the graph tasks under way, the outermost first; each token lives until its task ends or fails.
@@ -71,14 +73,15 @@ class BackwardPass:
         ending: its last graph task is over, and what is left is swept.
     """
 
-    __slots__ = ("behind", "ending", "entered", "gathers", "keeps_graph", "opened", "reduces", "tasks", "turns")
+    __slots__ = ("behind", "ending", "entered", "found", "gathers", "keeps_graph", "opened", "reduces", "tasks", "turns")
 
-    def __init__(self, reduces: bool, turns: ReduceTurns) -> None:
+    def __init__(self, reduces: bool, turns: ReduceTurns, found: Collection[Unit]) -> None:
         self.tasks: dict[int, weakref.ref[Token]] = {}
         self.reduces = reduces
         self.turns = turns
         self.keeps_graph = False
         self.opened: dict[Unit, tuple[Moment | None, int]] = {}
+        self.found = found
         self.entered: set[Unit] = set()
         self.behind: Pass | None = None
         self.gathers: BackwardGathers[Unit] | None = None

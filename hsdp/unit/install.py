@@ -80,12 +80,17 @@ class Shadows:
 
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters, which are in front, until they are hidden."""
-        if self._expected is self._registered_params:
+        if not self.registered:
             self._exchange(self._unsharded)
+
+    @property
+    def registered(self) -> bool:
+        """Whether `parameters()` gives the unsharded parameters."""
+        return self._expected is not self._registered_params
 
     def unregister(self) -> None:
         """Makes `parameters()` give the sharded parameters again."""
-        if self._expected is not self._registered_params:
+        if self.registered:
             self._exchange(self._registered_params)
 
     def _exchange(self, params: list[Any]) -> None:

@@ -55,8 +55,9 @@ class UnitActivity:
         state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
-        unfound: a backward that a schedule of pipelines split into inputs and weights came while its unsharded parameters
-            were not kept whole, so that the schedule did not find them.
+        split: a schedule of pipelines split a backward into inputs and weights, of which some weights' gradients may still
+            be to come.
+        unfound: it did so while `parameters()` did not show its unsharded parameters, whose gradients are lost.
     """
 
     def __init__(self) -> None:
@@ -64,7 +65,7 @@ class UnitActivity:
         self.lent = False
         self.calls = 0
         self.ran: set[int] = set()
-        self.unfound = False
+        self.split = self.unfound = False
 
     def set_state(self, state: TrainingState) -> None:
         """From now on it does this."""
@@ -82,12 +83,17 @@ class UnitActivity:
         """They are its own again."""
         self.lent = False
 
-    def note_unfound(self) -> None:
-        """A split backward did not find its unsharded parameters."""
-        self.unfound = True
+    def note_split(self, found: bool) -> None:
+        """A schedule made the gradients of inputs alone; `found`: it knew the unsharded parameters, to go on with them."""
+        self.split = True
+        self.unfound = self.unfound or not found
+
+    def end_split(self) -> None:
+        """No gradients of weights are to come any more."""
+        self.split = False
 
     def pop_unfound(self) -> bool:
-        """Whether one did not since it was asked last."""
+        """Whether a split backward did not find its unsharded parameters since it was asked last."""
         unfound, self.unfound = self.unfound, False
         return unfound
 

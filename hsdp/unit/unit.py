@@ -129,7 +129,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.dtype_groups: list[DtypeGroup] = []
         self.whole_bytes = 0
         self.residency = SHARDED
-        self.open = self.pinned = self.retained = False
+        self.open = self.pinned = self.sought = self.retained = False
         self.weights_version = 0
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
         self._fillings = 0

@@ -48,7 +48,8 @@ class UnshardedParams:
     """The unsharded parameters of one unit, which `Unit` builds.
 
     Attributes:
-        residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `retained`: a graph of
+        residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `sought`: it did since the
+            last backward that drains, whoever has resharded them meanwhile; `retained`: a graph of
             gradients (`create_graph=True`) may read their memory, which stays when they are resharded. Gathers do not
             depend on it: when a graph is gone, garbage collection decides, on each rank by itself.
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
@@ -65,6 +66,7 @@ class UnshardedParams:
     residency: Residency
     open: bool
     pinned: bool
+    sought: bool
     retained: bool
     weights_version: int
     gathered_version: Version
@@ -166,7 +168,12 @@ class UnshardedParams:
         if self.residency is SHARDED:
             self.launch()
             self.note_shards()  # what is written to them from here on was not gathered
-        self.pinned = True
+        self.pinned = self.sought = True
+
+    def end_search(self) -> None:
+        """A schedule has all gradients of weights: `parameters()` gives sharded ones, and it seeks what is still pinned."""
+        self.unregister()
+        self.sought = self.pinned
 
     def retain(self) -> None:
         """A graph of gradients may read their memory from now on."""
@@ -265,6 +272,11 @@ class UnshardedParams:
     def register(self) -> None:
         """Makes `parameters()` of the open unit's modules give unsharded parameters, until the unit is closed."""
         self._shadows.register()
+
+    @property
+    def registered(self) -> bool:
+        """Whether it does."""
+        return self._shadows.registered
 
     def unregister(self) -> None:
         """Makes it give the sharded ones again: for whoever reads or writes `state_dict()` inside a forward."""

@@ -71,12 +71,19 @@ def _expected(count: int) -> list[tuple[Any, Any]]:
     return [(full_params(stage), full_grads(stage)) for stage in stages]
 
 
+def _mine(schedule_class: Any, pp_rank: int) -> list[int]:
+    """The stages of one of two ranks."""
+    if schedule_class in (ScheduleGPipe, Schedule1F1B):
+        return [pp_rank]
+    return [pp_rank, 3 - pp_rank] if schedule_class is ScheduleZBVZeroBubble else [pp_rank, pp_rank + 2]
+
+
 def _train(env: RankEnv, schedule_class: Any, keep: bool) -> None:
     mesh = env.mesh((2, 2), ("pp", "dp"))
     pp_rank, dp_rank = mesh.get_coordinate()  # type: ignore[misc]
-    per_rank = 1 if schedule_class in (ScheduleGPipe, Schedule1F1B) else 2
+    mine = _mine(schedule_class, pp_rank)
+    per_rank = len(mine)
     count = 2 * per_rank
-    mine = [pp_rank, 3 - pp_rank] if schedule_class is ScheduleZBVZeroBubble else list(range(pp_rank, count, 2))
     stages = {index: copy.deepcopy(stage) for index, stage in enumerate(_stages(count)) if index in mine}
     for stage in stages.values():
         for module in (*stage.layers, stage):
@@ -113,17 +120,25 @@ def test_training_equals_the_twin(pool4: Pool, schedule: Any, keep: bool) -> Non
     pool4.run(_train, schedule, keep)
 
 
+@pytest.mark.parametrize("keep", [True, False], ids=["kept after forward", "freed"])
 @pytest.mark.parametrize("schedule", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
-def test_schedules_that_split_the_backward_equal_the_twin(pool4: Pool, schedule: Any) -> None:
+def test_schedules_that_split_the_backward_equal_the_twin(pool4: Pool, schedule: Any, keep: bool) -> None:
     # They make gradients of inputs first, and those of what `parameters()` shows them later.
-    pool4.run(_train, schedule, True)
+    pool4.run(_train, schedule, keep)
 
 
 def _split(stage: Any, x: Tensor) -> None:
     """The backward of one micro-batch as zero-bubble schedules run it."""
+    _weights(stage, _inputs(stage, x))
+
+
+def _inputs(stage: Any, x: Tensor) -> Any:
     out = stage(x)
     _no_sync(stage)
-    _, groups = stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
+    return stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())[1]
+
+
+def _weights(stage: Any, groups: Any) -> None:
     _no_sync(stage)
     stage_backward_weight(stage.parameters(), groups)
 
@@ -140,18 +155,26 @@ def _reduce(stage: Any) -> None:
     fsdp.fully_shard.state(stage)._root_post_backward_final_callback()
 
 
-def test_split_backwards_sum_in_full_precision() -> None:
-    x = torch.full((1, DIM), 1 / 256, dtype=torch.bfloat16, requires_grad=True)
+@pytest.mark.parametrize("weights_last", [False, True])
+def test_split_backwards_sum_in_full_precision(weights_last: bool) -> None:
+    # Behind a tanh, whose node is where gradients enter: those of weights alone pass nothing that hsdp sees.
+    nn.init.zeros_((linear := nn.Linear(DIM, DIM, bias=False)).weight)
+    xs = [torch.full((1, DIM), value, dtype=torch.bfloat16, requires_grad=True) for value in (1, 1 / 256)]
     with fake_world(1):
         stage: Any = hsdp.fully_shard(
-            nn.Linear(DIM, DIM, bias=False), mp_policy=hsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
+            nn.Sequential(linear, nn.Tanh()), mp_policy=hsdp.MixedPrecisionPolicy(torch.bfloat16, torch.float32)
         )
         stage.unshard(async_op=True).wait()
         stage.set_reshard_after_forward(False)
-        _split(stage, torch.ones(1, DIM, dtype=torch.bfloat16, requires_grad=True))
-        _split(stage, x)
+        if weights_last:
+            groups = [_inputs(stage, x) for x in xs]
+            for each in groups:
+                _weights(stage, each)
+        else:
+            for x in xs:
+                _split(stage, x)
         _reduce(stage)
-        assert torch.equal(stage.weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
+        assert torch.equal(stage[0].weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
 
 
 def test_split_backwards_that_find_no_parameters_are_refused() -> None:
@@ -162,12 +185,78 @@ def test_split_backwards_that_find_no_parameters_are_refused() -> None:
         with stage.no_sync():
             stage(x).sum().backward()
         _split(stage, x)
-        with pytest.raises(hsdp.StateError, match=r"FSDPStage: gradients of this stage .*reshard_after_forward=False"):
+        with pytest.raises(hsdp.StateError, match=r"FSDPStage: gradients of this stage .*unshard\(async_op=True\)"):
             _reduce(stage)
         stage.zero_grad()
         with stage.no_sync():
             stage(x).sum().backward()
         _reduce(stage)
+
+
+@pytest.mark.parametrize("reshard", [True, False], ids=["freed", "kept after forward"])
+def test_split_backwards_before_which_the_stage_did_not_show_its_parameters_are_refused(reshard: bool) -> None:
+    x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
+    with fake_world(2):
+        stage: Any = hsdp.fully_shard(_stages(2)[0], reshard_after_forward=reshard)
+        stage.unshard(async_op=True).wait()
+        _split(stage, x)
+        out = stage(x)  # whose end has hidden them
+        stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())
+        with pytest.raises(hsdp.StateError, match="FSDPStage: gradients of this stage"):
+            _reduce(stage)
+
+
+def test_gradients_of_weights_behind_a_change_of_the_weights_are_refused() -> None:
+    x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
+    with fake_world(2):
+        stage: Any = hsdp.fully_shard(_stages(2)[0], reshard_after_forward=True)
+        stage.unshard(async_op=True).wait()
+        _inputs(stage, x)
+        stage.reshard()
+        with torch.no_grad():
+            for param in stage.parameters():
+                param.mul_(2)
+        with pytest.raises(hsdp.StaleParametersError, match="changed"):
+            _no_sync(stage)
+
+
+class _Product(nn.Module):
+    """The gradient of one weight reads the other one, behind the node at which gradients enter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(5)
+            self.a, self.b = (nn.Parameter(torch.randn(DIM, DIM, dtype=torch.float64)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x @ (self.a @ self.b))
+
+
+def _weights_behind_another_forward(env: RankEnv) -> None:
+    plain, stage = _Product(), _Product()
+    sharded: Any = hsdp.fully_shard(stage, mesh=env.mesh((2,)), reshard_after_forward=True)
+    xs = [_batch(step, 0)[0].requires_grad_() for step in range(2)]
+    sharded.unshard(async_op=True).wait()
+    outs = [sharded(x) for x in xs]
+    _no_sync(sharded)
+    groups = stage_backward_input([outs[0]], [torch.ones_like(outs[0])], xs[:1], sharded.parameters())[1]
+    sharded.reshard()
+    _weights(sharded, groups)
+    sharded.reshard()
+    _no_sync(sharded)
+    groups = stage_backward_input([outs[1]], [torch.ones_like(outs[1])], xs[1:], sharded.parameters())[1]
+    sharded(xs[0])  # whose end frees them too
+    _weights(sharded, groups)
+    _reduce(sharded)
+    for x in xs:
+        plain(x.detach()).sum().backward()
+    assert_same(full_grads(sharded), full_grads(plain))
+    check_rest(sharded)
+
+
+def test_gradients_of_weights_read_weights_that_were_freed_since(pool2: Pool) -> None:
+    pool2.run(_weights_behind_another_forward)
 
 
 class _Chunked(nn.Module):
@@ -186,6 +275,7 @@ class _Chunked(nn.Module):
         chunks = [chunk.detach().requires_grad_() for chunk in hidden.chunk(2)]
         total = hidden.new_zeros(())
         if is_sharded:
+            head.set_reshard_after_forward(False)
             head.set_reshard_after_backward(False)
             head.set_requires_gradient_sync(False)
             head.unshard()
@@ -196,6 +286,7 @@ class _Chunked(nn.Module):
             loss.backward()
             total = total + loss.detach()
         if is_sharded:
+            head.set_reshard_after_forward(True)
             head.set_reshard_after_backward(True)
             head.reshard()
         out: Tensor = _Goes.apply(hidden, torch.cat([chunk.grad for chunk in chunks if chunk.grad is not None]), total)
@@ -226,35 +317,48 @@ class _LastStage(Stage):
         return out
 
 
-def _chunked_loss(env: RankEnv) -> None:
+def _chunked_loss(env: RankEnv, schedule_class: Any) -> None:
     mesh = env.mesh((2, 2), ("pp", "dp"))
     pp_rank, dp_rank = mesh.get_coordinate()  # type: ignore[misc]
-    first, second = _stages(2)
-    stages = [first, _LastStage(list(second.layers))]
+    mine = _mine(schedule_class, pp_rank)
+    count = 2 * len(mine)
+    stages = _stages(count)
+    stages[-1] = _LastStage(list(stages[-1].layers))
     plain: Any = nn.Sequential(*copy.deepcopy(stages))
-    stage: Any = stages[pp_rank]
-    units = [*stage.layers, *([[stage.chunked.norm, stage.chunked.head]] if pp_rank else []), stage]
-    for unit in units:
-        hsdp.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
-    pipe = PipelineStage(stage, pp_rank, 2, torch.device("cpu"), group=mesh["pp"].get_group())
-    schedule = Schedule1F1B(pipe, MICRO_BATCHES, loss_fn=stage.chunked.loss if pp_rank else _loss)
-    optimizers = [torch.optim.SGD(model.parameters(), lr=0.3, momentum=0.9) for model in (stage, plain)]
+    sharded: list[Any] = [stages[index] for index in mine]
+    for stage in sharded:
+        last = [[stage.chunked.norm, stage.chunked.head]] if stage is stages[-1] else []
+        for unit in (*stage.layers, *last, stage):
+            hsdp.fully_shard(unit, mesh=mesh["dp"], reshard_after_forward=False)
+    group = mesh["pp"].get_group()
+    device = torch.device("cpu")
+    pipe = [PipelineStage(stage, i, count, device, group=group) for i, stage in zip(mine, sharded, strict=True)]
+    loss = stages[-1].chunked.loss if count - 1 in mine else _loss
+    schedule = schedule_class(pipe if len(mine) > 1 else pipe[0], MICRO_BATCHES, loss_fn=loss)
+    optimizers = [
+        torch.optim.SGD([param for model in models for param in model.parameters()], lr=0.3, momentum=0.9)
+        for models in (sharded, [plain])
+    ]
     for step in range(STEPS):
         x, y = _batch(step, dp_rank)
         for optimizer in optimizers:
             optimizer.zero_grad()
-        schedule.step(*(() if pp_rank else (x,)), **({"target": y} if pp_rank else {}))
+        schedule.step(*((x,) if 0 in mine else ()), **({"target": y} if count - 1 in mine else {}))
         for dp in range(2):
             x, y = _batch(step, dp)
             for rows, wanted in zip(x.chunk(MICRO_BATCHES), y.chunk(MICRO_BATCHES), strict=True):
-                (plain[1].chunked.loss(plain(rows), wanted)).backward()
+                (plain[-1].chunked.loss(plain(rows), wanted)).backward()
         for param in plain.parameters():  # whose head ran backward by itself
             param.grad /= 2 * MICRO_BATCHES
         for optimizer in optimizers:
             optimizer.step()
-        assert_same(dict(full_params(stage)), full_params(plain[pp_rank]))
-    check_rest(stage)
+        for index, stage in zip(mine, sharded, strict=True):
+            assert_same(dict(full_params(stage)), full_params(plain[index]))
+    for stage in sharded:
+        check_rest(stage)
 
 
-def test_a_loss_that_calls_the_head_outside_of_the_stage(pool4: Pool) -> None:
-    pool4.run(_chunked_loss)
+@pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
+def test_a_loss_that_calls_the_head_outside_of_the_stage(pool4: Pool, schedule: Any) -> None:
+    # It frees the head with the norm beside it, whose gradients schedules that split a backward make later.
+    pool4.run(_chunked_loss, schedule)

@@ -26,8 +26,8 @@ _ROW = 130360
 _SHIFT = 24749
 _LEAST = 8 * _ROW
 """Bytes from which on rows pay: zlib sums the last one, too."""
-_BLOCK, _READ = 4 << 20, 1 << 20
-"""Bytes that are mapped, or else read, at a time."""
+_BLOCK, _READ = 3 << 19, 1 << 20
+"""Bytes that are mapped, or else read, at a time; pages that are mapped count as memory of the process."""
 _POPULATE_READ = 22
 """MADV_POPULATE_READ of Linux 5.14, for which Python has no name."""
 

@@ -360,8 +360,7 @@ class Gradients:
             self._heed_zero_grad()
         undoable = parts[0].undoable
         if undoable:
-            for part in parts:
-                self._open.remove(part)
+            self._open = [part for part in self._open if part not in parts]
         if self._running:
             self._running = [part for part in self._running if part not in parts]
         return undoable

@@ -29,6 +29,7 @@ from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
+from hsdp.unit.install import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from tests.api import test_feature_rows as rows
@@ -125,7 +126,7 @@ def believes_all_init_functions() -> Any:
 @mutant(Check(rule_06.check_move, ("to",)), kill="Error")
 @mutant(Check(rule_06.check_refused), kill=NOT_REFUSED, name="does not see what was assigned")
 def does_not_see_moves() -> Any:
-    return mock.patch.object(Unit, "disturbed", return_value=False)
+    return mock.patch.object(Shadows, "disturbed", return_value=False)
 
 
 @mutant(Check(rule_07.check_fresh, ("the root kept its parameters", None)), kill="p.data differs")

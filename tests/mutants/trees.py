@@ -57,7 +57,8 @@ def scales_below_the_root() -> Any:
         return scaled
 
     engine = hsdp.schedule.pipeline
-    return mock.patch.multiple(engine, reduce_scatter=change(engine.reduce_scatter), _scale=mock.DEFAULT)
+    unscaled = mock.Mock(return_value=(1.0, 1.0))
+    return mock.patch.multiple(engine, reduce_scatter=change(engine.reduce_scatter), _split_factor=unscaled)
 
 
 @mutant(ACCUMULATED, kill="differ at entry")

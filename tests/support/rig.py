@@ -246,10 +246,11 @@ class Pool:
         return outcomes
 
     def _output(self, rank: int, limit: int = 4000) -> str:
-        """The end of what a rank printed since the last command."""
+        """What a rank printed since the last command: the end, and the beginning, where a process tells why it aborts."""
         with open(self._log(rank), errors="replace") as log:
             log.seek(self._log_offsets[rank])
-            return log.read()[-limit:]
+            printed = log.read()
+        return printed if len(printed) <= limit else f"{printed[:1000]}\n...\n{printed[-limit:]}"
 
 
 def run_procs(

@@ -16,15 +16,12 @@ Needs root, iproute2 and torchft.
 
 from __future__ import annotations
 
-import argparse
 import gc
 import json
 import logging
-import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -35,9 +32,8 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
-from benchmarks.harness import Spread, positive, progress, publish
-from benchmarks.netns import two_nodes
-from benchmarks.two_nodes import DIM, RATES, WEIGHTS, WORLD, Job, build
+from benchmarks.harness import Spread, publish
+from benchmarks.two_nodes import DIM, WORLD, Job, arguments, build, heading, measured, run
 from hsdp import elastic
 from hsdp.examples.launch import leave
 
@@ -211,51 +207,12 @@ def table(results: Sequence[tuple[str, dict[str, list[float]]]]) -> str:
 
 def main(argv: Sequence[str] | None = None) -> None:
     """Measure and report."""
-    args = parse(argv)
-    job = Job(
-        "", "sleeping", args.units, args.forward, args.rows, args.rounds, args.steps, args.micro_batches, tuple(args.only)
-    )
-    results = []
-    with two_nodes() as nodes:
-        for layers in args.layers:
-            for rate in args.rate:
-                progress(f"{layers} layers, {rate} ...")
-                nodes.limit(RATES[rate])
-                with tempfile.TemporaryDirectory(prefix="hsdp-bench-") as directory:
-                    told = asdict(replace(job, directory=directory, layers=layers))
-                    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.elastic", "--job", json.dumps(told)]
-                    ranks = [(Place(rank).replica, [*command, "--rank", str(rank)]) for rank in range(WORLD)]
-                    nodes.run(ranks, Path(directory), timeout=600)
-                    results.append((f"{layers} layers, {rate}", json.loads(Path(directory, "times.json").read_text())))
-    num_params = args.units * WEIGHTS * DIM * DIM
-    head = f"{num_params:,} parameters in {args.units} units, {args.micro_batches} micro-batches where '/ 4' is said"
+    args = arguments(argv, "benchmarks.elastic", __doc__, BASELINES, ["1gbit"], steps=2)
+    found = measured(args, "benchmarks.elastic", timeout=600)
+    results = [(f"{layers} layers, {rate}", times) for layers, rate, times in found]
     rows = [{"config": title, "times": times} for title, times in results]
-    publish("elastic", f"{head}\n{table(results)}", vars(args), args.json, rows=rows)
-
-
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.elastic", description=__doc__)
-    parser.add_argument("--rate", nargs="+", choices=RATES, default=["1gbit"])
-    parser.add_argument("--layers", nargs="+", choices=["sleeping", "real"], default=["sleeping", "real"])
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="contenders")
-    parser.add_argument("--units", type=positive, default=10, help="(default %(default)s)")
-    parser.add_argument("--forward", type=float, default=0.018, help="seconds a unit sleeps (default %(default)s)")
-    parser.add_argument("--rows", type=positive, default=64, help="of a batch of real layers (default %(default)s)")
-    parser.add_argument("--rounds", type=positive, default=5, help="turns (default %(default)s)")
-    parser.add_argument("--steps", type=positive, default=2, help="steps a turn (default %(default)s)")
-    parser.add_argument("--micro-batches", type=positive, default=4, help="(default %(default)s)")
-    parser.add_argument("--json", metavar="FILE", help="write all measured times here")
-    args = parser.parse_args(argv)
-    missing = {BASELINES[name] for name in args.only} - set(args.only)
-    if missing:
-        parser.error(f"--only also needs what they are compared with: {', '.join(sorted(missing))}")
-    return args
+    publish("elastic", f"{heading(args)}\n{table(results)}", vars(args), args.json, rows=rows)
 
 
 if __name__ == "__main__":
-    if "--job" in sys.argv:  # a rank, started by this module
-        told = json.loads(sys.argv[sys.argv.index("--job") + 1])
-        rank_main(int(sys.argv[-1]), Job(**told | {"contenders": tuple(told["contenders"])}))
-    else:
-        main()
+    run(main, rank_main)

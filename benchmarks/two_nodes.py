@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, fields, replace
 from datetime import timedelta
 from pathlib import Path
@@ -277,55 +277,79 @@ def table(results: Sequence[Result], job: Job) -> str:
     return "\n".join(lines)
 
 
-def main(argv: Sequence[str] | None = None) -> None:
-    """Measure and report."""
-    args = parse(argv)
-    job = Job(
-        "", "sleeping", args.units, args.forward, args.rows, args.rounds, args.steps, args.micro_batches, tuple(args.only)
-    )
-    results = []
+def job_of(args: argparse.Namespace) -> Job:
+    """What a command line asks for, but for the layers and where times are written."""
+    only = tuple(args.only)
+    return Job("", "sleeping", args.units, args.forward, args.rows, args.rounds, args.steps, args.micro_batches, only)
+
+
+def measured(args: argparse.Namespace, module: str, timeout: float) -> Iterator[tuple[str, str, Any]]:
+    """Runs the ranks of a benchmark, `python -m module --job JOB --rank RANK`, for each kind of layers and rate in turn.
+
+    Yields the layers, the rate, and what rank 0 wrote to times.json in the job's directory.
+    """
     with two_nodes() as nodes:
         for layers in args.layers:
             for rate in args.rate:
                 progress(f"{layers} layers, {rate} ...")
                 nodes.limit(RATES[rate])
                 with tempfile.TemporaryDirectory(prefix="hsdp-bench-") as directory:
-                    told = asdict(replace(job, directory=directory, layers=layers))
-                    command = [sys.executable, "-W", "ignore", "-m", "benchmarks.two_nodes", "--job", json.dumps(told)]
+                    told = asdict(replace(job_of(args), directory=directory, layers=layers))
+                    command = [sys.executable, "-W", "ignore", "-m", module, "--job", json.dumps(told)]
                     ranks = [(rank // 2, [*command, "--rank", str(rank)]) for rank in range(WORLD)]
-                    nodes.run(ranks, Path(directory), timeout=1800)
-                    found = json.loads(Path(directory, "times.json").read_text())
-                parts = [Durations(**one) for one in found["durations"]]
-                results.append(Result(rate, layers, found["times"], parts))
+                    nodes.run(ranks, Path(directory), timeout=timeout)
+                    yield layers, rate, json.loads(Path(directory, "times.json").read_text())
+
+
+def heading(args: argparse.Namespace) -> str:
+    """The line above a table."""
     num_params = args.units * WEIGHTS * DIM * DIM
-    head = f"{num_params:,} parameters in {args.units} units, {args.micro_batches} micro-batches where '/ 4' is said"
-    rows = [asdict(one) for one in results]
-    publish("two_nodes", f"{head}\n{table(results, job)}", vars(args), args.json, rows=rows)
+    return f"{num_params:,} parameters in {args.units} units, {args.micro_batches} micro-batches where '/ 4' is said"
 
 
-def parse(argv: Sequence[str] | None) -> argparse.Namespace:
-    """The command line."""
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.two_nodes", description=__doc__)
-    parser.add_argument("--rate", nargs="+", choices=RATES, default=list(RATES))
+def arguments(
+    argv: Sequence[str] | None, module: str, doc: str | None, baselines: dict[str, str], rates: list[str], steps: int
+) -> argparse.Namespace:
+    """The command line of a benchmark: `baselines` tells its contenders, and which each is compared with."""
+    parser = argparse.ArgumentParser(prog=f"python -m {module}", description=doc)
+    parser.add_argument("--rate", nargs="+", choices=RATES, default=rates)
     parser.add_argument("--layers", nargs="+", choices=["sleeping", "real"], default=["sleeping", "real"])
-    parser.add_argument("--only", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="contenders")
+    parser.add_argument("--only", nargs="+", choices=baselines, default=list(baselines), help="contenders")
     parser.add_argument("--units", type=positive, default=10, help="(default %(default)s)")
     parser.add_argument("--forward", type=float, default=0.018, help="seconds a unit sleeps (default %(default)s)")
     parser.add_argument("--rows", type=positive, default=64, help="of a batch of real layers (default %(default)s)")
     parser.add_argument("--rounds", type=positive, default=5, help="turns (default %(default)s)")
-    parser.add_argument("--steps", type=positive, default=1, help="steps a turn (default %(default)s)")
+    parser.add_argument("--steps", type=positive, default=steps, help="steps a turn (default %(default)s)")
     parser.add_argument("--micro-batches", type=positive, default=4, help="(default %(default)s)")
     parser.add_argument("--json", metavar="FILE", help="write all measured times here")
     args = parser.parse_args(argv)
-    missing = {BASELINES.get(name, "fsdp2") for name in args.only} - set(args.only)
+    missing = {baselines[name] for name in args.only} - set(args.only)
     if missing:
         parser.error(f"--only also needs what they are compared with: {', '.join(sorted(missing))}")
     return args
 
 
-if __name__ == "__main__":
-    if "--job" in sys.argv:  # a rank, started by this module
-        told = json.loads(sys.argv[sys.argv.index("--job") + 1])
-        rank_main(int(sys.argv[-1]), Job(**told | {"contenders": tuple(told["contenders"])}))
-    else:
+def run(main: Callable[[], None], rank_main: Callable[[int, Job], None]) -> None:
+    """A benchmark's process: that of a rank, which `measured` started, or the one that was called."""
+    if "--job" not in sys.argv:
         main()
+        return
+    told = json.loads(sys.argv[sys.argv.index("--job") + 1])
+    rank_main(int(sys.argv[-1]), Job(**told | {"contenders": tuple(told["contenders"])}))
+
+
+def main(argv: Sequence[str] | None = None) -> None:
+    """Measure and report."""
+    baselines = {name: BASELINES.get(name, "fsdp2") for name in CONTENDERS}
+    args = arguments(argv, "benchmarks.two_nodes", __doc__, baselines, list(RATES), steps=1)
+    results = [
+        Result(rate, layers, found["times"], [Durations(**one) for one in found["durations"]])
+        for layers, rate, found in measured(args, "benchmarks.two_nodes", timeout=1800)
+    ]
+    rows = [asdict(one) for one in results]
+    told = f"{heading(args)}\n{table(results, job_of(args))}"
+    publish("two_nodes", told, vars(args), args.json, rows=rows)
+
+
+if __name__ == "__main__":
+    run(main, rank_main)

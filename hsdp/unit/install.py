@@ -75,8 +75,8 @@ class Shadows:
             for module, name in self._in_rnns:
                 if (there := module()) is not None:
                     refresh_flat_weights(there, name, there.__dict__[name])
-        if registered and self._expected is self._registered_params:
-            self._exchange(self._unsharded)
+        if registered:
+            self.register()
 
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters, which are in front, until they are hidden."""

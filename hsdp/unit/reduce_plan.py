@@ -213,7 +213,17 @@ class GroupReduction:
     """
 
     __slots__ = (
-        *("_stored", "_values", "dropped", "inputs", "joined", "operands", "outputs", "plan", "rows", "undoable", "used"),
+        "_stored",
+        "_values",
+        "dropped",
+        "inputs",
+        "joined",
+        "operands",
+        "outputs",
+        "plan",
+        "rows",
+        "undoable",
+        "used",
         "void",
     )
 
@@ -266,10 +276,7 @@ class GroupReduction:
         """The operands without the used-flags."""
         if self._values is None:
             operands = self.operands
-            if len(operands) > 1:
-                self._values = operands[:-1]
-            else:
-                self._values = [operands[0].as_strided((self.plan.layout.numel,), (1,), 0)]  # as in `_cut`
+            self._values = [_cut(operands[0], 0, self.plan.layout.numel)] if len(operands) == 1 else operands[:-1]
         return self._values
 
     def store(self) -> None:

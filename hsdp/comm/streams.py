@@ -58,6 +58,9 @@ class Streams:
         module = self._module()
         stream = self._stream(name)
         if event is None:
+            # Behind everything, and not only behind what wrote the operands: buffers are memory of the compute stream,
+            # which its allocator may have taken from work that is still enqueued. A gather is started before the compute
+            # that it is to hide behind is enqueued, so it waits for nothing that would have to run beside it.
             stream.wait_stream(module.current_stream(self.device))
         else:
             stream.wait_event(event)

@@ -117,6 +117,7 @@ class CommWork:
         finally:
             if observer is not None:
                 observer.ends("wait", self)
+        # Not where waiting raised: that collective is the first that a time-out has to tell of.
         _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None

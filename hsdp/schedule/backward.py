@@ -36,6 +36,7 @@ class Backwards(Root):
         if backward is not None:
             bury_tasks(backward)
         if backward is None or not backward.tasks:
+            # One that failed is forgotten first: it would count this one's gradients among its own, and undo them.
             self.recover()
             backward = self._begin_backward()
         elif not backward.reduces:
@@ -172,7 +173,7 @@ class Backwards(Root):
             if visit is not None or unit not in opened:
                 opened[unit] = (first_node, task)
             return
-        self.pipeline.advance()
+        self.pipeline.advance()  # what only waits to land is memory that the gather could have
         if visit is not None and not unit.settings.unshard_in_backward:
             opened[unit] = (first_node, task)
             return
@@ -281,6 +282,7 @@ class Backwards(Root):
         unit.set_state(BACKWARD_POST)
         settings = unit.settings
         if settings.requires_grad_sync:
+            # Before the operands are made: what waits here gives back its own, which would else be there beside them.
             self.pipeline.make_room(unit.gradients.scatter_bytes)
             self._submit(unit, not self.root.settings.drains, settings.requires_all_reduce)
             return
@@ -357,7 +359,7 @@ class Backwards(Root):
         if drains:
             self.drain()
         else:
-            self.pipeline.tell_errors()
+            self.pipeline.tell_errors()  # of what landed meanwhile; what runs on tells when it is drained
         for unit in self.units:
             unit.remaining.clear()
             unit.set_state(FORWARD if unit.calls else IDLE)
@@ -373,6 +375,7 @@ class Backwards(Root):
                 or (unit.holds_unsharded and unit.settings.reshard_after_backward and not backward.keeps_graph)
             ):
                 unit.reshard()
+        # Behind the drain: until the last sum has landed the backward may fail, and all that landed is undone.
         for unit in self.units:
             unit.gradients.commit()
         self._unregister()

@@ -64,11 +64,13 @@ class ModuleHooks:
             runtime.enter_forward(unit)
             if unit.mp_policy.param_dtype is not None:
                 args, kwargs = self._cast_inputs(args, kwargs)
+            # Behind the casts of inputs: gradients pass their nodes when they have left the unit.
             first_node = NO_TASK, next_node()
             output = labelled("forward", unit.name, call, *args, **kwargs) if is_profiling() else call(*args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, runtime.forward_pass)
             runtime.depth = depth
             unit.set_calls(calls)
+            # Behind `after_forward`, which copies outputs that are unsharded parameters: now their memory may go.
             self._leave(module, runtime, visit)
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.

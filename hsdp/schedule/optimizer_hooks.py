@@ -116,6 +116,7 @@ def check_communicated(unit: Unit, before: str) -> None:
     Raises:
         StateError: the unit has pending sums, or lost some.
     """
+    # What runs on lands first, also under another root: only then does it show whether sums are still pending.
     if unit.runtime is not None:
         unit.runtime.settle()
     if unit.gradients.in_flight:

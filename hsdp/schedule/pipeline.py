@@ -189,12 +189,16 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         if not self.ordered_by_streams:
             bucket.comm_work = _scatter(bucket)
             return bucket
+        # Behind all that compute has enqueued, which wrote the operands. The host goes on, and so does compute: nothing
+        # that it enqueues later writes to them, as they are the reduction's alone.
         with self.streams.on("scatter"):
             bucket.comm_work = _scatter(bucket)
         return bucket
 
     def release(self, bucket: ReductionBucket) -> None:
         """See `ReduceQueue`."""
+        # Somebody has waited: compute is behind the reduce-scatter, so that what its allocator makes of this memory is,
+        # too.
         for reduction in bucket.items:
             for part in reduction.parts:
                 part.release_inputs()
@@ -212,6 +216,8 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         """See `ReduceQueue`. `items` are `behind` a reduce-scatter; with one replica there is no collective."""
         bucket = ReductionBucket(items)
         deferred: list[Reduction] = []
+        # Here, while compute's stream is current: pending sums are memory of that stream, and what users zeroed meanwhile
+        # has to be out of them before they are added.
         for reduction in items:
             gradients = reduction.unit.gradients
             if gradients.sentinels.up:

@@ -250,6 +250,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         self._all_reduce(items, behind)
 
     def _all_reduce(self, items: list[ItemT], behind: BucketT) -> None:
+        # Sums that this one will add to have to be at rest, whatever room there is: a side stream, or the backend, may
+        # still be writing them.
         while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(items):
             self._land()
         self._reducing.append(self.start_all_reduce(items, behind))
@@ -262,5 +264,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def _land(self) -> None:
         bucket = self._reducing[0]
         bucket.wait()
+        # Out of the queue before it lands: a user's hook that runs there may drain the rest (`flush` lands outside of
+        # backwards).
         self._reducing.popleft()
         self.land(bucket)

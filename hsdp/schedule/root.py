@@ -172,6 +172,7 @@ class Root:
 
     def reset(self) -> None:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
+        # Gradients before the queue: `roll_back` marks the reductions that `abort` is not to land any more.
         self._roll_back()
         self.pipeline.abort()
         self._reshard_all()
@@ -182,6 +183,7 @@ class Root:
                     param.trained.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
         self._forward_order.cancel()
+        # Last: what failed in here finds the backward still there, and the next to look clears up behind it once more.
         self.backward = None
         self.tell(Point.DROPPED)
 

@@ -26,6 +26,7 @@ class Runtime(Backwards):
     def begin_forward(self) -> None:
         """A forward of the root begins."""
         self.thread = get_ident()
+        # First of all: what a failed backward left would decide below which units are whole, and which have sums pending.
         self.recover("a backward pass did not end")
         self.adopt()
         self.tell(Point.FORWARD_BEGINS)
@@ -57,6 +58,8 @@ class Runtime(Backwards):
         unit.enter_forward(afresh=not self.reduce_order.awaited)
         ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
+        # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
+        # only then does `show` wait, so that those ahead are on their way meanwhile.
         self._gather(unit, unit.forward_version)
         for other in ahead if chosen is None else chosen:
             if other.residency is SHARDED:
@@ -147,6 +150,7 @@ class Runtime(Backwards):
     def flush(self) -> None:
         """Communicates every pending sum now, outside of a backward. Every rank calls it."""
         self.recover()
+        # All units are asked before any communicates: where one raises, no rank has started a collective.
         for unit in self.units:
             unit.gradients.refuse_lost(unit.name, "flush")
         try:

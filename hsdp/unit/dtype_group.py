@@ -291,6 +291,7 @@ class DtypeGroup:
             self._packed.alloc()
             # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
             torch._foreach_copy_(self._unpack_to, self._unpack_from)
+        # The copy out of it is enqueued on the stream that this memory belongs to: whoever gets it next is behind.
         staging.free()
 
     def release_transients(self) -> None:

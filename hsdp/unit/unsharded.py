@@ -130,6 +130,8 @@ class UnshardedParams:
     def _start_whole(self) -> CommWork:
         streams = self.context.streams
         try:
+            # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
+            # behind whatever used that memory before.
             for group in self.dtype_groups:
                 group.prepare_gather()
             if not streams.active:
@@ -212,6 +214,7 @@ class UnshardedParams:
             self._release()
             raise
         self.residency = UNSHARDED
+        # The same weights, gathered again, have the same number: a backward of the forward that read them may go on.
         if self._filled_version != self.gathered_version:
             self._filled_version = self.gathered_version
             self._fillings += 1
@@ -330,6 +333,7 @@ class UnshardedParams:
 
     def _free(self) -> None:
         if not self.retained:
+            # Counters before memory: from here on autograd refuses a backward that would read what is about to go.
             self._guard.freed()
             for group in self.dtype_groups:
                 group.free_unsharded()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -12,9 +13,11 @@ from torch import nn
 
 from hsdp.__main__ import main
 from hsdp.doctor import command as doctor
-from hsdp.doctor import measure
+from hsdp.doctor import measure, thresholds
 from hsdp.planning import Link
 from hsdp.planning.command import main as plan
+from hsdp.policies import CommPolicy
+from hsdp.schedule.module_hooks import own_state
 from tests.support.rig import Pool, RankEnv
 
 CPU = torch.device("cpu")
@@ -107,3 +110,62 @@ def test_versions_outside_of_the_range_are_wrong(monkeypatch: pytest.MonkeyPatch
         monkeypatch.setattr(torch, "__version__", version)
         line, mistakes = doctor._versions()
         assert line.startswith("hsdp 1.0, ") and bool(mistakes) == wrong, version
+
+
+def _tuned(env: RankEnv) -> tuple[list[str], list[tuple[bool, bool]]]:
+    """What `--tune` says, and which way the weights of each unit went that it timed."""
+    ways: list[tuple[bool, bool]] = []
+    medians = thresholds._medians
+
+    def noting(actions: list[Any], calls: int, device: torch.device) -> list[float]:
+        models = [next(c.cell_contents for c in a.__closure__ if isinstance(c.cell_contents, nn.Module)) for a in actions]
+        for model in models:
+            pieces = {
+                (piece.direct_gather, piece.direct_reduce)
+                for group in own_state(model).unit.dtype_groups
+                for piece in group.layout.pieces
+            }
+            assert len(pieces) == 1, "equal weights go the same way"
+            ways.append(pieces.pop())
+        return medians(actions, calls, device)
+
+    quick = mock.patch.object(measure, "REPEATS", 1), mock.patch.object(thresholds, "ROUNDS", 1)
+    few = mock.patch.object(thresholds, "SIZES", (1 << 12, 1 << 14))
+    with quick[0], quick[1], few, mock.patch.object(thresholds, "_medians", noting):
+        lines, healthy = doctor.examine(CPU, tune=True)
+    assert healthy, lines
+    return lines, ways
+
+
+def test_tuning_times_both_ways_and_says_what_to_paste(pool2: Pool) -> None:
+    """The policy is that of the table above it, the same on all ranks, and `fully_shard` takes it as it is printed."""
+    (lines, ways), (others, _) = pool2.run(_tuned)
+    # Gathers packed and direct, then steps with reductions packed and direct, for each size.
+    assert ways == 2 * [(False, False), (True, False), (True, False), (True, True)]
+    text = next(line for line in lines if "comm_policy=" in line)
+    assert text in others
+    policy = eval(re.search(r"hsdp\.(CommPolicy\(.*?\))", text)[1], {"CommPolicy": CommPolicy})  # type: ignore[index]
+    rows = [re.fullmatch(r" *(\d+) KiB" + 4 * r" +([\d.]+)", line) for line in lines]
+    times = [tuple(map(float, row.groups())) for row in rows if row is not None]
+    assert [row[0] for row in times] == [4, 16] and all(seconds > 0 for row in times for seconds in row)
+    sizes = {1 << 12, 1 << 14, 1 << 15}
+    assert {policy.direct_gather_bytes, policy.direct_reduce_bytes} <= sizes
+    assert any("by default 262144 and 1048576 with gloo" in line for line in lines)
+
+
+def test_a_weight_goes_directly_from_where_that_pays_for_all_larger_ones() -> None:
+    slower, faster = (1.0, 1.1), (1.0, 0.9)
+    assert thresholds.threshold([(4, slower), (16, faster), (64, faster)]) == 16
+    assert thresholds.threshold([(4, faster), (16, slower), (64, faster)]) == 64, "a size that pays below one that does not"
+    assert thresholds.threshold([(4, faster), (16, faster)]) == 4
+    assert thresholds.threshold([(4, faster), (16, slower)]) == 32, "above all that was measured"
+
+
+def test_shards_lie_inside_of_nodes_where_nodes_are_alike() -> None:
+    def rates(*nodes: int) -> measure.Rates:
+        return measure.Rates(list(nodes), 1.0, 1.0, None, None)
+
+    assert thresholds.shard_ranks(rates(8, 8)) == 8
+    assert thresholds.shard_ranks(rates(4)) == 4
+    assert thresholds.shard_ranks(rates(3, 1)) == 4, "groups of one size for all"
+    assert thresholds.shard_ranks(rates(1, 1)) == 2, "a rank alone has no links"

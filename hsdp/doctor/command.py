@@ -1,7 +1,7 @@
 """`python -m hsdp doctor`: what is installed, whether a step is right on these devices, how fast they are, what to set.
 
 python -m hsdp doctor
-torchrun --nnodes 2 --nproc-per-node 8 ... -m hsdp doctor
+torchrun --nnodes 2 --nproc-per-node 8 ... -m hsdp doctor --tune
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from hsdp.api.fully_shard import fully_shard
+from hsdp.comm.collectives import direct_bytes
 from hsdp.doctor.measure import LinkRates, Rates, measure
+from hsdp.doctor.thresholds import Paths, measure_paths, policy, shard_ranks, table
 from hsdp.format import bytes_of, seconds_of, several
 from hsdp.weights.full_params import full_params
 
@@ -38,6 +40,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command on this rank; returns the exit status: 1 if something is wrong."""
     parser = argparse.ArgumentParser(prog="python -m hsdp doctor", description=__doc__.splitlines()[0] if __doc__ else "")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there is one each")
+    parser.add_argument(
+        "--tune", action="store_true", help="also measure which CommPolicy suits these links: a minute or so"
+    )
     args = parser.parse_args(argv)
     device, warning = _device(args.device)
     alone = "RANK" not in os.environ
@@ -45,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     backend = "nccl" if device.type == "cuda" else "gloo"
     dist.init_process_group(backend, store=store, rank=0 if alone else -1, world_size=1 if alone else -1)
     try:
-        lines, healthy = examine(device, [warning] if warning else [])
+        lines, healthy = examine(device, [warning] if warning else [], args.tune)
         if dist.get_rank() == 0:
             sys.stdout.write("\n".join(lines) + "\n")
             sys.stdout.flush()
@@ -55,14 +60,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if healthy else 1
 
 
-def examine(device: torch.device, warnings: Sequence[str] = ()) -> tuple[list[str], bool]:
-    """What there is to say of this job, and whether all is well. Every rank of the default process group calls it."""
+def examine(device: torch.device, warnings: Sequence[str] = (), tune: bool = False) -> tuple[list[str], bool]:
+    """What there is to say of this job, and whether all is well. Every rank of the default process group calls it.
+
+    Args:
+        device: this rank's.
+        warnings: hints that the caller has.
+        tune: measure which `CommPolicy` suits the links, too.
+    """
     troubles, hints = [], [*warnings, *_hints()]
     versions, mistakes = _versions()
     troubles += mistakes
     difference = step_difference(device)
     right = difference <= TOLERANCE
     rates = measure(device)
+    paths = measure_paths(device, shard_ranks(rates)) if tune and dist.get_world_size() > 1 else []
     if not right:
         troubles.append(f"a step gives parameters that differ from those of one device by {difference:.1e} of the largest")
     if len(set(rates.nodes)) > 1:
@@ -75,8 +87,10 @@ def examine(device: torch.device, warnings: Sequence[str] = ()) -> tuple[list[st
         f"{'equal' if right else 'DIFFER FROM'} those of one device (by {difference:.1e})",
         "measured, on the slowest rank",
         *(f"  {line}" for line in _measured(rates)),
+        *(f"  {line}" for line in (table(paths) if paths else ())),
         "set",
         *(f"  {line}" for line in _settings(rates, device)),
+        *(f"  {line}" for line in (_policy(paths) if paths else ())),
         *(f"hint: {hint}" for hint in hints),
         *(f"WRONG: {trouble}" for trouble in troubles),
         "all is well" if not troubles else f"{several(len(troubles), 'thing')} to put right",
@@ -231,3 +245,12 @@ def _settings(rates: Rates, device: torch.device) -> Iterator[str]:
     yield f"hsdp.plan(..., flops={flops:.3g}, bandwidth={rates.bandwidth:.3g}{python})"
     yield f"python -m hsdp plan ...{kind} --flops {flops / 1e12:.3g} --bandwidth {rates.bandwidth / 1e9:.3g}{command}"
     yield f"(flops: {TRAINING_SHARE:.0%} of the product's, which is what training achieves)"
+
+
+def _policy(paths: list[Paths]) -> Iterator[str]:
+    """Arguments of `fully_shard`."""
+    found, backend = policy(paths), dist.get_backend()
+    sizes = f"direct_gather_bytes={found.direct_gather_bytes}, direct_reduce_bytes={found.direct_reduce_bytes}"
+    gather, reduce = direct_bytes(backend)
+    yield f"fully_shard(..., comm_policy=hsdp.CommPolicy({sizes}))"
+    yield f"(by default {gather} and {reduce} with {backend})"

@@ -79,18 +79,19 @@ def _seconds(action: Callable[[], object], device: torch.device) -> float:
     """How long it takes on the rank that takes longest; all ranks begin together."""
     times = []
     for _ in range(REPEATS + 1):  # the first one warms up
-        _wait(device)
+        wait(device)
         dist.barrier()
         start = time.perf_counter()
         action()
-        _wait(device)
+        wait(device)
         times.append(time.perf_counter() - start)
     slowest = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
     return float(slowest)
 
 
-def _wait(device: torch.device) -> None:
+def wait(device: torch.device) -> None:
+    """The host waits for all that was enqueued on a device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()
 

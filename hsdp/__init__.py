@@ -14,7 +14,7 @@ The training loop stays as it was. What else there is, by purpose:
     policies                 MixedPrecisionPolicy, CommPolicy, OffloadPolicy, CPUOffloadPolicy, DiskOffloadPolicy
     meshes, placements       DataParallelMeshDims, least_padding
     sharded modules          HSDPModule: accumulation, reduction and gathering; register_forward_method
-    whole parameters         full_params, gathered_apply, init_sharded, sync_module_states
+    whole parameters         full_params, gathered_apply, init_sharded, sync_module_states, check_replicas
     optimizers               clip_grad_norm_, optim.local, optim.Muon, optim.whole_matrix
     saving and loading       checkpoint
     replicas that may die    elastic
@@ -62,6 +62,7 @@ from hsdp.planning import plan
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing import Trace, trace
+from hsdp.weights.drift import check_replicas
 from hsdp.weights.full_params import full_params, gathered_apply
 from hsdp.weights.init import init_sharded, sync_module_states
 
@@ -91,6 +92,7 @@ __all__ = [
     "Trace",
     "UnshardHandle",
     "by_numel",
+    "check_replicas",
     "clip_grad_norm_",
     "describe",
     "full_params",

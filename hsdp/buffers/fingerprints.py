@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -16,13 +18,27 @@ def plain_row(tensor: Tensor) -> Tensor:
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
     """Two sums over a tensor's bits: equal values give equal sums, and other values hardly ever do."""
-    kind = _INTEGERS[tensor.element_size()]
-    bits = plain_row(tensor).view(kind)
-    plain = weighted = 0
+    return fingerprints([tensor])[0]
+
+
+def fingerprints(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
+    """The same of several at once: the host waits for each device once."""
+    sums = [_sums(tensor) for tensor in tensors]
+    found: list[tuple[int, int]] = [(0, 0)] * len(sums)
+    for device in {one.device for one in sums}:
+        there = [at for at, one in enumerate(sums) if one.device == device]
+        for at, (plain, weighted) in zip(there, torch.stack([sums[at] for at in there]).tolist(), strict=True):
+            found[at] = plain & (2**64 - 1), weighted & (2**64 - 1)
+    return found
+
+
+def _sums(tensor: Tensor) -> Tensor:
+    """Both sums, modulo 2**64, where the tensor is."""
+    bits = plain_row(tensor).view(_INTEGERS[tensor.element_size()])
+    total = torch.zeros(2, dtype=torch.int64, device=bits.device)
     step = 1 << 20  # in slices, so that the 64-bit copies stay small beside the parameter
     for start in range(0, bits.numel(), step):
         part = bits[start : start + step].long()
         places = torch.arange(start + 1, start + 1 + part.numel(), device=part.device)
-        plain += int(part.sum())
-        weighted += int((part * places).sum())
-    return plain & (2**64 - 1), weighted & (2**64 - 1)
+        total += torch.stack([part.sum(), (part * places).sum()])
+    return total

@@ -160,7 +160,6 @@ def table(paths: list[Paths]) -> Iterator[str]:
     yield f"{'rank has of each':>17}{'gather packed':>15}{'direct':>10}{'step packed':>15}{'direct':>10}   ms per unit"
     for one in paths:
         times = "".join(
-            f"{1e3 * seconds:{width}.3f}"
-            for seconds, width in zip((*one.gather, *one.step), (15, 10, 15, 10), strict=True)
+            f"{1e3 * seconds:{width}.3f}" for seconds, width in zip((*one.gather, *one.step), (15, 10, 15, 10), strict=True)
         )
         yield f"{one.nbytes >> 10:>13} KiB{times}"

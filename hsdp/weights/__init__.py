@@ -4,6 +4,7 @@
     full_params.py       `full_params`, `gathered_apply`: users read and write full parameters
     gather.py            the gathers and writes behind both
     replica_check.py     ranks begin with the same parameters, or are told that they do not
+    drift.py             `check_replicas`: they still have the same ones
     whole_loads.py       whole tensors in `load_state_dict`: what to do instead
     module_buffers.py    modules' buffers, of which each rank has all
 

@@ -17,7 +17,9 @@ import torch._C._distributed_c10d as c10d
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
+from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
+from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
 
 # -- autograd's engine: DDP, FSDP2 and activation checkpointing in PyTorch itself rely on these names -----------------

@@ -31,7 +31,7 @@ from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime
-from hsdp.torch_private import STATE_KEY
+from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, RegistryItem
 from hsdp.unit.unit import Unit
 
 _OWN_POLICIES: dict[Any, type] = {
@@ -153,9 +153,11 @@ _torch_fully_shard: Any = getattr(fsdp.fully_shard, "__wrapped__", None)
 def put_pipeline_face(module: nn.Module) -> None:
     """Makes `torch.distributed.fsdp.fully_shard.state(module)` find a `PipelineFace`.
 
-    It also makes torch's `fully_shard` refuse the module, which is sharded already.
+    It also makes torch's `fully_shard` refuse the module, which is sharded already, and torch's `replicate` leave it out
+    of what it replicates around it, as both do with modules that FSDP2 has sharded.
     """
     module.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard] = PipelineFace(module)
+    module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
 def fsdp_state(module: nn.Module) -> PipelineFace | None:

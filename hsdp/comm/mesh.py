@@ -181,7 +181,8 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
             )
         device_type = torch.accelerator.current_accelerator() if torch.accelerator.is_available() else None
         kind = device_type.type if device_type is not None and _group_serves(device_type.type) else "cpu"
-        mesh = init_device_mesh(kind, (dist.get_world_size(),), mesh_dim_names=("shard",))
+        # Without names, as FSDP2's: DTensors on a mesh of other names do not mix with parameters on this one.
+        mesh = init_device_mesh(kind, (dist.get_world_size(),))
     if not isinstance(mesh, DeviceMesh):
         raise TypeError(
             f"fully_shard(mesh=...) takes a torch.distributed DeviceMesh or None, not {type(mesh).__name__}; "

@@ -11,6 +11,7 @@ from typing import Protocol
 
 from torch import nn
 
+from hsdp.errors import StateError
 from hsdp.params.param import ManagedParam
 
 PREFIX = "FSDP"
@@ -20,6 +21,7 @@ PREFIX = "FSDP"
 class Owner(Protocol):
     """A unit, as far as this table knows it."""
 
+    name: str
     params: list[ManagedParam]
 
 
@@ -44,6 +46,24 @@ def owner_of(param: object) -> Owner | None:
     if unit is None or not any(managed.sharded is param for managed in unit.params):
         return None
     return unit
+
+
+def refuse_tied(param: ManagedParam, unit_name: str) -> None:
+    """Nobody ties a sharded parameter to another one: each has memory, a gradient and a gather of its own.
+
+    Raises:
+        StateError: a module that held `param` holds a parameter instead that has not left its own place. (One that has,
+            when two modules exchange theirs, is taken over.)
+    """
+    for module, name in param.holders():
+        found = module._parameters.get(name)
+        owner = None if found is param.sharded else owner_of(found)
+        other = next((one for one in owner.params if one.sharded is found), None) if owner is not None else None
+        if owner is not None and other is not None and not other.moved():
+            raise StateError(
+                f"parameter {param.fqn!r} of unit {unit_name!r} was tied to {other.fqn!r} of unit {owner.name!r} after "
+                "fully_shard; tie parameters before it, and shard the smallest module that holds both names as one unit"
+            )
 
 
 def class_name(module: nn.Module) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hsdp.torch_private import STATE_KEY, sequence_number
+from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, sequence_number
 
 _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -164,7 +164,7 @@ class SideOutputs:
 
 
 _NONE: dict[str, Any] = {}
-_OF_MODULES = frozenset((*nn.Module().__dict__, STATE_KEY))
+_OF_MODULES = frozenset((*nn.Module().__dict__, STATE_KEY, REGISTRY_KEY))
 
 
 def _names_that_may_hold(module: nn.Module) -> Iterator[str]:

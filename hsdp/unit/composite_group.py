@@ -66,9 +66,11 @@ class CompositeGroup(ExtensionGroup):
         with torch.inference_mode(False), torch.no_grad():
             parts = []
             for part, start in zip(parts_of(rows), self._offsets[index], strict=True):
+                if self.shard.is_meta:  # apart, too: a subclass may ask that all its tensors begin where their memory does
+                    parts.append(torch.empty(part.shape, dtype=part.dtype, device="meta"))
+                    continue
                 data = self.shard.data[start : start + part.numel() * part.itemsize].view(part.dtype)
-                own = (data if data.is_meta else with_own_storage(data)).view(part.shape)
-                parts.append(own if own.is_meta else own.copy_(part))
+                parts.append(with_own_storage(data).view(part.shape).copy_(part))
             full = self._full[index] = with_parts(rows, iter(parts))
             return full if piece.rows(self.rank) == piece.chunk else full.narrow(0, 0, piece.rows(self.rank))
 

@@ -25,7 +25,7 @@ from hsdp.comm.tree import TREE
 from hsdp.comm.work import CommWork
 from hsdp.errors import StateError
 from hsdp.offload import OffloadPolicy
-from hsdp.params.ownership import forget, register
+from hsdp.params.ownership import forget, refuse_tied, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, is_trainable
 from hsdp.torch_private import graph_task, plain_access, will_execute
@@ -199,6 +199,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.weights_changed()
         for param in self.params:
             if param.moved():
+                refuse_tied(param, self.name)
                 param.adopt(self.name)
         lost = loses_sums and self.gradients.is_pending()
         if not loses_sums:

@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.distributed._composable import replicate
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
@@ -287,6 +288,40 @@ def _unshards(env: RankEnv) -> None:
 
 def test_an_asynchronous_unshard_stays_until_reshard(pool2: Pool) -> None:
     pool2.run(_unshards)
+
+
+class _Around(nn.Module):
+    """Layers that torch replicates around layers that hsdp shards."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 6)
+        self.inner = nn.Sequential(nn.Linear(6, 6), nn.Tanh(), nn.Linear(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(self.first(x))
+        return out
+
+
+def _replicated_around(env: RankEnv, shards: bool) -> None:
+    model, twin = (seeded(lambda: _Around().double()) for _ in range(2))
+    for layer in (model.inner[0], model.inner[2], model.inner) if shards else ():
+        hsdp.fully_shard(layer, mesh=env.mesh((2,)))
+    replicate(model)
+    optimizers = [torch.optim.SGD(one.parameters(), lr=0.1) for one in (model, twin)]
+    for k in range(3):
+        batches = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(k), dtype=torch.float64)
+        model(batches[env.rank]).square().mean().backward()
+        twin(batches.flatten(0, 1)).square().mean().backward()
+        assert_same(full_grads(model), full_grads(twin))
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+
+
+@pytest.mark.parametrize("shards", [False, True], ids=["replicate-alone", "around-hsdp"])
+def test_torch_s_replicate_leaves_out_what_is_sharded(pool2: Pool, shards: bool) -> None:
+    pool2.run(_replicated_around, shards)
 
 
 def _unshard_unused(env: RankEnv) -> None:

@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import nn
 from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import _StridedShard
 
@@ -139,6 +140,21 @@ def check_swapped(env: RankEnv, twin: Twin) -> None:
 
 def test_names_of_axes_are_believed_before_their_order(pool4: Pool) -> None:
     pool4.run(check_swapped, twin_of(make_case("mlp"), 4, 2, sgd))
+
+
+def check_default(env: RankEnv) -> None:
+    """The user makes the same mesh, and mixes DTensors on it with parameters on that of `mesh=None`."""
+    layer = hsdp.fully_shard(nn.Linear(4, 4))
+    assert isinstance(layer.weight, DTensor)
+    mine = distribute_tensor(torch.ones(4, 4), init_device_mesh("cpu", (4,)), [Shard(0)], src_data_rank=None)
+    with torch.no_grad():
+        layer.weight.copy_(mine)
+        assert (layer.weight + mine).full_tensor().eq(2).all()
+    assert layer.weight.device_mesh == mine.device_mesh
+
+
+def test_the_default_mesh_is_that_of_a_user_who_says_as_little(pool4: Pool) -> None:
+    pool4.run(check_default)
 
 
 def test_wrong_axes_are_refused(pool4: Pool) -> None:

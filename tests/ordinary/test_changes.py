@@ -164,6 +164,32 @@ def puts_in_a_fresh_head(program: Program) -> Results:
     return results(model)
 
 
+def ties_after_sharding(program: Program) -> Results:
+    """Ties the weights of two layers after sharding, is told why not, and unties them."""
+    model = blocks()
+    program.shard(model, [model[0]])
+    for k, (one, other, unit) in enumerate([(2, 0, "0"), (2, 1, r"Sequential \(root\)"), (0, 1, r"Sequential \(root\)")]):
+        weight = model[one][0].weight
+        if program.sharded:
+            model[one][0].weight = model[other][0].weight
+            with pytest.raises(StateError, match=rf"was tied to '.*weight' of unit '{unit}' after fully_shard; tie"):
+                program.loss(model, k)
+            model[one][0].weight = weight
+        program.train(model, sgd(model), [k])
+    return results(model)
+
+
+def exchanges_weights(program: Program) -> Results:
+    """Exchanges the weights of two units between steps."""
+    model = blocks()
+    program.shard(model, model)
+    for k in range(3):
+        program.train(model, sgd(model), [k])
+        first, last = model[0][0], model[2][0]
+        first.weight, last.weight = last.weight, first.weight
+    return results(model)
+
+
 def parametrises_after_sharding(program: Program) -> Results:
     """Registers a parametrisation on a sharded layer, is told why not, and trains a model that had it before sharding."""
 

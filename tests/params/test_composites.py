@@ -261,6 +261,24 @@ class Uncut(FourBit):
         return super().__torch_dispatch__(func, types, args, kwargs)
 
 
+class Alike(FourBit):
+    """One whose tensors begin at the same row of their memory, which torch's own TwoTensor asks in elements."""
+
+    def __init__(self, codes: Codes, scales: Tensor) -> None:
+        packed = codes.packed
+        assert packed.storage_offset() // packed.stride(0) == scales.storage_offset() // scales.stride(0)
+        super().__init__(codes, scales)
+
+
+def test_tensors_of_a_composite_have_memory_of_their_own_on_the_meta_device_too() -> None:
+    layer = Linear(16, 8, Alike)
+    parts = Codes(torch.empty(8, 8, dtype=torch.uint8, device="meta")), torch.empty(8, 1, device="meta")
+    layer.base = nn.Parameter(Alike(*parts), requires_grad=False)
+    with fake_world(4):
+        hsdp.fully_shard(layer.to("meta"))
+    assert [part.shape for part in _inside(layer.base)] == [(2, 8), (2, 1)]
+
+
 def test_a_composite_that_cannot_be_cut_is_told_by_name() -> None:
     layer = Linear(16, 8, Uncut)
     with fake_world(4):

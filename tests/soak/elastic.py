@@ -9,8 +9,8 @@ replica is started again after a while, with other weights. At the end every ste
     among replicas    the digests of weights and optimizer states of ranks with the same number are equal
     with a twin       one process that takes the same steps of the same batches has the same losses
 
-After each kill somebody takes a step within the manager's time-out. With `--stops`, some replicas are stopped (SIGSTOP), and
-killed once the others have gone on.
+After each kill somebody takes a step within the manager's time-out. With `--stops`, some replicas are stopped (SIGSTOP),
+and killed once the others have gone on.
 """
 
 from __future__ import annotations

@@ -2,7 +2,8 @@
 
     from torchft import Manager, ProcessGroupGloo
 
-    manager = Manager(pg=ProcessGroupGloo(), load_state_dict=None, state_dict=None, min_replica_size=1)
+    group = elastic.BoundedGroup(ProcessGroupGloo, timeout=patience / 3)
+    manager = Manager(pg=group, load_state_dict=None, state_dict=None, min_replica_size=1, timeout=patience)
     fully_shard(model, mesh=init_device_mesh("cuda", (shards,)))   # the ranks of this job: one replica
     optimizer = elastic.ElasticOptimizer(manager, model, torch.optim.AdamW(model.parameters()))
     while manager.current_step() < steps:
@@ -12,15 +13,17 @@
             ...
 
 manager.py      what hsdp asks of a manager; hsdp never imports torchft, whose `Manager` has it all
+group.py        `BoundedGroup`: the manager's process group, formed within its time-out or not at all
 reduce.py       `replicas`: the stage of the reduction pipeline whose all-reduces are the manager's
 optimizer.py    `ElasticOptimizer`: a step that is done by all who take part, or dropped without a trace
 healing.py      what a replica that joins gets: each of its ranks the shards of its counterpart in another replica
 saving.py       checkpoints that one replica writes and any number of replicas loads
 """
 
+from hsdp.elastic.group import BoundedGroup
 from hsdp.elastic.manager import Manager, batch_index
 from hsdp.elastic.optimizer import ElasticOptimizer
 from hsdp.elastic.reduce import ManagedAllReduce, replicas
 from hsdp.elastic.saving import resume, save
 
-__all__ = ["ElasticOptimizer", "ManagedAllReduce", "Manager", "batch_index", "replicas", "resume", "save"]
+__all__ = ["BoundedGroup", "ElasticOptimizer", "ManagedAllReduce", "Manager", "batch_index", "replicas", "resume", "save"]

@@ -21,8 +21,8 @@ LIGHTHOUSE = "TORCHFT_LIGHTHOUSE"
 _PART_OF_TIMEOUT = 5
 """The ranks of a replica wait for each other longer than for other replicas: or they would take those for dead too."""
 _PART_OF_PATIENCE = 3
-"""torch tries twice, with a pause between, to reach the store of a replica that has died meanwhile: forming groups takes
-up to three times their timeout, and so no longer than the manager's."""
+"""If another replica dies, forming a group takes up to its timeout, and so does its first all-reduce: with what the
+lighthouse takes to miss a heartbeat, no longer than the manager's."""
 _QUORUM_PART_OF_TIMEOUT = 0.8
 """A quorum that is not found ends a replica. If another one loses a rank, what is left of it goes on telling the lighthouse
 that it is there until torchrun kills it, by default 30 seconds later. Whoever asks for a quorum waits longer."""
@@ -37,7 +37,7 @@ def join_replicas(
         name: the replica's; what runs at the same time must have others.
         device: this rank's.
         timeout: seconds that the ranks of this job wait for each other; for other replicas it is a fifth, a fifteenth
-            in an all-reduce, and 0.8 of it to know who takes part.
+            to form a group and in an all-reduce, and 0.8 of it to know who takes part.
         model, optimizer: sharded over the ranks of this job.
 
     Raises:
@@ -56,7 +56,7 @@ def join_replicas(
     patience = timedelta(seconds=max(1, timeout / _PART_OF_TIMEOUT))
     groups = torchft.ProcessGroupNCCL if device.type == "cuda" else torchft.ProcessGroupGloo
     manager = torchft.Manager(
-        pg=groups(timeout=patience / _PART_OF_PATIENCE),
+        pg=elastic.BoundedGroup(groups, timeout=patience / _PART_OF_PATIENCE),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

@@ -71,6 +71,12 @@ def _expected(count: int) -> list[tuple[Any, Any]]:
     return [(full_params(stage), full_grads(stage)) for stage in stages]
 
 
+def _needs_sends_within_a_rank(schedule_class: Any) -> None:
+    """A V of stages has two neighbours on one rank: the first step of torch 2.11 sends between them, which gloo refuses."""
+    if schedule_class is ScheduleZBVZeroBubble and not hasattr(schedule_class, "_initialize_pp_stages"):
+        pytest.skip("this torch cannot run ScheduleZBVZeroBubble on gloo, whatever the model")
+
+
 def _mine(schedule_class: Any, pp_rank: int) -> list[int]:
     """The stages of one of two ranks."""
     if schedule_class in (ScheduleGPipe, Schedule1F1B):
@@ -124,6 +130,7 @@ def test_training_equals_the_twin(pool4: Pool, schedule: Any, keep: bool) -> Non
 @pytest.mark.parametrize("schedule", [ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
 def test_schedules_that_split_the_backward_equal_the_twin(pool4: Pool, schedule: Any, keep: bool) -> None:
     # They make gradients of inputs first, and those of what `parameters()` shows them later.
+    _needs_sends_within_a_rank(schedule)
     pool4.run(_train, schedule, keep)
 
 
@@ -361,4 +368,5 @@ def _chunked_loss(env: RankEnv, schedule_class: Any) -> None:
 @pytest.mark.parametrize("schedule", [Schedule1F1B, ScheduleInterleavedZeroBubble, ScheduleZBVZeroBubble])
 def test_a_loss_that_calls_the_head_outside_of_the_stage(pool4: Pool, schedule: Any) -> None:
     # It frees the head with the norm beside it, whose gradients schedules that split a backward make later.
+    _needs_sends_within_a_rank(schedule)
     pool4.run(_chunked_loss, schedule)

@@ -168,7 +168,7 @@ def make_manager(place: Place) -> Any:
 
     patience = timedelta(seconds=place.timeout)
     return Manager(
-        pg=ProcessGroupGloo(timeout=patience / 3),  # forming groups takes up to three of these
+        pg=elastic.BoundedGroup(ProcessGroupGloo, timeout=patience / 3),
         load_state_dict=None,
         state_dict=None,
         min_replica_size=1,

@@ -1,12 +1,13 @@
 """PyTorch's own test-suite of FSDP2, on CPUs, with hsdp in the place of FSDP2 and with FSDP2 itself.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.fsdp2_suite DIRECTORY [-k PART] [--ranks 4] [--show CASE] > table.txt
+    OMP_NUM_THREADS=1 python -m benchmarks.fsdp2_suite DIRECTORY [-k PART] [--ranks 4] [--show] > table.txt
 
 The files are not in the wheel: DIRECTORY is your copy of `test/distributed/_composable/fsdp` of PyTorch's sources, of any
-version; what is taken of them is what runs on the installed torch. They are written for GPUs. Their text is read, devices in
-it are turned into "cpu", and each case runs in a process of its own, with torch's own bases for tests: ranks are processes
-on gloo, or threads on torch's `threaded` groups. `torch.cuda._sleep` does nothing; what needs streams, CUDA's memory
-counters or Triton fails with both libraries, and such cases tell nothing about either.
+version. Needs the package expecttest, as they do. They are written for GPUs: their text is read, devices in it are turned
+into "cpu", and each case runs in a process of its own, with torch's own bases for tests: ranks are processes on gloo, or
+threads on torch's `threaded` groups. What needs streams, CUDA's memory counters or Triton, or names that the installed
+torch has no longer, fails with both libraries, and tells nothing about either. hsdp's errors may have words of their own;
+their types may not.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ import tempfile
 import time
 import types
 import unittest
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +36,7 @@ import torch
 import torch.distributed as dist
 
 import hsdp.integrations
-from benchmarks.fsdp2_suite_reasons import REASONS, SAME
+from benchmarks.fsdp2_suite_reasons import REASONS, WHY
 
 LIBRARIES = ("fsdp2", "hsdp")
 SECONDS = 400.0
@@ -100,25 +102,30 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 
 def table(fsdp2: dict[str, Outcome], ours: dict[str, Outcome]) -> tuple[list[str], int]:
-    """The lines of the table, and how many differences have no reason."""
-    cases = [case for case in fsdp2 if case in ours]
-    lines, unknown, kinds = [], 0, {}
+    """The lines of the table, and how many cases fail with hsdp alone for no known reason."""
+    cases = [case for case in sorted(fsdp2) if case in ours]
     width = max((len(case) for case in cases), default=4)
-    lines.append(f"{'case':{width}}  {'FSDP2':10}{'hsdp':10}why they differ")
+    counts: Counter[tuple[str, str]] = Counter()
+    rows, unknown = [], 0
     for case in cases:
         theirs, mine = fsdp2[case].word, ours[case].word
-        kinds[theirs, mine] = kinds.get((theirs, mine), 0) + 1
+        counts[theirs, mine] += 1
         reason = ""
-        if mine != theirs:
-            reason = REASONS.get(case.partition("::")[2], "")
-            unknown += mine != "ok" and not reason
-            reason = reason or ("" if mine == "ok" else "?")
-        elif mine != "ok":
-            reason = SAME.get(case.partition("::")[2], "")
-        lines.append(f"{case:{width}}  {theirs:10}{mine:10}{reason}".rstrip())
-    total = [f"torch {torch.__version__}, {len(cases)} cases; (FSDP2, hsdp):"]
-    total += [f"  {theirs}, {mine}: {count}" for (theirs, mine), count in sorted(kinds.items(), key=lambda one: -one[1])]
-    return [*total, "", *lines], unknown
+        if theirs == "ok" != mine:
+            reason = WHY.get(REASONS.get(case.partition("::")[2], ""), "?")
+            unknown += reason == "?"
+        elif theirs != "ok" and mine == "ok":
+            reason = "FSDP2 here: " + _last_line(fsdp2[case].why)
+        rows.append(f"{case:{width}}  {theirs:10}{mine:10}{reason}".rstrip())
+    head = f"torch {torch.__version__}, {len(cases)} cases"
+    totals = [f"  FSDP2 {theirs}, hsdp {mine}: {count}" for (theirs, mine), count in counts.most_common()]
+    return [head, *totals, "", f"{'case':{width}}  {'FSDP2':10}{'hsdp':10}why they differ", *rows], unknown
+
+
+def _last_line(why: str) -> str:
+    """The error at the end of a traceback, without the advice that torch's tests add."""
+    found = [line for line in why.splitlines() if re.match(r"\w*(\.\w+)*(Error|Exception)\b", line)]
+    return found[-1].split(" and exception:")[0][:90] if found else "no answer in time"
 
 
 def _in_a_process(path: Path, library: str, options: argparse.Namespace) -> Iterator[tuple[str, Outcome]]:
@@ -141,7 +148,7 @@ def _run_file(path: Path, library: str, wanted: str, send: Any) -> None:
         unittest.TestCase.assertRaisesRegex = lambda self, *args, **keywords: _Raises(*args, **keywords)
     try:
         module = _load(path)
-    except Exception as error:  # noqa: BLE001 - a file of another torch's names
+    except Exception as error:
         send.send((f"{path.name}::*", Outcome("failed", f"{type(error).__name__}: {error}")))
         return
     for case in _cases(unittest.defaultTestLoader.loadTestsFromModule(module)):
@@ -208,7 +215,7 @@ def _load(path: Path) -> types.ModuleType:
     module = types.ModuleType(path.stem)
     module.__file__ = str(path)
     sys.modules[path.stem] = module
-    exec(compile(text, str(path), "exec"), vars(module))  # noqa: S102 - the user's copy of PyTorch's tests
+    exec(compile(text, str(path), "exec"), vars(module))
     return module
 
 
@@ -253,7 +260,7 @@ def _be_the_case(case: unittest.TestCase, said: Any) -> None:
     suite, result = unittest.TestSuite([case]), unittest.TestResult()
     try:
         suite.run(result)
-    except BaseException as error:  # noqa: BLE001 - the process tells of it, and ends
+    except BaseException as error:
         result.errors.append((case, f"{type(error).__name__}: {error}"))
     bad = [*result.errors, *result.failures]
     word = "failed" if bad else "skipped" if result.skipped else "ok"

@@ -201,7 +201,13 @@ class Setters(FSDP2Face):
         Root.generation += 1  # roots look again at what their units communicate over
 
     def set_reduce_scatter_max_input_buffers(self, max_input_buffers: int, *, recurse: bool = True) -> None:
-        """Sets `CommPolicy.max_inflight_reduce_scatters`; the root's bounds all units below it."""
+        """Sets `CommPolicy.max_inflight_reduce_scatters`; the root's bounds all units below it.
+
+        Raises:
+            TypeError: it is no int; ValueError: it is below 1.
+        """
+        if type(max_input_buffers) is not int:
+            raise TypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int of at least 1")
         for unit in self._units(recurse):
             unit.bound_reduce_scatters(max_input_buffers)
             runtime = runtime_of(unit)

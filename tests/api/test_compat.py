@@ -104,6 +104,9 @@ def test_what_is_not_there_is_refused_with_a_remedy() -> None:
             model.set_symm_mem_for_comm("NCCL")
         with pytest.raises(ValueError, match="max_inflight_reduce_scatters=0"):
             model.set_reduce_scatter_max_input_buffers(0)
+        for odd in (2.5, True):  # a TypeError with FSDP2, too
+            with pytest.raises(TypeError, match=r"set_reduce_scatter_max_input_buffers\((2.5|True)\): expected an int"):
+                model.set_reduce_scatter_max_input_buffers(odd)
         with pytest.raises(TypeError, match=r"set_custom_all_gather\(3\)"):
             model.set_custom_all_gather(3)
         with pytest.raises(TypeError, match="set_unshard_in_backward"):

@@ -312,4 +312,4 @@ def test_constructing_a_sharded_class_makes_a_plain_module(world: RankEnv) -> No
 
 def test_mesh_none_uses_the_default_group(world: RankEnv) -> None:
     model = fully_shard(nn.Linear(8, 8))
-    assert model.weight.device_mesh == init_device_mesh("cpu", (4,), mesh_dim_names=("shard",))
+    assert model.weight.device_mesh == init_device_mesh("cpu", (4,)), "without names, as FSDP2's default"

@@ -21,6 +21,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.unit.lookup import unit_of
+from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
 
@@ -83,12 +84,20 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
+    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated.
+
+    An optimizer that steps replicas' shares, which `optim.local(over_replicas=True)` makes of one, says `steps_shares`.
+    Another one gets whole gradients.
+    """
     units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
     refuse_assigned(units, "the optimizer's step")
     for unit in units:
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
+    shared = [unit for unit in units if unit.gradients.shared]
+    if shared and not getattr(optimizer, "steps_shares", False):
+        with torch.no_grad():
+            gather_gradients(shared, (param for group in optimizer.param_groups for param in group["params"]))
     _warn_of_no_gradients(optimizer, units)
 
 

@@ -22,6 +22,9 @@ from tests.support.sharded import check_sharded, mesh_id, pool_for, shard
 from tests.support.twin import full_params
 
 
+NORM = float('inf')
+
+
 def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
     for micro in range(2):
         with model.accumulate(last=micro == 1):
@@ -29,7 +32,7 @@ def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int)
     if step == 1:  # parameters without a gradient are not stepped
         for param in list(model.parameters())[::3]:
             param.grad = None
-    hsdp.clip_grad_norm_(model, 0.5)
+    hsdp.clip_grad_norm_(model, 0.5, NORM)
     optimizer.step()
     optimizer.zero_grad()
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.errors import StateError
+from hsdp.params.dtensors import find_infs_on_all_axes
 from hsdp.params.param import originals
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
@@ -41,14 +42,15 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
             )
-        units = {unit for param in params if (unit := unit_of(param)) is not None}
+        # In one order on all ranks: they may communicate.
+        units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
         held = _units_of_optimizer[optimizer] = (count, Root.generation, refs)
     return held[2]
 
 
-def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: set[Unit]) -> None:
+def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:
     """Warns of parameters that are stepped beside sharded ones though nothing sums their gradients over ranks.
 
     They were added to a sharded module, or lie in one that nobody called `fully_shard` on.
@@ -135,6 +137,7 @@ def check_communicated(unit: Unit, before: str) -> None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers the hooks, once per process."""
+    """Registers the hooks, once per process; and has what runs before a step, `GradScaler`, look at all gradients."""
     register_optimizer_step_pre_hook(_before_optimizer_step)
     register_optimizer_step_post_hook(_after_optimizer_step)
+    find_infs_on_all_axes()

@@ -60,11 +60,14 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
             takes the memory of the gradients once more while it steps.
-        over_replicas: share the step out among replicas. Each of R replicas has 1/R of the states and steps 1/R of each
-            shard; the stepped parts are then all-gathered over the replicate axis, (R-1)/R of the shards' bytes. What is
-            computed is the same to the last bit, as far as a kernel treats all elements of a tensor alike (those that are
-            fused for the CPU do not), and always equal on all replicas. Parameters with too uneven rows
-            are stepped on all replicas. Ranks must step the same parameters. Not together with `flat`.
+        over_replicas: share gradients and the step out among replicas. Each of R replicas gets the sums of 1/R of each
+            shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered. The
+            reduce-scatter and this gather send as much over the replicate axis as the all-reduce did. `.grad` is a DTensor
+            that both axes shard from now on, also for other optimizers of the same parameters: they get it whole, by a
+            gather before their step. What is computed is the same to the last bit, as far as a kernel treats all elements
+            of a tensor alike (those that are fused for the CPU do not) and the backend adds in the same order; and always
+            equal on all replicas. Parameters with too uneven rows are stepped on all replicas, and gradients of those with
+            few rows all-reduced as before. Ranks must step the same parameters. Not together with `flat`.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:
@@ -73,6 +76,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
         ValueError: something replaced its `step` already (a scheduler does), or `flat` and `over_replicas` are both on.
+        StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.local takes a torch.optim.Optimizer, not {type(optimizer).__name__}")

@@ -227,7 +227,7 @@ class ManagedParam:
             self._register(found)
         self.dtype = self._local_now().dtype
         if extends(self._local_now()):
-            self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}")
+            self.wrapper, self.share = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}"), None
         self.tensor_spec = with_dtype(self.tensor_spec, self.dtype)
 
     def _local_now(self) -> Tensor:

@@ -212,7 +212,8 @@ class GroupReduction:
         void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
         lies: where gradients lie in the operands.
-        stage: memory for its reduce-scatter over replicas, if there is to be one: its own until it lands.
+        stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: what were the operands before that.
+            Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
 
     __slots__ = (
@@ -227,6 +228,7 @@ class GroupReduction:
         "plan",
         "rows",
         "stage",
+        "sums",
         "undoable",
         "used",
         "void",
@@ -252,6 +254,7 @@ class GroupReduction:
         self.void = self.undoable = False
         self.joined: list[Tensor] | None = None
         self.stage: Stage | None = None
+        self.sums: list[Tensor] = []
         self._stored: list[Tensor] | None = None
         self._values: list[Tensor] | None = None
 
@@ -295,7 +298,8 @@ class GroupReduction:
         stage, shares = self.stage, self.plan.shares
         assert stage is not None and shares is not None, "replicas have shares of its gradients"
         transfers = shares.fill(stage, self.plan.locals(self.values()), self.flags())
-        self.operands, self.lies, self._values = [stage.result], shares.left, None
+        self.sums, self.operands = self.operands, [stage.result]
+        self.lies, self._values = shares.left, None
         return transfers
 
     def store(self) -> None:

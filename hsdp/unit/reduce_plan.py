@@ -212,7 +212,7 @@ class GroupReduction:
         void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
         lies: where gradients lie in the operands.
-        stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: what were the operands before that.
+        stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
             Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
 

@@ -392,9 +392,8 @@ def test_what_is_refused_and_what_stays(pool4: Pool) -> None:
 def _one_rank_alone(env: RankEnv) -> None:
     model: Any = shard(CASE.model(), env.mesh((2, 1)))
     local(torch.optim.SGD(model.parameters(), lr=0.1), over_replicas=env.rank == 0)
-    with pytest.raises(hsdp.DivergenceError, match="disagree"):
-        CASE.loss(model, CASE.batch(0, env.rank)).backward()
+    CASE.loss(model, CASE.batch(0, env.rank)).backward()
 
 
 def test_one_rank_that_shares_alone_is_told(pool2: Pool) -> None:
-    pool2.run(_one_rank_alone)
+    assert [one.error for one in pool2.run_raw(_one_rank_alone)] == ["DivergenceError"] * 2

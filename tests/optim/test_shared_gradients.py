@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from functools import partial
 from typing import Any
 
@@ -165,15 +166,41 @@ def test_norms_are_those_over_both_axes(request: pytest.FixtureRequest, shape: t
 
 
 class Odd(nn.Module):
-    """Its first gradient is whole on all replicas: fewer rows than ranks."""
+    """Its first gradients are whole on all replicas: fewer rows than ranks."""
 
     def __init__(self) -> None:
         super().__init__()
         self.few = nn.Parameter(torch.ones(1, 8))
+        self.scale = nn.Parameter(torch.tensor(0.5))
         self.inner = nn.Linear(8, 8)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.inner(x * self.few)
+        return self.inner(x * self.few) * self.scale
+
+
+def _few_rows(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """What is not shared out is summed over replicas all the same, and stepped by all of them or in shares."""
+    torch.manual_seed(0)
+    mine: Any = Odd().double()
+    theirs: Any = hsdp.fully_shard(copy.deepcopy(mine), mesh=env.mesh(shape))
+    hsdp.fully_shard(mine, mesh=env.mesh(shape))
+    theirs.set_replica_reduce(InRankOrder())
+    optimizers = [local(torch.optim.AdamW(m.parameters(), lr=0.01), over_replicas=m is mine) for m in (mine, theirs)]
+    for step in range(2):
+        x = torch.randn(2, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * step + env.rank))
+        for model in (mine, theirs):
+            model(x).square().mean().backward()
+        assert shared(mine.inner.weight) and not shared(mine.few) and not shared(mine.scale)
+        same_grads(mine, theirs, f"in step {step}")
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        same_params(mine, theirs, f"in step {step}")
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=mesh_id)
+def test_few_rows_are_whole_on_all_replicas(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(_few_rows, shape)
 
 
 def _scaler(env: RankEnv, shape: tuple[int, ...]) -> None:

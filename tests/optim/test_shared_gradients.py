@@ -19,7 +19,7 @@ from tests.optim.test_replicas import InRankOrder
 from tests.support.counting import CollectiveCounter
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, mesh_id, pool_for, shard
-from tests.support.twin import full, full_grads, full_params
+from tests.support.twin import assert_same, full, full_grads, full_params
 
 SHAPES = [(2, 1), (2, 2), (4, 1)]
 
@@ -191,11 +191,11 @@ def _few_rows(env: RankEnv, shape: tuple[int, ...]) -> None:
         for model in (mine, theirs):
             model(x).square().mean().backward()
         assert shared(mine.inner.weight) and not shared(mine.few) and not shared(mine.scale)
-        same_grads(mine, theirs, f"in step {step}")
+        assert_same(full_grads(mine), full_grads(theirs), 1e-13, 1e-15)  # gloo's all-reduce has another order
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-        same_params(mine, theirs, f"in step {step}")
+        assert_same(dict(full_params(mine)), dict(full_params(theirs)), 1e-13, 1e-15)
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=mesh_id)

@@ -130,19 +130,27 @@ CONTENDERS: dict[str, tuple[str, hsdp.CommPolicy, bool, bool]] = {
     "deferred alone / 4": ("hsdp", hsdp.CommPolicy(prefetch=0), True, True),
     "both / 4": ("hsdp", hsdp.CommPolicy(), True, True),
     "both, buckets / 4": ("hsdp", BUCKETS, True, True),
+    "adamw": ("hsdp", hsdp.CommPolicy(), False, False),
+    "adamw over replicas": ("hsdp", hsdp.CommPolicy(), False, False),
 }
-BASELINES = {"overlap / 4": "fsdp2 / 4"} | dict.fromkeys(
-    ("deferred alone / 4", "both / 4", "both, buckets / 4"), "fsdp2 deferred / 4"
+BASELINES = (
+    {"overlap / 4": "fsdp2 / 4"}
+    | dict.fromkeys(("deferred alone / 4", "both / 4", "both, buckets / 4"), "fsdp2 deferred / 4")
+    | dict.fromkeys(("adamw", "adamw over replicas"), "adamw")
 )
 """What a contender is compared with, if not "fsdp2"."""
 
 
 def make_step(job: Job, name: str, mesh: DeviceMesh) -> Step:
-    """A training step of a contender, without optimizer."""
+    """A training step of a contender: without optimizer, unless its name has one."""
     library, policy, several, deferred = CONTENDERS[name]
     model: Any = build(job, library, policy, mesh)
     if name.startswith("deferred alone"):
         model.set_replica_reduce(InTurn())
+    optimizer: Any = None
+    if name.startswith("adamw"):
+        adamw = torch.optim.AdamW(model.parameters(), foreach=True)
+        optimizer = hsdp.optim.local(adamw, over_replicas=name.endswith("over replicas"))
     x = torch.randn(job.rows, DIM).requires_grad_()
     count = job.micro_batches if several else 1
 
@@ -159,6 +167,8 @@ def make_step(job: Job, name: str, mesh: DeviceMesh) -> Step:
                 if deferred:
                     model.set_requires_all_reduce(last)
                 micro_batch()
+        if optimizer is not None:
+            optimizer.step()
         model.zero_grad()
 
     return step

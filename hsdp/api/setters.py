@@ -11,10 +11,11 @@ from torch.distributed.fsdp import FSDPModule
 
 from hsdp.api.fsdp2 import FSDP2Face, check_flag
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
-from hsdp.comm.replica_reduce import DEFAULT, AllReduceStage, CustomAllReduce
+from hsdp.comm.replica_reduce import DEFAULT, AllReduce, AllReduceStage, CustomAllReduce
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import runtime_of
+from hsdp.unit.sharing import refuse_shared
 from hsdp.unit.state import stale
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED
@@ -138,6 +139,7 @@ class Setters(FSDP2Face):
             TypeError: it is none of them.
             ValueError: its replicas are not in the mesh, and the mesh has replicas too; or a unit has
                 `CommPolicy(reduction="tree")`, whose order the stage would not keep.
+            StateError: replicas have shares of gradients, by `hsdp.optim.local(over_replicas=True)`.
         """
         if replica_reduce is None:
             stage: AllReduceStage = DEFAULT
@@ -154,6 +156,8 @@ class Setters(FSDP2Face):
         units = self._units(recurse)
         _refuse_in_tree("set_replica_reduce", units)
         for unit in units:
+            if type(stage) is not AllReduce:
+                refuse_shared(unit, "set_replica_reduce")
             if beyond_mesh and unit.axes.replicate_size > 1:
                 raise ValueError(
                     f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
@@ -181,6 +185,7 @@ class Setters(FSDP2Face):
 
         Raises:
             ValueError: `stream` is given, and the unit has replicas.
+            StateError: replicas have shares of gradients, by `hsdp.optim.local(over_replicas=True)`.
         """
         for unit in self._units(recurse=False):
             if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
@@ -188,6 +193,8 @@ class Setters(FSDP2Face):
                     "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
                     "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
                 )
+            if hook is not None:
+                refuse_shared(unit, "set_all_reduce_hook")
             unit.settings.all_reduce_hook = hook if hook is None or stream is None else _on_stream(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

@@ -17,21 +17,19 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import Any, NamedTuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.flat_buffer import with_own_storage
 from hsdp.errors import StateError
-from hsdp.optim.replicas import Exchange, Share, share_of
+from hsdp.optim.replicas import Exchange, share_gradients_of, share_of_param
+from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
-from hsdp.unit.lookup import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -50,9 +48,6 @@ ELEMENTWISE: tuple[type[torch.optim.Optimizer], ...] = (
 )
 """PyTorch's own optimizers whose update of an element depends on that element's gradient and state alone."""
 
-_NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of their state that are numbers: of a scalar parameter they have the parameter's shape, and are no DTensors."""
-
 
 def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elementwise: bool = False) -> O:
     """Makes an optimizer of DTensors step plain local tensors.
@@ -65,11 +60,14 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
             takes the memory of the gradients once more while it steps.
-        over_replicas: share the step out among replicas. Each of R replicas has 1/R of the states and steps 1/R of each
-            shard; the stepped parts are then all-gathered over the replicate axis, (R-1)/R of the shards' bytes. What is
-            computed is the same to the last bit, as far as a kernel treats all elements of a tensor alike (those that are
-            fused for the CPU do not), and always equal on all replicas. Parameters with too uneven rows
-            are stepped on all replicas. Ranks must step the same parameters. Not together with `flat`.
+        over_replicas: share gradients and the step out among replicas. Each of R replicas gets the sums of 1/R of each
+            shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered. The
+            reduce-scatter and this gather send as much over the replicate axis as the all-reduce did. `.grad` is a DTensor
+            that both axes shard from now on, also for other optimizers of the same parameters: they get it whole, by a
+            gather before their step. What is computed is the same to the last bit, as far as a kernel treats all elements
+            of a tensor alike (those that are fused for the CPU do not) and the backend adds in the same order; and always
+            equal on all replicas. Parameters with too uneven rows are stepped on all replicas, and gradients of those with
+            few rows all-reduced as before. Ranks must step the same parameters. Not together with `flat`.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:
@@ -78,6 +76,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
         ValueError: something replaced its `step` already (a scheduler does), or `flat` and `over_replicas` are both on.
+        StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.local takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
@@ -100,6 +99,9 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             "optim.local(flat=True, over_replicas=True): a flat tensor's share of a replica would have no place in a "
             "checkpoint; turn one of them off"
         )
+    if over_replicas:
+        share_gradients_of(param for group in optimizer.param_groups for param in group["params"])
+        optimizer.steps_shares = True  # type: ignore[attr-defined]
     optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
     rewrap_step(optimizer)
@@ -140,44 +142,6 @@ def bare_step(cls: type[torch.optim.Optimizer]) -> Callable[..., Any]:
     return inspect.unwrap(bare, stop=lambda f: not getattr(f, "hooked", False)) if getattr(bare, "hooked", False) else bare
 
 
-@dataclass
-class _Member:
-    """A parameter as the stepped tensor that holds it sees it: `count` elements from `start` on, of that shape."""
-
-    param: Any
-    shape: torch.Size
-    start: int
-    count: int
-    share: Share | None = None
-    accepted: object = None
-    """The spec of the last gradient that was sharded as the parameter is: it is the same object step after step."""
-
-
-@dataclass
-class _Target:
-    """A plain tensor that is stepped, and the parameters in it: one, or with flat buffers several.
-
-    `gaps` are ranges between them, which are stepped along with zeros.
-    """
-
-    tensor: Tensor
-    members: list[_Member]
-    gaps: list[tuple[int, int]]
-
-    @property
-    def alone(self) -> bool:
-        """Whether the tensor is the parameter's own."""
-        return len(self.members) == 1 and self.tensor.shape == self.members[0].shape
-
-    def cut(self, value: Tensor, member: _Member) -> Tensor:
-        """A parameter's part of a tensor that is laid out as the target is."""
-        if self.alone:
-            return value
-        part = value[member.start : member.start + member.count]
-        # With a storage of its own, as `DtypeGroup.local` makes them: code that copies storages does not know offsets.
-        return with_own_storage(part).view(member.shape)
-
-
 class _Stepper:
     """What an optimizer steps instead of its DTensors.
 
@@ -189,7 +153,7 @@ class _Stepper:
         self._flat = flat
         self._over_replicas = over_replicas
         self._exchange: Exchange | None = None
-        self._groups: list[list[_Target]] = []
+        self._groups: list[list[Target]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._seen: tuple[object, ...] = ()
         self._params: list[Any] = []
@@ -257,6 +221,8 @@ class _Stepper:
     def _plan(self, optimizer: Any, used: list[bool]) -> None:
         """Makes the targets anew, and their state from the optimizer's."""
         self._params = list(self._listed(optimizer))
+        if self._over_replicas:
+            share_gradients_of(self._params)  # of groups that were added since
         self._used = used
         self._locals = [block_of(param) for param in self._params]
         is_used = dict(zip(map(id, self._params), used, strict=True))
@@ -264,9 +230,9 @@ class _Stepper:
         for group in optimizer.param_groups:
             params = group["params"]
             if self._flat:
-                targets = _flat_targets(params, is_used, optimizer.state)
+                targets = flat_targets(params, is_used, optimizer.state)
             else:
-                targets = [_single(param, share_of(param) if self._over_replicas else None) for param in params]
+                targets = [single(param, share_of_param(param) if self._over_replicas else None) for param in params]
             self._groups.append(targets)
         shared = [t.members[0] for targets in self._groups for t in targets if t.members[0].share is not None]
         stepped = [member for member in shared if is_used[id(member.param)]]
@@ -298,76 +264,10 @@ def _identity(optimizer: Any) -> tuple[object, ...]:
     return (id(optimizer.state), len(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
 
 
-def _single(param: Any, share: Share | None = None) -> _Target:
-    if not isinstance(param, DTensor):
-        return _Target(param, [_Member(param, param.shape, 0, param.numel())], [])
-    plain = block_of(param).detach()
-    plain = plain if share is None else share.of(plain)
-    return _Target(plain, [_Member(param, plain.shape, 0, plain.numel(), share)], [])
-
-
-class _Place(NamedTuple):
-    """Where a parameter lies in its shard buffer, in elements; `stop` is where the next one starts."""
-
-    buffer: Tensor
-    start: int
-    stop: int
-
-
-def _flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> list[_Target]:
-    """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
-    places: dict[int, _Place] = {}
-    for unit in dict.fromkeys(unit_of(param) for param in params):
-        for dtype_group in unit.dtype_groups if unit is not None else ():
-            if dtype_group.kind.composite:  # its bytes lie otherwise
-                continue
-            stops = sorted({piece.offset for piece in dtype_group.layout.pieces} | {dtype_group.layout.numel})
-            for managed, piece in zip(dtype_group.params, dtype_group.layout.pieces, strict=True):
-                stop = next((stop for stop in stops if stop > piece.offset), dtype_group.layout.numel)
-                places[id(managed.sharded)] = _Place(dtype_group.shard, piece.offset, stop)
-    targets: list[_Target] = []
-    runs: dict[tuple[int, object], list[Any]] = {}
-    for param in params:
-        if id(param) not in places or not used[id(param)] or not param._local_tensor.numel():
-            targets.append(_single(param))
-        else:
-            runs.setdefault((id(places[id(param)].buffer), _numbers(state.get(param))), []).append(param)
-    for run in runs.values():
-        run.sort(key=lambda param: places[id(param)].start)
-        part: list[Any] = []
-        for param in run:
-            if part and places[id(part[-1])].stop != places[id(param)].start:
-                targets.append(_flat_target(part, places))
-                part = []
-            part.append(param)
-        targets.append(_flat_target(part, places))
-    return targets
-
-
-def _flat_target(params: list[Any], places: dict[int, _Place]) -> _Target:
-    first, last = places[id(params[0])], places[id(params[-1])]
-    members, gaps = [], []
-    for param in params:
-        place = places[id(param)]
-        start, count = place.start - first.start, param._local_tensor.numel()
-        members.append(_Member(param, param._local_tensor.shape, start, count))
-        if place.start + count < place.stop:
-            gaps.append((start + count, place.stop - first.start))
-    return _Target(first.buffer.detach()[first.start : last.stop], members, gaps)
-
-
-def _numbers(state: dict[str, Any] | None) -> object:
-    """What must be equal for two parameters to step as one: the numbers in their state, their count of steps first."""
-    if not state:
-        return ()
-    numbers = {k: v for k, v in state.items() if k in _NUMBERS or not isinstance(v, Tensor)}
-    return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in numbers.items()))
-
-
 # -- gradients and state ----------------------------------------------------------------------------------------------
 
 
-def _local_grad(member: _Member, grad: Any) -> Tensor:
+def _local_grad(member: Member, grad: Any) -> Tensor:
     param = member.param
     if isinstance(grad, DTensor):
         spec = grad._spec
@@ -375,13 +275,16 @@ def _local_grad(member: _Member, grad: Any) -> Tensor:
             member.accepted = spec
         if spec is member.accepted:
             return grad._local_tensor if member.share is None else member.share.of(grad._local_tensor)
+        share = member.share
+        if share is not None and (spec.placements, spec.mesh) == (share.spec.placements, share.spec.mesh):
+            return grad._local_tensor
     raise StateError(
         f"optim.local: a gradient of a parameter of shape {tuple(param.shape)} is not sharded as the parameter is; set it "
         f"to None, or to a DTensor with placements {param.placements}"
     )
 
 
-def _flat_grad(target: _Target, grads: dict[int, Any]) -> Tensor | None:
+def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
     """The gradients of a target as one tensor: where they lie side by side, or in a copy."""
     first = target.members[0].param
     if target.alone:
@@ -410,17 +313,17 @@ def _flat_grad(target: _Target, grads: dict[int, Any]) -> Tensor | None:
 
 def _like(name: str, value: Any, tensor: Tensor) -> bool:
     """Whether an entry of the state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and name not in _NUMBERS and value.shape == tensor.shape
+    return isinstance(value, Tensor) and name not in NUMBERS and value.shape == tensor.shape
 
 
-def _wrapped(member: _Member, value: Tensor) -> Tensor:
+def _wrapped(member: Member, value: Tensor) -> Tensor:
     param = member.param
     if not isinstance(param, DTensor):
         return value
     return as_dtensor(value, with_dtype(param._spec if member.share is None else member.share.spec, value.dtype))
 
 
-def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
+def _gathered_state(target: Target, state: Any) -> dict[str, Any]:
     """A target's state from that of its parameters: their local tensors, side by side."""
     held: dict[str, Any] = {}
     for name, value in state[target.members[0].param].items():
@@ -437,7 +340,7 @@ def _gathered_state(target: _Target, state: Any) -> dict[str, Any]:
     return held
 
 
-def _local_state(member: _Member, name: str, value: Any) -> Tensor:
+def _local_state(member: Member, name: str, value: Any) -> Tensor:
     param, share = member.param, member.share
     if isinstance(value, DTensor) and value.device_mesh == param.device_mesh:
         if share is not None and value.placements == share.spec.placements:

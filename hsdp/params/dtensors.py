@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any
@@ -51,6 +52,27 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
 def replicates_implicitly() -> bool:
     """Whether plain tensors count as replicated DTensors now (`implicit_replication`): then they may be copied into one."""
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
+
+
+@functools.cache
+def find_infs_on_all_axes() -> None:
+    """Has `GradScaler` learn of overflows in any of the gradients, on all ranks; once per process.
+
+    DTensor makes ranks agree over those axes alone that shard the first gradient of a list. Where that is replicated, and
+    others are sharded, ranks would skip different steps, without a word.
+    """
+    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
+    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
+    of_one_sharding = handlers[unscale]
+
+    def of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+        alike: dict[object, list[Any]] = {}
+        for grad in args[0]:
+            alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
+        for grads in alike.values():  # what one has found stays found
+            of_one_sharding(op, (grads, *args[1:]), kwargs)
+
+    handlers[unscale] = of_all
 
 
 def full_tensor(tensor: DTensor) -> Tensor:

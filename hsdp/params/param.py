@@ -24,6 +24,7 @@ from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
+from hsdp.params.shares import Share
 from hsdp.params.subclass import data_of, extends, is_composite, wrapper_of
 from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
 
@@ -55,6 +56,7 @@ class ManagedParam:
         sharded: the DTensor parameter that users see. Its local tensor is a view of the dtype group's shard buffer.
         local: that view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`).
+        share: the rows whose gradient this replica gets; None: replicas all get the same.
         whole: the unsharded parameter that forwards see at present; its storage is filled while the unit is open. None
             until the dtype group is built. See `choose`.
         trained: the unsharded parameter of forwards that want its gradient; None as long as none did.
@@ -71,6 +73,7 @@ class ManagedParam:
         "places",
         "replicated",
         "sharded",
+        "share",
         "spec",
         "tensor_spec",
         "trained",
@@ -94,6 +97,7 @@ class ManagedParam:
         self.wrapper = wrapper_of(original, f"parameter {self.fqn!r}") if inner is None else None
         self.dtype = original.dtype
         self.replicated = replicated
+        self.share: Share | None = None
         self.sharded: nn.Parameter = original
         self.unsharded: nn.Parameter | None = None
         self.trained: nn.Parameter | None = None
@@ -101,6 +105,15 @@ class ManagedParam:
         self.piece: Piece
         self.local: Tensor
         self.tensor_spec: DTensorSpec
+
+    @property
+    def grad_spec(self) -> DTensorSpec:
+        """How its gradient is sharded: as the parameter is, and if replicas have shares of it, over them too."""
+        return self.tensor_spec if self.share is None else with_dtype(self.share.spec, self.dtype)
+
+    def part_of(self, local: Tensor) -> Tensor:
+        """Of a tensor laid out as `local` is, the part that its gradient has on this rank."""
+        return local if self.share is None else self.share.of(local)
 
     def holders(self) -> Iterator[tuple[nn.Module, str]]:
         """The modules that hold it, with its name there; those that users took out of their model may be gone."""
@@ -172,7 +185,7 @@ class ManagedParam:
             grad: Any = self.sharded.grad
             put_into(self.sharded, as_dtensor(local, self.tensor_spec), f"parameter {self.fqn!r}")
             if grad is not None:
-                self.sharded.grad = as_dtensor(grad._local_tensor.to(local.device), self.tensor_spec)
+                self.sharded.grad = as_dtensor(grad._local_tensor.to(local.device), grad._spec)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]
 
     def moved(self) -> bool:
@@ -214,7 +227,7 @@ class ManagedParam:
             self._register(found)
         self.dtype = self._local_now().dtype
         if extends(self._local_now()):
-            self.wrapper = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}")
+            self.wrapper, self.share = wrapper_of(self._local_now(), f"parameter {self.fqn!r} of unit {unit_name!r}"), None
         self.tensor_spec = with_dtype(self.tensor_spec, self.dtype)
 
     def _local_now(self) -> Tensor:

@@ -35,7 +35,8 @@ class Assumptions:
         micro_batches: forwards and backwards per step, each within `accumulate(last=...)`.
         optimizer_states: tensors of optimizer state per parameter, in its dtype (AdamW: 2). Its own temporaries are not
             counted: a fused optimizer has none.
-        over_replicas: the optimizer's step is shared out among replicas (`hsdp.optim.local(over_replicas=True)`).
+        over_replicas: gradients and the optimizer's step are shared out among replicas
+            (`hsdp.optim.local(over_replicas=True)`).
         activations: bytes that autograd holds when a forward ends; None: estimated from the shapes of weights (see
             `hsdp.planning.activations`).
         seq_len: tokens of one sequence, for attention; None: all of the rank's, but at most 8,192.
@@ -153,7 +154,8 @@ class PlanData(ABC):
 
     @property
     def _wires(self) -> Wires:
-        return Wires(self.replicas, self.shards, self.assumptions.link, self.assumptions.backend)
+        told = self.assumptions
+        return Wires(self.replicas, self.shards, told.link, told.backend, told.over_replicas)
 
     def changed(
         self: PlanT,
@@ -207,7 +209,7 @@ class PlanData(ABC):
         told = assumptions
         units = tuple(plan_unit(one, replicas, shards, told.backend, told.streams) for one in facts)
         events = tuple(rehearse(units, told.micro_batches, told.streams))
-        wires = Wires(replicas, shards, told.link, told.backend)
+        wires = Wires(replicas, shards, told.link, told.backend, told.over_replicas)
         collectives = [one for event in events for one in wires.of(event, units)]
         sharers = replicas if told.over_replicas else 1
         if sharers > 1:

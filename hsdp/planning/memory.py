@@ -71,16 +71,19 @@ def replay(
         optimizer_states: tensors of optimizer state per parameter, in its storage dtype.
         activations: of each unit.
         backend: "gloo" receives reduce-scatters beside their inputs.
-        sharers: how many replicas share the optimizer's state of a shard.
+        sharers: how many replicas share the optimizer's state of a shard, and its gradients.
     """
-    ledger = _Ledger(units, backend)
+    ledger = _Ledger(units, backend, sharers)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
     dtype_groups = [group for unit in units for group in unit.dtype_groups]
     ledger.now["optimizer"] = sum(
         _state_bytes(group, optimizer_states, sharers) for group in dtype_groups if not group.offloaded
     )
     away = [group for group in dtype_groups if group.offloaded]
-    host = sum(group.shard_bytes + _state_bytes(group, optimizer_states, sharers) + group.gradient_bytes for group in away)
+    host = sum(
+        group.shard_bytes + _state_bytes(group, optimizer_states, sharers) + group.gradient_bytes // sharers
+        for group in away
+    )
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
     ledger.activations = [one if at in holding else UnitActivations(0) for at, one in enumerate(activations)]
@@ -98,8 +101,9 @@ def _state_bytes(group: GroupPlan, optimizer_states: int, sharers: int) -> int:
 class _Ledger:
     """Bytes alive now, by term."""
 
-    def __init__(self, units: Sequence[UnitPlan], backend: str) -> None:
+    def __init__(self, units: Sequence[UnitPlan], backend: str, sharers: int) -> None:
         self.units = units
+        self._sharers = sharers
         self.now = dict.fromkeys(TERMS, 0)
         self.peak = dict(self.now)
         self.largest = dict(self.now)
@@ -260,11 +264,18 @@ class _Ledger:
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", unit.received_bytes)
+        self._add("reduction", unit.received_bytes + self._left_bytes(unit))
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
             self._joined.add(index)
+
+    def _left_bytes(self, unit: UnitPlan) -> int:
+        """What a reduce-scatter over replicas leaves, and what gloo receives for it, beside what it takes."""
+        if self._sharers == 1 or unit.in_tree:
+            return 0
+        operands = sum(sum(group.operands) for group in unit.dtype_groups)
+        return operands // self._sharers + (self._copies - 1) * operands
 
     def _commit(self, unit: UnitPlan, index: int) -> None:
         self._add("sums", -self._replaced)
@@ -276,13 +287,14 @@ class _Ledger:
             if unit.in_tree:  # what was deferred is added at the root, in its own dtype
                 groups = [group for group in unit.dtype_groups if group.kind.accumulate != group.kind.reduce]
                 self._for_a_moment("reduction", sum(group.partial_bytes for group in groups))
-        self._add("reduction", -unit.received_bytes)
+        self._add("reduction", -unit.received_bytes - self._left_bytes(unit))
+        sharers = 1 if unit.in_tree else self._sharers
         for group in unit.dtype_groups:
             operands = sum(group.operands)
             if group.offloaded:
                 self._for_a_moment("reduction", group.landing_bytes)
             else:
-                self._add("gradients", group.gradient_bytes)
+                self._add("gradients", -(-group.gradient_bytes // sharers))
                 if group.landing_bytes:
                     self.note(self._here)
             self._add("reduction", -operands)

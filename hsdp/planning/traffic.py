@@ -119,12 +119,16 @@ class Collective:
 
 @dataclass(frozen=True)
 class Wires:
-    """What turns events into collectives: the mesh, its links and the habits of its backend."""
+    """What turns events into collectives: the mesh, its links and the habits of its backend.
+
+    With `over_replicas` gradients are reduce-scattered over replicas, of which each steps its share.
+    """
 
     replicas: int
     shards: int
     link: Link
     backend: str
+    over_replicas: bool = False
 
     def of(self, event: Event, units: Sequence[UnitPlan]) -> list[Collective]:
         """The collectives that an event starts."""
@@ -138,13 +142,22 @@ class Wires:
         if event.verb is Verb.SCATTER and self.shards > 1:
             return self._scatter(involved)
         if event.verb in (Verb.ALL_REDUCE, Verb.SUM_EARLY) and self.replicas > 1:
-            return self._all_reduce("replicate", self.replicas, _operands(involved), involved[0].in_tree)
+            operands = _operands(involved)
+            if self.over_replicas and not involved[0].in_tree:
+                return self._share_out(operands)
+            return self._all_reduce("replicate", self.replicas, operands, involved[0].in_tree)
         return []
 
     def stepped(self, unit: UnitPlan) -> list[Collective]:
         """The collective that brings what each replica has stepped of a unit's shards to the others."""
         parts = [-(-group.local_bytes // self.replicas) for group in unit.dtype_groups if group.local_bytes]
         return self._gather("replicate", self.replicas, parts)
+
+    def _share_out(self, operands: Sequence[tuple[torch.dtype, int]]) -> list[Collective]:
+        """The reduce-scatter of gradients over replicas, as if all could be cut evenly."""
+        calls = len(operands) if self.backend == "gloo" else len({dtype for dtype, _ in operands})
+        sent = sum(nbytes for _, nbytes in operands) * (self.replicas - 1) / self.replicas
+        return self._collective("reduce-scatter", "replicate", self.replicas, calls, len(operands), sent)
 
     def _gather(self, axis: str, size: int, inputs: list[int]) -> list[Collective]:
         calls = self._calls(inputs, GATHER_ALONE_BYTES)

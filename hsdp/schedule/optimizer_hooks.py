@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 import torch
 from torch import nn
@@ -16,11 +16,13 @@ from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook, register_optimizer_step_pre_hook
 
 from hsdp.errors import StateError
+from hsdp.params.dtensors import find_infs_on_all_axes
 from hsdp.params.param import originals
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.unit.lookup import unit_of
+from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
 
@@ -40,14 +42,15 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
             )
-        units = {unit for param in params if (unit := unit_of(param)) is not None}
+        # In one order on all ranks: they may communicate.
+        units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
         held = _units_of_optimizer[optimizer] = (count, Root.generation, refs)
     return held[2]
 
 
-def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: set[Unit]) -> None:
+def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:
     """Warns of parameters that are stepped beside sharded ones though nothing sums their gradients over ranks.
 
     They were added to a sharded module, or lie in one that nobody called `fully_shard` on.
@@ -83,12 +86,20 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated."""
+    """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated.
+
+    An optimizer that steps replicas' shares, which `optim.local(over_replicas=True)` makes of one, says `steps_shares`.
+    Another one gets whole gradients.
+    """
     units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
     refuse_assigned(units, "the optimizer's step")
     for unit in units:
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
+    shared = [unit for unit in units if unit.gradients.shared]
+    if shared and not getattr(optimizer, "steps_shares", False):
+        with torch.no_grad():
+            gather_gradients(shared, (param for group in optimizer.param_groups for param in group["params"]))
     _warn_of_no_gradients(optimizer, units)
 
 
@@ -127,6 +138,7 @@ def check_communicated(unit: Unit, before: str) -> None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers the hooks, once per process."""
+    """Registers the hooks, once per process; and has what runs before a step, `GradScaler`, look at all gradients."""
     register_optimizer_step_pre_hook(_before_optimizer_step)
     register_optimizer_step_post_hook(_after_optimizer_step)
+    find_infs_on_all_axes()

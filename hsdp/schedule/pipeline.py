@@ -62,6 +62,8 @@ class Reduction:
         for part in parts:
             told.append(part.plan.op)
             self.offloads = self.offloads or part.plan.offload is not None
+            if all_reduce and part.plan.shares is not None:
+                part.stage = part.plan.shares.stage()
         self.op = hash(tuple(told))
 
     def scatter_bytes(self) -> int:
@@ -241,14 +243,25 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                 for part in reduction.parts:
                     part.join()
         items, goes_on = bucket.items, False
+        inputs: list[Tensor] = []
+        outputs: list[Tensor] = []
         tensors: list[Tensor] = []
         for reduction in items:
             hook = reduction.unit.settings.all_reduce_hook
             goes_on = goes_on or reduction.in_tree or reduction.offloads or hook is not None
             for part in reduction.parts:
-                tensors += part.operands
+                if part.stage is None:
+                    tensors += part.operands
+                else:
+                    sent, left, whole = part.share_out()
+                    inputs += sent
+                    outputs += left
+                    tensors += whole
         unit, finish = items[0].unit, partial(self._finish, items) if goes_on else None
-        if items[0].replicas != 1:
+        if inputs:
+            comm = unit.replicate_comm
+            bucket.comm_work = comm.reduce_scatter(bucket, bucket.op, outputs, inputs, tensors, finish)
+        elif items[0].replicas != 1:
             stage = unit.settings.replica_reduce
             bucket.comm_work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
         else:

@@ -30,6 +30,7 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
+from hsdp.unit.grad_layout import GradLayout
 from hsdp.unit.landing import hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, show, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
@@ -54,6 +55,7 @@ class Gradients:
         deferred: a reduction without all-reduce was submitted, and none with it since.
         sentinels: those in gradients of parameters that have pending sums.
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
+        shared: replicas have shares of some of them.
     """
 
     def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any]) -> None:
@@ -62,13 +64,11 @@ class Gradients:
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
-        self._few_rows: list[ManagedParam] = []
-        self._made = ReducePlans(dtype_groups=1)
         self.slots: list[Tensor | None] = [None] * len(params)
         self._stash: dict[int, Tensor] = {}
         self.scatter_bytes = 0
         self.partial: Partial | None = None
-        self.kept = self.deferred = self.lost = False
+        self.kept = self.deferred = self.lost = self.shared = False
         self.sentinels = Sentinels(params)
         self._running: list[GroupReduction] = []
         # Of the backward under way: reductions on their way, and how things were before it.
@@ -81,6 +81,7 @@ class Gradients:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._dtype_groups = dtype_groups
         self._sharded = [param.sharded for param in self._params]
+        self.shared = any(param.share is not None for param in self._params)
         self._mask = None
         self._few_rows = [
             param
@@ -330,7 +331,7 @@ class Gradients:
         if self.sentinels.up:
             self._remove_sentinels()
         for part in parts:
-            plan = part.plan
+            plan = part.lies
             used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
@@ -365,7 +366,7 @@ class Gradients:
             self._running = [part for part in self._running if part not in parts]
         return undoable
 
-    def _assign(self, plan: ReducePlan, values: list[Tensor], used: list[bool], undoable: bool) -> None:
+    def _assign(self, plan: GradLayout, values: list[Tensor], used: list[bool], undoable: bool) -> None:
         """They are added to the gradients of the parameters that were used, or become them."""
         locals_ = plan.locals(values)
         for param, local, was_used in zip(plan.params, locals_, used, strict=True):
@@ -374,7 +375,7 @@ class Gradients:
             sharded: Any = param.sharded
             standing = None
             if sharded.grad is None:
-                sharded.grad = as_dtensor(local, param.tensor_spec)
+                sharded.grad = as_dtensor(local, param.grad_spec)
             else:
                 held = local_grad(param)
                 standing = held.standing if isinstance(held, ZeroGradSentinel) else None
@@ -389,7 +390,7 @@ class Gradients:
             if undoable:
                 self._undo.show([param], [sharded.grad], [local])
 
-    def _add_flat(self, plan: ReducePlan, flat: Tensor, undoable: bool) -> bool:
+    def _add_flat(self, plan: GradLayout, flat: Tensor, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
         base = shared_memory(plan)
         if base is None or base.ndim != 1 or base.numel() < flat.numel():

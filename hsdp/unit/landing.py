@@ -13,6 +13,7 @@ from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, as_dtensors
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
+from hsdp.unit.grad_layout import GradLayout
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
 from hsdp.unit.zero_grad import local_grad
 
@@ -38,55 +39,55 @@ def host_reads(params: list[ManagedParam]) -> bool:
     )
 
 
-def hooked_and_standing(plan: ReducePlan) -> tuple[bool, bool]:
+def hooked_and_standing(plan: GradLayout) -> tuple[bool, bool]:
     """Whether `run_grad_hooks` has hooks to run, and whether one of the parameters has a gradient."""
     sharded = plan.sharded
     with plain_access():
         return any(map(_backward_hooks_of, sharded)), any(map(is_not, map(_grad_of, sharded), repeat(None)))
 
 
-def run_grad_hooks(plan: ReducePlan, values: list[Tensor], used: list[bool]) -> None:
+def run_grad_hooks(plan: GradLayout, values: list[Tensor], used: list[bool]) -> None:
     """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one.
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
     for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
-            other: Any = hook(as_dtensor(local, param.tensor_spec))
+            other: Any = hook(as_dtensor(local, param.grad_spec))
             if other is None:
                 continue
-            if not isinstance(other, DTensor) or other.placements != param.tensor_spec.placements:
+            if not isinstance(other, DTensor) or other.placements != param.grad_spec.placements:
                 raise StateError(
                     f"a hook of parameter {param.fqn!r} returned {type(other).__name__} instead of a gradient with "
-                    f"placements {param.tensor_spec.placements}; return a DTensor like the one that it gets, or None"
+                    f"placements {param.grad_spec.placements}; return a DTensor like the one that it gets, or None"
                 )
             local.copy_(other.to_local())
 
 
-def show(plan: ReducePlan, values: list[Tensor]) -> tuple[list[DTensor], list[Tensor]]:
+def show(plan: GradLayout, values: list[Tensor]) -> tuple[list[DTensor], list[Tensor]]:
     """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
     locals_ = plan.locals(values)
-    grads = as_dtensors(locals_, plan.tensor_specs)
+    grads = as_dtensors(locals_, plan.grad_specs)
     with plain_access():
         for param, grad in zip(plan.sharded, grads, strict=True):
             param.grad = grad
     return grads, locals_
 
 
-def shared_memory(plan: ReducePlan) -> Tensor | None:
+def shared_memory(plan: GradLayout) -> Tensor | None:
     """The buffer that the gradients of all of a plan's parameters are views of, as an earlier landing left them."""
     base: Tensor | None = None
-    for param, piece in zip(plan.params, plan.layout.pieces, strict=True):
+    for param, offset in zip(plan.params, plan.offsets, strict=True):
         if param.sharded.grad is None:
             return None
         local = local_grad(param)
         base = local._base if base is None else base
-        if base is None or local._base is not base or local.storage_offset() != piece.offset:
+        if base is None or local._base is not base or local.storage_offset() != offset:
             return None
     return base
 
 
-def run_hooks(plan: ReducePlan, used: list[bool]) -> bool:
+def run_hooks(plan: GradLayout, used: list[bool]) -> bool:
     """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
     ran = False
     with plain_access():

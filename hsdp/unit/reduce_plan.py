@@ -4,7 +4,8 @@
     gradients ----(packed: one copy)----> rows ---------------> reduce-scatter input
     reduction buffer (layout of the shard buffer) <------------ reduce-scatter outputs
 
-With one shard rank gradients are all-reduced where autograd made them.
+With one shard rank gradients are all-reduced where autograd made them. What follows where replicas have shares of
+gradients: replica_shares.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,8 @@ from hsdp.buffers.flat_buffer import FlatBuffer, owned
 from hsdp.buffers.layout import Layout, Piece, plan
 from hsdp.torch_private import chunk_cat
 from hsdp.unit.dtype_group import DtypeGroup, row_views, whole_views
+from hsdp.unit.grad_layout import GradLayout, cut
+from hsdp.unit.replica_shares import ReplicaShares, Stage
 
 _MOST_PLANS = 8
 """How many sets of trainable parameters a dtype group keeps the plans of; a GAN alternates between two."""
@@ -40,7 +43,7 @@ class ReducePlans:
         return found
 
 
-class ReducePlan:
+class ReducePlan(GradLayout):
     """How the gradients of a set of a dtype group's parameters are reduced.
 
     The reduction buffer has the layout of the shard buffer, then a tail of one *used-flag* per parameter: how many
@@ -48,30 +51,34 @@ class ReducePlan:
 
     Attributes:
         op: identifies the set for the ranks' divergence guard.
+        shares: what follows where replicas have shares of the gradients; else None.
         scatter_bytes: of the inputs of its reduce-scatter.
         free_rows: inputs of reduce-scatters that are over, without memory.
     """
 
     def __init__(self, group: DtypeGroup, trainable: tuple[int, ...]) -> None:
         # Not the dtype group itself: it holds its plans, and a cycle would keep the buffers of a deleted model.
-        self.kind = group.kind
         self.shards = group.shards
-        self.device = group.device
-        # Gradients follow their shards; None: those are on the device.
-        self.offload = group.offload if group.shard.device != group.device else None
-        self.op = hash(trainable)
-        self.params = [group.params[i] for i in trainable]
-        self.slots = [group.slots[i] for i in trainable]
-        self.sharded = [param.sharded for param in self.params]
+        params = [group.params[i] for i in trainable]
         everything = len(trainable) == len(group.params)
-        self.tensor_specs = [p.tensor_spec for p in self.params]
-        specs = [p.spec for p in self.params]
+        specs = [p.spec for p in params]
         self.layout: Layout = group.layout if everything else plan(specs, group.shards, group.thresholds)
         layout = self.layout
-        self.flags = len(trainable)
-        self.local_shapes = [piece.local_shape(group.rank) for piece in layout.pieces]
-        strides = [_strides(shape) for shape in self.local_shapes]
-        self._cuts = self.local_shapes, strides, [piece.offset for piece in layout.pieces]
+        super().__init__(
+            group.kind,
+            group.device,
+            # Gradients follow their shards; None: those are on the device.
+            group.offload if group.shard.device != group.device else None,
+            params,
+            [group.slots[i] for i in trainable],
+            [piece.local_shape(group.rank) for piece in layout.pieces],
+            [piece.offset for piece in layout.pieces],
+            layout.numel,
+            alone=group.shards == 1,
+        )
+        shared = tuple(i for i, param in zip(trainable, params, strict=True) if param.share is not None)
+        self.op = hash((trainable, shared)) if shared else hash(trainable)
+        self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
         self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
@@ -110,12 +117,12 @@ class ReducePlan:
         for i in self._direct:
             inputs.append(_flat(grads[i], pieces[i], dtype, device))
             grads[i] = None
-            outputs.append(_cut(buffer, pieces[i].offset, pieces[i].numel))
+            outputs.append(cut(buffer, pieces[i].offset, pieces[i].numel))
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
         start = layout.reduce_packed_start
-        outputs.append(_cut(buffer, start, self.packed) if start else buffer)
+        outputs.append(cut(buffer, start, self.packed) if start else buffer)
         return GroupReduction(self, inputs, outputs, [buffer], used, rows)
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
@@ -174,12 +181,6 @@ class ReducePlan:
         operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
         return GroupReduction(self, [], [], operands, used, None)
 
-    def locals(self, values: list[Tensor]) -> list[Tensor]:
-        """Splits reduced values (a reduction's operands) into one local gradient per parameter."""
-        if self.shards == 1:
-            return [value.view(shape) for value, shape in zip(values, self.local_shapes, strict=False)]
-        return list(map(values[0].as_strided, *self._cuts))
-
 
 class Rows:
     """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
@@ -210,6 +211,9 @@ class GroupReduction:
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
         void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
+        lies: where gradients lie in the operands.
+        stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
+            Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
 
     __slots__ = (
@@ -218,10 +222,13 @@ class GroupReduction:
         "dropped",
         "inputs",
         "joined",
+        "lies",
         "operands",
         "outputs",
         "plan",
         "rows",
+        "stage",
+        "sums",
         "undoable",
         "used",
         "void",
@@ -237,6 +244,7 @@ class GroupReduction:
         rows: Rows | None = None,
     ) -> None:
         self.plan = plan
+        self.lies: GradLayout = plan
         self.inputs = inputs
         self.outputs = outputs
         self.operands = operands
@@ -245,6 +253,8 @@ class GroupReduction:
         self.dropped: set[int] = set()
         self.void = self.undoable = False
         self.joined: list[Tensor] | None = None
+        self.stage: Stage | None = None
+        self.sums: list[Tensor] = []
         self._stored: list[Tensor] | None = None
         self._values: list[Tensor] | None = None
 
@@ -276,8 +286,21 @@ class GroupReduction:
         """The operands without the used-flags."""
         if self._values is None:
             operands = self.operands
-            self._values = [_cut(operands[0], 0, self.plan.layout.numel)] if len(operands) == 1 else operands[:-1]
+            self._values = [cut(operands[0], 0, self.lies.numel)] if len(operands) == 1 else operands[:-1]
         return self._values
+
+    def share_out(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Has the operands reduce-scattered over replicas: they become what that leaves on this one.
+
+        Returns:
+            Inputs, outputs, and what is summed in place.
+        """
+        stage, shares = self.stage, self.plan.shares
+        assert stage is not None and shares is not None, "replicas have shares of its gradients"
+        transfers = shares.fill(stage, self.plan.locals(self.values()), self.flags())
+        self.sums, self.operands = self.operands, [stage.result]
+        self.lies, self._values = shares.left, None
+        return transfers
 
     def store(self) -> None:
         """Copies the reduced values to where the shards live, if that is not the device; the host waits in `drain`."""
@@ -296,13 +319,8 @@ class GroupReduction:
     def flags(self) -> Tensor:
         """How many ranks used each parameter: exact only in sign."""
         if len(self.operands) == 1:
-            return self.operands[0][self.plan.layout.numel :]
+            return self.operands[0][self.lies.numel :]
         return self.operands[-1]
-
-
-def _cut(flat: Tensor, start: int, numel: int) -> Tensor:
-    """Elements of a 1-D tensor, as slicing gives them, in two thirds of its time on the host."""
-    return flat.as_strided((numel,), (1,), start)
 
 
 def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -310,10 +328,3 @@ def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.d
     if grad is None:
         return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
     return owned(grad.to(dtype).contiguous()).view(-1)
-
-
-def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:
-    strides = [1] * len(shape)
-    for dim in range(len(shape) - 1, 0, -1):
-        strides[dim - 1] = strides[dim] * max(1, shape[dim])
-    return tuple(strides)

@@ -232,10 +232,11 @@ class Sentinels:
         grad: Any = param.sharded.grad
         if grad is None:
             grad = param.sharded.grad = as_dtensor(
-                ZeroGradSentinel(Standing(param.fqn, param.local, None)), param.tensor_spec
+                ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), None)), param.grad_spec
             )
         else:
-            grad._local_tensor = ZeroGradSentinel(Standing(param.fqn, param.local, local_grad(param)))
+            held = local_grad(param)
+            grad._local_tensor = ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), held))
         self.up[slot] = grad
 
     def gone(self) -> set[int]:
@@ -296,6 +297,8 @@ def local_grad(param: ManagedParam) -> Tensor:
         StateError: it is not sharded as the parameter is.
     """
     grad: Any = param.sharded.grad
+    if isinstance(grad, DTensor) and param.share is not None and grad._spec.placements == param.share.spec.placements:
+        return _behind(grad)
     spec = param.tensor_spec
     if isinstance(grad, DTensor) and grad._spec.placements != spec.placements and _is_replicated(grad._spec, spec):
         # DTensor does not shard what has fewer rows than ranks where it can help it: a penalty's gradient comes so.
@@ -307,6 +310,14 @@ def local_grad(param: ManagedParam) -> Tensor:
             f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
             f"set it to None, or to a DTensor with placements {spec.placements}"
         )
+    if param.share is not None:
+        # Replicas all have the same: a penalty's, or one from before they had shares.
+        grad._local_tensor = param.part_of(_behind(grad))
+        grad._spec = param.grad_spec
+    return _behind(grad)
+
+
+def _behind(grad: Any) -> Tensor:
     local: Tensor = grad._local_tensor
     if isinstance(local, ZeroGradSentinel) and local.standing.gradient is not None:
         return local.standing.gradient

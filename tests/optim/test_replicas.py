@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import copy
+import math
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
 from torch.distributed.tensor import DTensor
@@ -19,17 +21,26 @@ from hsdp.optim import local
 from tests.optim.test_local import CASE, KINDS, _groups
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import check_sharded, mesh_id, pool_for, shard
-from tests.support.twin import full_params
+from tests.support.twin import Twin, adamw, assert_close_to_twin, full_params, train, twin_of
 
 
-def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int) -> None:
+class InRankOrder:
+    """An all-reduce over replicas that adds in the order in which a reduce-scatter on gloo does: bits can be compared."""
+
+    def __call__(self, tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        parts = [torch.empty_like(tensor) for _ in range(dist.get_world_size(group))]
+        dist.all_gather(parts, tensor, group=group)
+        torch.sum(torch.stack(parts), 0, out=tensor)
+
+
+def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int, order: float = 2.0) -> None:
     for micro in range(2):
         with model.accumulate(last=micro == 1):
             CASE.loss(model, CASE.batch(step, env.rank, micro)).backward()
     if step == 1:  # parameters without a gradient are not stepped
         for param in list(model.parameters())[::3]:
             param.grad = None
-    hsdp.clip_grad_norm_(model, 0.5)
+    hsdp.clip_grad_norm_(model, 0.5, order)
     optimizer.step()
     optimizer.zero_grad()
 
@@ -37,11 +48,13 @@ def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int)
 def _equals_repeated(env: RankEnv, shape: tuple[int, ...]) -> None:
     for name, make in KINDS.items():
         models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+        models[0].set_replica_reduce(InRankOrder())  # type: ignore[operator]
         repeated = local(make(_groups(models[0])))
         shared = local(make(_groups(models[1])), over_replicas=True)
         for step in range(3):
-            _step(env, models[0], repeated, step)
-            _step(env, models[1], shared, step)
+            # Of order inf: a sum of squares over both axes has another order than one over shards, and so other bits.
+            _step(env, models[0], repeated, step, math.inf)
+            _step(env, models[1], shared, step, math.inf)
             for (label, mine), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
                 _same(mine.to_local(), theirs.to_local(), name, f"differs in step {step}: {label}")
         check_sharded(models[1])
@@ -66,6 +79,22 @@ def _same(mine: Tensor, theirs: Tensor, name: str, what: str) -> None:
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
 def test_equals_the_repeated_step_bit_for_bit(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(_equals_repeated, shape)
+
+
+def _equals_twin(env: RankEnv, shape: tuple[int, ...], twin: Twin) -> None:
+    model = shard(CASE.model(), env.mesh(shape))
+    train(model, CASE, env.rank, 3, local(adamw(model.parameters()), over_replicas=True), accumulate=2)
+    assert_close_to_twin(model, twin, grads=True)
+    for name, param in model.named_parameters():
+        mine: Any = param.detach()
+        parts = [torch.empty_like(mine.to_local()) for _ in range(shape[0])]
+        dist.all_gather(parts, mine.to_local().contiguous(), group=env.mesh(shape).get_group(0))
+        assert all(torch.equal(parts[0], part) for part in parts), f"replicas differ: {name}"
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1), (1, 4)], ids=mesh_id)
+def test_equals_the_twin(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(_equals_twin, shape, twin_of(CASE, 4, 3, adamw, 2))
 
 
 def _counts(env: RankEnv) -> None:

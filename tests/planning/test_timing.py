@@ -169,7 +169,13 @@ def test_the_optimizer_shared_out_among_replicas() -> None:
     assert len(extra) == 1 and not [one for one in plan.collectives if one.axis == "replicate" and one.kind == "all-gather"]
     # Each replica's part of the shards, which are half of the two states, goes to every other replica.
     assert extra[0].sent == pytest.approx(fewer / 2 * (replicas - 1), rel=1e-3)
+    # Over the replicas' links the reduce-scatter and this gather send what the all-reduce sends.
+    sent = [sum(one.sent for one in each.collectives if one.axis == "replicate") for each in (plan, shared)]
+    assert sent[1] == pytest.approx(sent[0], rel=1e-3)
+    assert not [one for one in shared.collectives if one.kind == "all-reduce"]
     plan, shared = _plan(1000, activations=0), _plan(1000, activations=0, over_replicas=True)
+    gradients = [each.memory.peak["gradients"] for each in (plan, shared)]
+    assert gradients[1] <= gradients[0] / replicas + 2 * replicas * len(plan.units)
     tight = _plan(1000, activations=0, memory=plan.memory.total - 1)
     assert shared.memory.total < plan.memory.total and "over_replicas=True" in tight.bottleneck
 

@@ -211,6 +211,22 @@ def _optimizes(flat: bool) -> MakeOptimizer:
     return lambda params: hsdp.optim.local(torch.optim.AdamW(params, lr=0.01, weight_decay=0.1), flat=flat)
 
 
+def _over_replicas(params: Any) -> torch.optim.Optimizer:
+    return hsdp.optim.local(torch.optim.AdamW(params, lr=0.01, weight_decay=0.1), over_replicas=True)
+
+
+trains("over replicas", TWO_AXES, (4, 1), optimizer=_over_replicas)
+trains("over replicas, of odd sizes", TWO_AXES, (4, 1), model="odd", optimizer=_over_replicas)
+trains(
+    "over replicas, accumulating, deferred, bucketed and offloaded",
+    TWO_AXES,
+    (4, 1),
+    accumulate=3,
+    optimizer=_over_replicas,
+    before_micro=lambda model, last: model.set_requires_all_reduce(last),
+    offload_policy=hsdp.CPUOffloadPolicy(),
+    **_policy(all_reduce_bucket_bytes=2000, reduce_scatter_bucket_bytes=3000),
+)
 for _flat in (False, True):
     _name = f"local optimizer{', flat' * _flat}"
 

@@ -62,6 +62,7 @@ class Subject:
     reshard: bool | int | None = None
     policy: dict[str, Any] = field(default_factory=dict)
     replicated: bool = False  # one-dimensional parameters are kept whole
+    over_replicas: bool = False  # the optimizer's step is shared out among replicas
     schedule: tuple[Action, ...] = ()
 
 
@@ -177,7 +178,15 @@ def run(env: RankEnv, subjects: list[Subject]) -> None:
         torch.manual_seed(7)
         twin = Model(subject).double()
         try:
-            play(env, sharded(copy.deepcopy(twin), env), twin, list(subject.schedule), _loss, None)
+            play(
+                env,
+                sharded(copy.deepcopy(twin), env),
+                twin,
+                list(subject.schedule),
+                _loss,
+                None,
+                over_replicas=subject.over_replicas,
+            )
         except Exception as error:
             raise AssertionError(f"{subject}: {type(error).__name__}: {error}") from error
 
@@ -223,6 +232,7 @@ def subjects(shapes: list[tuple[int, ...]]) -> st.SearchStrategy[Subject]:
         reshard=st.sampled_from([None, True, False, 2 if max(shapes[0]) == 4 else True]),
         policy=POLICIES,
         replicated=st.sampled_from([False, False, True]),
+        over_replicas=st.booleans(),
         schedule=st.lists(ACTIONS, min_size=1, max_size=4).map(tuple),
     )
 

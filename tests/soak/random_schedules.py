@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
 from hsdp import CommPolicy, fully_shard
+from hsdp.optim import local
 from tests.support.rig import RankEnv
 
 WIDTH = 4
@@ -126,13 +127,22 @@ def play(
     make_loss: MakeLoss,
     eval_uses: Any,
     scale: float | None = None,
+    over_replicas: bool = False,
 ) -> None:
     """Plays a schedule on a sharded model and on its twin; raises AssertionError where they differ.
 
-    `scale`: what the gradients' sum over ranks is multiplied with; None: their mean is taken.
+    Args:
+        env, schedule: the rank, and what to do.
+        model, twin: the two models.
+        make_loss: makes a micro-batch's loss.
+        eval_uses: what forwards without gradients use.
+        scale: what the gradients' sum over ranks is multiplied with; None: their mean is taken.
+        over_replicas: the optimizer's step is shared out among replicas.
     """
     scale = 1.0 / env.world_size if scale is None else scale
     optimizers = [torch.optim.SGD(m.parameters(), lr=0.05) for m in (model, twin)]
+    if over_replicas:
+        local(optimizers[0], over_replicas=True)
     zeroed = owes = False
     for number, action in enumerate(schedule):
         kind = action[0]

@@ -177,7 +177,7 @@ class Times:
 
     def __init__(self, plan: Plan) -> None:
         told = plan.assumptions
-        wires = Wires(plan.replicas, plan.shards, told.link, told.backend)
+        wires = Wires(plan.replicas, plan.shards, told.link, told.backend, told.over_replicas)
         sequence = told.seq_len or min(told.tokens_per_rank, 8192)
         self._predicted = Predicted(plan.units, wires, told.tokens_per_rank, sequence, told.flops, told.recompute)
         self._collective = functools.lru_cache(maxsize=None)(self._predicted.collective)

@@ -1,0 +1,124 @@
+"""What an elementwise optimizer steps in the place of its parameters: plain tensors, and where parameters lie in them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hsdp.buffers.flat_buffer import with_own_storage
+from hsdp.params.shares import Share
+from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.lookup import unit_of
+
+NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
+"""Entries of their state that are numbers: of a scalar parameter they have the parameter's shape, and are no DTensors."""
+
+
+@dataclass
+class Member:
+    """A parameter as the stepped tensor that holds it sees it: `count` elements from `start` on, of that shape."""
+
+    param: Any
+    shape: torch.Size
+    start: int
+    count: int
+    share: Share | None = None
+    accepted: object = None
+    """The spec of the last gradient that was sharded as the parameter is: it is the same object step after step."""
+
+
+@dataclass
+class Target:
+    """A plain tensor that is stepped, and the parameters in it: one, or with flat buffers several.
+
+    `gaps` are ranges between them, which are stepped along with zeros.
+    """
+
+    tensor: Tensor
+    members: list[Member]
+    gaps: list[tuple[int, int]]
+
+    @property
+    def alone(self) -> bool:
+        """Whether the tensor is the parameter's own."""
+        return len(self.members) == 1 and self.tensor.shape == self.members[0].shape
+
+    def cut(self, value: Tensor, member: Member) -> Tensor:
+        """A parameter's part of a tensor that is laid out as the target is."""
+        if self.alone:
+            return value
+        part = value[member.start : member.start + member.count]
+        # With a storage of its own, as `DtypeGroup.local` makes them: code that copies storages does not know offsets.
+        return with_own_storage(part).view(member.shape)
+
+
+def single(param: Any, share: Share | None = None) -> Target:
+    """A parameter by itself, or a replica's share of it."""
+    if not isinstance(param, DTensor):
+        return Target(param, [Member(param, param.shape, 0, param.numel())], [])
+    plain = block_of(param).detach()
+    plain = plain if share is None else share.of(plain)
+    return Target(plain, [Member(param, plain.shape, 0, plain.numel(), share)], [])
+
+
+class _Place(NamedTuple):
+    """Where a parameter lies in its shard buffer, in elements; `stop` is where the next one starts."""
+
+    buffer: Tensor
+    start: int
+    stop: int
+
+
+def flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> list[Target]:
+    """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
+    places: dict[int, _Place] = {}
+    for unit in dict.fromkeys(unit_of(param) for param in params):
+        for dtype_group in unit.dtype_groups if unit is not None else ():
+            if dtype_group.kind.composite:  # its bytes lie otherwise
+                continue
+            stops = sorted({piece.offset for piece in dtype_group.layout.pieces} | {dtype_group.layout.numel})
+            for managed, piece in zip(dtype_group.params, dtype_group.layout.pieces, strict=True):
+                stop = next((stop for stop in stops if stop > piece.offset), dtype_group.layout.numel)
+                places[id(managed.sharded)] = _Place(dtype_group.shard, piece.offset, stop)
+    targets: list[Target] = []
+    runs: dict[tuple[int, object], list[Any]] = {}
+    for param in params:
+        if id(param) not in places or not used[id(param)] or not param._local_tensor.numel():
+            targets.append(single(param))
+        else:
+            runs.setdefault((id(places[id(param)].buffer), _numbers(state.get(param))), []).append(param)
+    for run in runs.values():
+        run.sort(key=lambda param: places[id(param)].start)
+        part: list[Any] = []
+        for param in run:
+            if part and places[id(part[-1])].stop != places[id(param)].start:
+                targets.append(_flat_target(part, places))
+                part = []
+            part.append(param)
+        targets.append(_flat_target(part, places))
+    return targets
+
+
+def _flat_target(params: list[Any], places: dict[int, _Place]) -> Target:
+    first, last = places[id(params[0])], places[id(params[-1])]
+    members, gaps = [], []
+    for param in params:
+        place = places[id(param)]
+        start, count = place.start - first.start, param._local_tensor.numel()
+        members.append(Member(param, param._local_tensor.shape, start, count))
+        if place.start + count < place.stop:
+            gaps.append((start + count, place.stop - first.start))
+    return Target(first.buffer.detach()[first.start : last.stop], members, gaps)
+
+
+def _numbers(state: dict[str, Any] | None) -> object:
+    """What must be equal for two parameters to step as one: the numbers in their state, their count of steps first."""
+    if not state:
+        return ()
+    numbers = {k: v for k, v in state.items() if k in NUMBERS or not isinstance(v, Tensor)}
+    return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in numbers.items()))

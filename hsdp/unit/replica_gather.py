@@ -1,0 +1,83 @@
+"""One unit's gather over replicas: each has a share of some tensors, and gets the others' shares."""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from hsdp.comm.work import CommWork
+from hsdp.params.shares import Share
+from hsdp.unit.unit import Unit
+
+
+class ReplicaGather:
+    """One unit's gather: shares that cut a local tensor evenly are gathered in place, the others in one padded row each.
+
+    Args:
+        unit: the unit.
+        what: the gather's name for the ranks' divergence guard.
+        shared: for each tensor the slot of its parameter in the unit, itself (laid out as the parameter's local one is),
+            and this rank's share of it, which is there.
+    """
+
+    def __init__(self, unit: Unit, what: str, shared: Sequence[tuple[int, Tensor, Share]]) -> None:
+        comm = unit.replicate_comm
+        self._comm = comm
+        self._unit = unit
+        self._op = hash((unit.op + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
+        self._direct: list[tuple[Tensor, Tensor]] = []
+        self._packed: dict[torch.dtype, list[tuple[Tensor, Share]]] = {}
+        for _, local, share in shared:
+            if not local.numel():
+                continue
+            if local.device == comm.device and local.shape[0] == share.chunk * comm.size and local.is_contiguous():
+                self._direct.append((local.view(-1), share.of(local).view(-1)))
+            else:
+                self._packed.setdefault(local.dtype, []).append((local, share))
+        self._rows: list[Tensor] = []
+        self._work: CommWork | None = None
+
+    def start(self) -> None:
+        """Starts it, behind what the compute stream has computed."""
+        outputs = [whole for whole, _ in self._direct]
+        inputs = [own for _, own in self._direct]
+        self._rows = []
+        for dtype, alike in self._packed.items():
+            sizes = [share.chunk * (local.numel() // local.shape[0]) for local, share in alike]
+            rows = torch.zeros(self._comm.size, sum(sizes), dtype=dtype, device=self._comm.device)
+            own = rows[self._comm.rank]
+            for place, (local, share) in zip(own.split(sizes), alike, strict=True):
+                value = share.of(local)
+                place[: value.numel()].view(value.shape).copy_(value)
+            self._rows.append(rows)
+            outputs.append(rows.view(-1))
+            inputs.append(own)
+        if outputs:
+            with self._comm.context.streams.on("replicate"):
+                # As bytes, so that tensors of several dtypes share a call.
+                self._work = self._comm.all_gather(
+                    self._unit,
+                    self._op,
+                    [output.view(torch.uint8) for output in outputs],
+                    [one.view(torch.uint8) for one in inputs],
+                    None,
+                )
+
+    def finish(self) -> None:
+        """Waits for it, and puts parts that came in rows where they belong."""
+        if self._work is None:
+            return
+        self._work.wait()
+        self._work = None
+        for rows, alike in zip(self._rows, self._packed.values(), strict=True):
+            at = 0
+            for local, share in alike:
+                inner = local.numel() // local.shape[0]
+                columns = rows[:, at : at + share.chunk * inner].reshape(-1, *local.shape[1:])
+                at += share.chunk * inner
+                # Padding is behind the last rows of the last replicas that have any.
+                local.copy_(columns[: local.shape[0]])
+        self._rows = []

@@ -297,8 +297,22 @@ def local_grad(param: ManagedParam) -> Tensor:
         StateError: it is not sharded as the parameter is.
     """
     grad: Any = param.sharded.grad
-    if isinstance(grad, DTensor) and param.share is not None and grad._spec.placements == param.share.spec.placements:
-        return _behind(grad)
+    spec = param.tensor_spec if param.share is None else param.share.spec
+    fits = isinstance(grad, DTensor) and grad._spec.placements == spec.placements
+    if not fits:
+        _shard(param, grad)
+    local: Tensor = grad._local_tensor
+    if isinstance(local, ZeroGradSentinel) and local.standing.gradient is not None:
+        local = local.standing.gradient
+    if not fits and param.share is not None:
+        # Replicas all have the same: a penalty's, or one from before they had shares.
+        local = grad._local_tensor = param.part_of(local)
+        grad._spec = param.grad_spec
+    return local
+
+
+def _shard(param: ManagedParam, grad: Any) -> None:
+    """Cuts a gradient, of which every rank holds all that it needs, as the parameter is sharded; or raises StateError."""
     spec = param.tensor_spec
     if isinstance(grad, DTensor) and grad._spec.placements != spec.placements and _is_replicated(grad._spec, spec):
         # DTensor does not shard what has fewer rows than ranks where it can help it: a penalty's gradient comes so.
@@ -310,18 +324,6 @@ def local_grad(param: ManagedParam) -> Tensor:
             f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
             f"set it to None, or to a DTensor with placements {spec.placements}"
         )
-    if param.share is not None:
-        # Replicas all have the same: a penalty's, or one from before they had shares.
-        grad._local_tensor = param.part_of(_behind(grad))
-        grad._spec = param.grad_spec
-    return _behind(grad)
-
-
-def _behind(grad: Any) -> Tensor:
-    local: Tensor = grad._local_tensor
-    if isinstance(local, ZeroGradSentinel) and local.standing.gradient is not None:
-        return local.standing.gradient
-    return local
 
 
 def _is_replicated(spec: DTensorSpec, wanted: DTensorSpec) -> bool:

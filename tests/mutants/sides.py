@@ -12,6 +12,7 @@ import torch
 import torch.distributed as dist
 
 import hsdp.optim.elementwise
+import hsdp.optim.targets
 import hsdp.tracing.recorder
 import hsdp.tracing.replay
 import hsdp.tracing.summary
@@ -101,7 +102,7 @@ LOADED = Check(loads_optimizers)
 
 @mutant(FLAT, kill="AssertionError")
 def lets_parameters_that_parted_count_their_steps_together() -> Any:
-    return mock.patch.object(hsdp.optim.elementwise, "_numbers", return_value=())
+    return mock.patch.object(hsdp.optim.targets, "_numbers", return_value=())
 
 
 @mutant(FLAT, kill="AssertionError|KeyError|StateError")

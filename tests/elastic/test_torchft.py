@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -26,7 +27,8 @@ FLAGS = f"--steps 100000 {SIZES} --log-every 1 --no-sample --device cpu --timeou
 
 def test_two_replicas_survive_kills(tmp_path: Path) -> None:
     log = soak(tmp_path, replicas=2, kills=2, seed=0, accumulate=2, pause=0.02)
-    assert any(line.startswith("2 kills") for line in log)
+    # A rank that is to die while it is healed, or behind that, was killed once before.
+    assert any(re.match(r"[23] kills in .* ended by themselves: none", line) for line in log)
 
 
 class TrainLM:

@@ -30,6 +30,7 @@ from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
+from hsdp.unit.lookup import unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -101,7 +102,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         )
     if over_replicas:
         share_gradients_of(param for group in optimizer.param_groups for param in group["params"])
-        optimizer.steps_shares = True  # type: ignore[attr-defined]
+        optimizer._hsdp_steps_shares = True  # type: ignore[attr-defined]
     optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
     rewrap_step(optimizer)
@@ -279,9 +280,15 @@ def _local_grad(member: Member, grad: Any) -> Tensor:
         if share is not None and (spec.placements, spec.mesh) == (share.spec.placements, share.spec.mesh):
             return grad._local_tensor
     raise StateError(
-        f"optim.local: a gradient of a parameter of shape {tuple(param.shape)} is not sharded as the parameter is; set it "
-        f"to None, or to a DTensor with placements {param.placements}"
+        f"optim.local: the gradient of parameter {_name_of(param)!r} is not sharded as the parameter is; set it to None, "
+        f"or to a DTensor with placements {param.placements}"
     )
+
+
+def _name_of(param: Any) -> str:
+    unit = unit_of(param)
+    names = [managed.fqn for managed in unit.params if managed.sharded is param] if unit is not None else []
+    return names[0] if names else f"of shape {tuple(param.shape)}"
 
 
 def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:

@@ -88,8 +88,8 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated.
 
-    An optimizer that steps replicas' shares, which `optim.local(over_replicas=True)` makes of one, says `steps_shares`.
-    Another one gets whole gradients.
+    An optimizer that steps replicas' shares has `_hsdp_steps_shares`, by `optim.local(over_replicas=True)`; another one gets
+    whole gradients.
     """
     units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
     refuse_assigned(units, "the optimizer's step")
@@ -97,7 +97,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
     shared = [unit for unit in units if unit.gradients.shared]
-    if shared and not getattr(optimizer, "steps_shares", False):
+    if shared and not getattr(optimizer, "_hsdp_steps_shares", False):
         with torch.no_grad():
             gather_gradients(shared, (param for group in optimizer.param_groups for param in group["params"]))
     _warn_of_no_gradients(optimizer, units)

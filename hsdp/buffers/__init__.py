@@ -1,6 +1,7 @@
 """Integers and bytes: where each parameter's elements lie in the flat buffers that are communicated. No ranks' state.
 
     layout.py          the plan of a buffer: pieces, offsets, padding
+    views.py           views of packed rows and of whole parameters that fit each other, and copies between them
     flat_buffer.py     memory that is allocated and freed many times under the same tensor
     fingerprints.py    short numbers that tell whether values are equal
 

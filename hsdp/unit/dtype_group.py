@@ -22,6 +22,7 @@ from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
 from hsdp.buffers.layout import PACK_ALL, Layout, Piece, Thresholds, plan
+from hsdp.buffers.views import merge_copies, row_views, whole_views
 from hsdp.comm.mesh import MeshAxes
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
@@ -110,6 +111,7 @@ class DtypeGroup:
         self._direct: FlatBuffer | None = None
         self._packed: FlatBuffer | None = None
         self._staging: FlatBuffer | None = None
+        self._as_words: tuple[Tensor, Tensor, Tensor] | None = None
         self._filling = False  # staging is there, for a gather
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
@@ -133,10 +135,17 @@ class DtypeGroup:
         """A sum over the bits of the shard buffer, if the unsharded parameters are a copy of it; else 0."""
         if self.shards == 1 and not self._moves:
             return 0
-        data = self.shard.detach().view(U8)
-        words = data.numel() // 8 * 8
-        head = int(data[:words].view(torch.int64).sum())
-        return head ^ int(data[words:].sum()) if words < data.numel() else head
+        words, rest = self._words()
+        head = int(words.sum())
+        return head ^ int(rest.sum()) if rest.numel() else head
+
+    def _words(self) -> tuple[Tensor, Tensor]:
+        """The bytes of the shard buffer, as 64-bit words and what is left."""
+        if self._as_words is None or self._as_words[0] is not self.shard:
+            data = self.shard.detach().view(U8)
+            words = data.numel() // 8 * 8
+            self._as_words = self.shard, data[:words].view(torch.int64), data[words:]
+        return self._as_words[1:]
 
     @property
     def keeps_writes(self) -> bool:
@@ -219,6 +228,7 @@ class DtypeGroup:
                     else:
                         self._unpack_to += whole_views(piece, unsharded, shards)
                         self._unpack_from += sources
+            self._unpack_to, self._unpack_from = merge_copies(self._unpack_to, self._unpack_from)
 
     def _new_whole(self, numel: int) -> FlatBuffer:
         self._whole.append(FlatBuffer(numel, self.kind.compute, self.device))
@@ -341,52 +351,3 @@ def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: GroupKey)
         gather = gather if policy.direct_gather_bytes is None else policy.direct_gather_bytes
         reduce = reduce if policy.direct_reduce_bytes is None else policy.direct_reduce_bytes
     return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize)
-
-
-def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
-    """Views of the packed rows that hold one parameter's pieces, shaped as `whole_views` shapes its parts.
-
-    Args:
-        piece: its place in the layout.
-        columns: the rows' columns of this piece, (S, piece.numel), or narrower where ranks hold less.
-    """
-    shards, shape, dim = columns.shape[0], piece.spec.shape, piece.spec.dim
-    if dim is None:
-        return [columns]
-    if piece.even or shape[dim] % shards == 0:
-        before = math.prod(shape[:dim])
-        return [columns.view(shards, before, piece.numel // before if before else 0)]
-    if not piece.spec.numel:
-        return []
-    # As many ranks as are full, in one; then the one that holds the rest.
-    full, rest = divmod(shape[dim], piece.chunk)
-    before = math.prod(shape[:dim])
-    views: list[Tensor] = []
-    if full:
-        each = math.prod(shape) // shape[dim] * piece.chunk
-        views.append(columns[:full, :each].view(full, before, each // before))
-    if rest:
-        local = piece.local_shape(full)
-        views.append(columns[full, : math.prod(local)].view(local))
-    return views
-
-
-def whole_views(piece: Piece, unsharded: Tensor, shards: int) -> list[Tensor]:
-    """The parts of an unsharded parameter: one stack of ranks' equal parts, and what the rank behind them holds."""
-    shape, dim = piece.spec.shape, piece.spec.dim
-    if dim is None:
-        return [unsharded.reshape(1, -1).expand(shards, -1)]
-    if piece.even or shape[dim] % shards == 0:
-        before = math.prod(shape[:dim])
-        return [unsharded.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
-    if not piece.spec.numel:
-        return []
-    full, rest = divmod(shape[dim], piece.chunk)
-    before = math.prod(shape[:dim])
-    views: list[Tensor] = []
-    if full:
-        stack = unsharded.narrow(dim, 0, full * piece.chunk)
-        views.append(stack.reshape(before, full, stack.numel() // (before * full)).transpose(0, 1))
-    if rest:
-        views.append(unsharded.narrow(dim, full * piece.chunk, rest))
-    return views

@@ -15,8 +15,9 @@ from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, owned
 from hsdp.buffers.layout import Layout, Piece, plan
+from hsdp.buffers.views import row_views, whole_views
 from hsdp.torch_private import chunk_cat
-from hsdp.unit.dtype_group import DtypeGroup, row_views, whole_views
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
 from hsdp.unit.replica_shares import ReplicaShares, Stage
 

@@ -21,7 +21,7 @@ from hsdp.buffers.layout import (
     Thresholds,
     plan,
 )
-from hsdp.unit.dtype_group import row_views, whole_views
+from hsdp.buffers.views import row_views, whole_views
 
 
 @st.composite

@@ -29,7 +29,7 @@ import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, progress, publish, shard
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
 from hsdp.buffers.layout import Layout, ParamSpec, plan
-from hsdp.comm.collectives import direct_bytes
+from hsdp.comm.backends import direct_bytes
 from hsdp.unit.dtype_group import GroupKey, thresholds_for
 from tests.support.counting import CollectiveCounter, CopyCounter
 from tests.support.rig import fake_world

@@ -146,6 +146,11 @@ AllgatherOptions = c10d.AllgatherOptions
 """Options of an all-gather; those of the other collectives are public."""
 
 
+multiplied_sum: Callable[[float], Any] = c10d._make_nccl_premul_sum
+"""The sum of what every rank multiplies with a factor, as an operator of NCCL's reductions. FSDP2 divides
+gradients so; without it a kernel of its own follows each reduction."""
+
+
 def own_client() -> tuple[Any, bool]:
     """The store of the default group, with a client of its own if it has such; and whether nobody else uses the client."""
     store: Any = dist.distributed_c10d._get_default_store()

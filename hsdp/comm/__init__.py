@@ -2,7 +2,8 @@
 
     mesh.py              a DeviceMesh as one axis of shards and one of replicas
     streams.py           a device's side streams and events
-    collectives.py       starts collectives on a process group, and knows backends' habits: start reading here
+    collectives.py       starts collectives on a process group: start reading here
+    backends.py          backends' habits: names, sizes, what they can
     work.py              a collective under way
     divergence.py        ranks that are about to start different collectives get an error instead of a hang
     questions.py         how they ask each other over the store, at a cost that is the same for any number of ranks
@@ -13,6 +14,6 @@
     tree.py              sums over ranks in one order, whatever the mesh
     custom.py            users' own all-gather, reduce-scatter and all-reduce: one shape, with torch's works
 
-May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `collectives.py`;
+May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `backends.py`;
 how the host waits for it, into `work.py`.
 """

@@ -1,9 +1,8 @@
-"""Starts the engine's collectives, returns them as `CommWork`, and knows backends' habits; work.py waits for them."""
+"""Starts the engine's collectives and returns them as `CommWork`. work.py waits for them; backends.py has their habits."""
 
 from __future__ import annotations
 
 import ast
-import functools
 import hashlib
 import struct
 import weakref
@@ -15,6 +14,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hsdp.comm import backends
+from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
@@ -23,19 +24,7 @@ from hsdp.comm.observer import CommContext
 from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, wait_for
-from hsdp.torch_private import AllgatherOptions, backend_of
-
-GATHER_ALONE_BYTES = 512 * 1024
-"""Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
-
-REDUCE_ALONE_BYTES = 1024 * 1024
-"""The same for all-reduces."""
-
-UNGUARDED = frozenset({"fake"})
-"""Backends behind which there are no other ranks."""
-
-ASK_IN_GROUP = frozenset({"gloo", "nccl", "xccl"})
-"""Backends of torch's own groups whose works tell the host when they have ended, so that it can look around meanwhile."""
+from hsdp.torch_private import AllgatherOptions, backend_of, multiplied_sum
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
@@ -71,10 +60,11 @@ class Comm:
         self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
-        if group is not None and size > 1 and self.backend not in UNGUARDED:
+        if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
             self.divergence_guard = guard_of(group, rank, size, device)
         self._all_gather_options = _options(AllgatherOptions, context.streams)
         self._reduce_scatter_options = _options(dist.ReduceScatterOptions, context.streams)
+        self._multiplying: tuple[float, Any] | None = None  # the factor of last time
         self._all_reduce_options = _options(dist.AllreduceOptions, context.streams)
         self._all_reduce_coalesced_options = _options(dist.AllreduceCoalescedOptions, context.streams)
         self._all_to_all_options = _options(dist.AllToAllOptions, context.streams)
@@ -92,6 +82,21 @@ class Comm:
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""
         return CommWork(self, kind, owner, [], None, finish)
+
+    @property
+    def multiplies(self) -> bool:
+        """Whether reduce-scatters can multiply what they sum."""
+        return self.backend in backends.MULTIPLIES and self.custom_reduce_scatter is None
+
+    def _sum_of(self, factor: float) -> Any:
+        """Options of a reduce-scatter of what is multiplied with `factor`."""
+        if factor == 1.0:
+            return self._reduce_scatter_options
+        if self._multiplying is None or self._multiplying[0] != factor:
+            options = _options(dist.ReduceScatterOptions, self.context.streams)
+            options.reduceOp = multiplied_sum(factor)
+            self._multiplying = factor, options
+        return self._multiplying[1]
 
     @labels
     def all_gather(
@@ -120,13 +125,16 @@ class Comm:
         inputs: list[Tensor],
         replicated: list[Tensor],
         finish: Callable[[], object] | None,
+        factor: float = 1.0,
     ) -> CommWork:
         """Sums over ranks; then `finish`.
 
         Args:
             outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
             replicated: tensors that every rank keeps whole: summed in place.
+            factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
         """
+        assert factor == 1.0 or (self.multiplies and not replicated), "somebody else multiplies these sums"
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
@@ -137,7 +145,7 @@ class Comm:
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
             for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
-                works += _start_scatter(group, outs, ins, self._reduce_scatter_options)
+                works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if replicated:
             self._sum_in_place(group, works, replicated)
         return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
@@ -225,7 +233,7 @@ class Comm:
             return
         for alike, _ in _by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
-                if len(same) > 1 and (coalesced := _names_in(group.__class__)["all_reduce_coalesced"]):
+                if len(same) > 1 and (coalesced := names_in(group.__class__)["all_reduce_coalesced"]):
                     works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
                 else:
                     works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
@@ -285,7 +293,7 @@ def digest_of(value: object) -> int:
 def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> DivergenceGuard:
     """The divergence guard of a group: one, however many units and models use the group."""
     # Groups written in Python may know no other reduction than the sum, and may sum without being asked to.
-    in_group = type(group) is ProcessGroup and backend_name(group, device) in ASK_IN_GROUP
+    in_group = type(group) is ProcessGroup and backend_name(group, device) in backends.ASK_IN_GROUP
     this = weakref.ref(group)
 
     def compare(divergence_guard: DivergenceGuard, values: list[int], answer: Answer) -> list[int]:
@@ -331,32 +339,9 @@ def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: li
 
 # -- process groups ----------------------------------------------------------------------------------------------------
 
-_NAMES = {
-    "gather": ("all_gather_single", "_allgather_base"),
-    "gather_coalesced": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
-    "scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
-    "scatter_coalesced": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
-    "all_to_all": ("all_to_all_single", "alltoall_base"),
-    "all_reduce_coalesced": ("allreduce_coalesced",),
-}
-"""A process group's methods: their name in new versions of torch, and the one in old ones."""
-
-
-@functools.cache
-def _names_in(kind: Any) -> dict[str, str | None]:
-    """Under which name a class of groups has each of the methods in `_NAMES`; None: under none.
-
-    A class written in Python (torch's threaded groups, torchft's managed ones) counts with what it defines by itself, under
-    the name of whatever torch it was written for: the methods that it inherits need a backend, which it may not have.
-    """
-    own = {name for base in kind.__mro__ if base not in ProcessGroup.__mro__ for name in vars(base)}
-    if not own.intersection(("allgather", "allreduce", *(name for names in _NAMES.values() for name in names))):
-        own = set(dir(kind))  # one of torch's own
-    return {verb: next((name for name in names if name in own), None) for verb, names in _NAMES.items()}
-
 
 def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = _names_in(group.__class__)
+    names = names_in(group.__class__)
     single = names["gather"]
     if single and len(inputs) == 1:
         return [getattr(group, single)(outputs[0], inputs[0], options)]
@@ -369,7 +354,7 @@ def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], optio
 
 
 def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = _names_in(group.__class__)
+    names = names_in(group.__class__)
     single = names["scatter"]
     if single and len(inputs) == 1:
         return [getattr(group, single)(outputs[0], inputs[0], options)]
@@ -383,7 +368,7 @@ def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], opti
 
 def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
     pairs = zip(outputs, inputs, strict=True)
-    if single := _names_in(group.__class__)["all_to_all"]:
+    if single := names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
     size = group.size()
     return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
@@ -392,7 +377,7 @@ def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], o
 def _start_exchange(
     group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
 ) -> list[Any]:
-    if single := _names_in(group.__class__)["all_to_all"]:
+    if single := names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, received, sizes, options)]
     return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
 
@@ -402,19 +387,6 @@ def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
     context = CommContext(Streams(device))
     group = shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
     return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, context)
-
-
-def direct_bytes(backend: str) -> tuple[int, int]:
-    """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
-    # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
-    return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
-
-
-def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
-    """How tensors of these bytes share calls on gloo, as lists of their indices: from `alone` bytes on each has its own."""
-    large = [[i] for i, size in enumerate(sizes) if size >= alone]
-    small = [i for i, size in enumerate(sizes) if size < alone]
-    return [*large, small] if small else large
 
 
 def twin_of(comm: Comm) -> Comm:

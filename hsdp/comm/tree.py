@@ -19,7 +19,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm
+from hsdp.comm.backends import REDUCE_ALONE_BYTES
+from hsdp.comm.collectives import Comm
 from hsdp.comm.custom import in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes

@@ -21,7 +21,7 @@ from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
 from hsdp.api.fully_shard import fully_shard
-from hsdp.comm.collectives import direct_bytes
+from hsdp.comm.backends import direct_bytes
 from hsdp.doctor.measure import LinkRates, Rates, measure
 from hsdp.doctor.thresholds import Paths, measure_paths, policy, shard_ranks, table
 from hsdp.format import bytes_of, seconds_of, several

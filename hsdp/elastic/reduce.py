@@ -17,7 +17,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hsdp.comm.collectives import REDUCE_ALONE_BYTES, Comm, share_calls
+from hsdp.comm.backends import REDUCE_ALONE_BYTES, share_calls
+from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.work import CommWork
 from hsdp.elastic.manager import Manager

@@ -9,7 +9,7 @@ import functools
 from dataclasses import dataclass, replace
 
 from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
-from hsdp.comm.collectives import direct_bytes
+from hsdp.comm.backends import direct_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hsdp.comm.collectives import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
+from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
 from hsdp.comm.tree import travelling
 from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb

@@ -315,13 +315,15 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
 
 
 def _scatter(bucket: ReductionBucket) -> CommWork:
-    """Starts the reduce-scatter of a bucket; behind it every sum is scaled, exactly once, if it is a tree's root."""
+    """Starts the reduce-scatter of a bucket. Every sum is scaled, once, in it or behind it; a tree's at its root."""
     first = bucket.items[0]
     comm = first.unit.scatter_comm
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
     replicated: list[Tensor] = []
     scaled: list[tuple[GroupReduction, float]] = []
+    factors: set[float] = set()
+    in_sum = comm.multiplies and not first.in_tree
     for reduction in bucket.items:
         for part in reduction.parts:
             inputs += part.inputs
@@ -330,20 +332,25 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
                 replicated += part.operands
             before, after = _split_factor(reduction, part)
             if before != 1.0:
+                in_sum = False
                 torch._foreach_mul_(part.inputs or part.values(), before)
             scaled.append((part, after))
+            factors.add(after)
 
     def scale() -> None:
         for part, after in scaled:
             if after != 1.0:
                 torch._foreach_mul_(part.values(), after)
 
-    finish = None if first.in_tree and first.replicas > 1 else scale
     if not inputs and not replicated:
-        return comm.local("scale", bucket, finish)
+        return comm.local("scale", bucket, None if first.in_tree and first.replicas > 1 else scale)
     if first.in_tree:
+        finish = None if first.replicas > 1 else scale
         return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish)
-    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, finish)
+    if in_sum and not replicated and len(factors) == 1:
+        # The unused-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
+        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop())
+    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale)
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+from unittest import mock
+
 import pytest
 import torch
 from torch import nn
 
 import hsdp
-from tests.support.deep import Deep, mean_grads, seeded, step
+from hsdp.comm import backends
+from hsdp.comm.collectives import Comm
+from tests.support.deep import Deep, floats, mean_grads, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
 from tests.support.twin import assert_same, full_grads
@@ -66,6 +70,36 @@ def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_rule_15_fp16_divides_before_and_after_the_sum(pool4: Pool, shape: tuple[int, ...], value: float) -> None:
     pool4.run(check_fp16, shape, value)
+
+
+def check_scaled_on_the_way(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
+    """A backend that multiplies what it sums leaves hsdp no factor to apply, and gives what hsdp's own kernel gives."""
+    grads: dict[bool, dict[str, torch.Tensor | None]] = {}
+    for multiplies in (True, False):
+        names = {"emulccl"} if multiplies else set()
+        with (
+            mock.patch.object(backends, "MULTIPLIES", frozenset(names)),
+            mock.patch.object(Comm, "_sum_of", autospec=True, side_effect=Comm._sum_of) as asked,
+        ):
+            model = shard(seeded(Deep).to(env.device), env.mesh(shape), comm_policy=policy)
+            model.set_gradient_divide_factor(3.0, recurse=True)  # type: ignore[operator]
+            for level in ("local", "scatter", "full"):
+                model.set_requires_grad_sync(level != "local")  # type: ignore[operator]
+                model.set_requires_all_reduce(level != "scatter")  # type: ignore[operator]
+                model(floats(env.rank).to(env.device)).square().sum().backward()
+            grads[multiplies] = full_grads(model)
+            factors = {call.args[1] for call in asked.call_args_list}
+            assert factors == ({1 / 3} if multiplies else {1.0})
+    assert_same(grads[True], grads[False])
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    expected = {name: None if grad is None else grad * env.world_size for name, grad in means.items()}
+    assert_same({name: None if grad is None else grad.cpu() for name, grad in grads[True].items()}, expected)
+
+
+@pytest.mark.parametrize("policy", ["packed", "direct"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_rule_15_a_backend_may_multiply(device4: Pool, shape: tuple[int, ...], policy: str) -> None:
+    device4.run(check_scaled_on_the_way, shape, POLICIES[policy])
 
 
 def check_recursive(env: RankEnv) -> None:

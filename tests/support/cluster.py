@@ -17,7 +17,7 @@ from unittest import mock
 
 from torch.distributed import HashStore, PrefixStore
 
-from hsdp.comm import collectives, divergence, work
+from hsdp.comm import backends, collectives, divergence, work
 from hsdp.comm.questions import Answer, Questions
 from tests.support.counted_store import CountedStore, counted
 
@@ -52,8 +52,8 @@ class Cluster:
 
         with ExitStack() as stack:
             for where, name, value in (
-                (collectives, "UNGUARDED", frozenset()),
-                (collectives, "ASK_IN_GROUP", frozenset({"fake"})),
+                (backends, "UNGUARDED", frozenset()),
+                (backends, "ASK_IN_GROUP", frozenset({"fake"})),
                 (collectives.Greatest, "__init__", counting),
                 # Works of the fake backend never say that they have ended.
                 (work, "_ends", lambda work, backend: True),

@@ -169,6 +169,9 @@ def use_device(device: str, rank: int, world_size: int) -> str:
     module = torch.get_device_module(device)
     module.set_device(rank % module.device_count())
     if device == emulator.NAME:
+        from hsdp.comm import backends  # not before the debug mode has been chosen
+
+        backends.MULTIPLIES |= {"emulccl"}  # as NCCL does, for which it stands
         return emulator.BACKENDS
     if module.device_count() >= world_size:
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"

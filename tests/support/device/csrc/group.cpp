@@ -58,10 +58,11 @@ struct DeviceOptions : Backend::Options {
 
 void reduce_now(const BackendPtr& gloo, at::Tensor tensor, const ReduceOp& how) {
   if (tensor.numel() == 0) return;
-  TORCH_CHECK(how.op_ != ReduceOp::PREMUL_SUM, "emulccl: no PREMUL_SUM");
   bool average = how.op_ == ReduceOp::AVG, is_bool = tensor.scalar_type() == at::kBool;
+  bool multiplies = how.op_ == ReduceOp::PREMUL_SUM;
+  if (multiplies) tensor.mul_(static_cast<NCCLPreMulSumSupplement*>(how.supplement_.get())->double_factor);
   AllreduceOptions options;
-  options.reduceOp = average ? ReduceOp(ReduceOp::SUM) : how;
+  options.reduceOp = average || multiplies ? ReduceOp(ReduceOp::SUM) : how;
   Tensors one{is_bool ? tensor.to(at::kInt) : tensor};
   gloo->allreduce(one, options)->wait();
   if (average) one[0].div_(gloo->getSize());

@@ -1,0 +1,60 @@
+"""What hsdp knows about backends: what they can, what they call it, and from which sizes on it pays."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+from torch.distributed import ProcessGroup
+
+GATHER_ALONE_BYTES = 512 * 1024
+"""Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
+
+REDUCE_ALONE_BYTES = 1024 * 1024
+"""The same for all-reduces."""
+
+UNGUARDED = frozenset({"fake"})
+"""Backends behind which there are no other ranks."""
+
+MULTIPLIES = frozenset({"nccl", "fake"})
+"""Backends that can multiply what they sum. FSDP2 has NCCL average gradients so: a kernel less behind each reduction. The
+fake one moves nothing; it counts as NCCL does, so that what is counted there holds on GPUs."""
+
+ASK_IN_GROUP = frozenset({"gloo", "nccl", "xccl"})
+"""Backends of torch's own groups whose works tell the host when they have ended, so that it can look around meanwhile."""
+
+NAMES = {
+    "gather": ("all_gather_single", "_allgather_base"),
+    "gather_coalesced": ("all_gather_single_coalesced", "allgather_into_tensor_coalesced"),
+    "scatter": ("reduce_scatter_single", "_reduce_scatter_base"),
+    "scatter_coalesced": ("reduce_scatter_single_coalesced", "reduce_scatter_tensor_coalesced"),
+    "all_to_all": ("all_to_all_single", "alltoall_base"),
+    "all_reduce_coalesced": ("allreduce_coalesced",),
+}
+"""A process group's methods: their name in new versions of torch, and the one in old ones."""
+
+
+@functools.cache
+def names_in(kind: Any) -> dict[str, str | None]:
+    """Under which name a class of groups has each of the methods in `NAMES`; None: under none.
+
+    A class written in Python (torch's threaded groups, torchft's managed ones) counts with what it defines by itself, under
+    the name of whatever torch it was written for: the methods that it inherits need a backend, which it may not have.
+    """
+    own = {name for base in kind.__mro__ if base not in ProcessGroup.__mro__ for name in vars(base)}
+    if not own.intersection(("allgather", "allreduce", *(name for names in NAMES.values() for name in names))):
+        own = set(dir(kind))  # one of torch's own
+    return {verb: next((name for name in names if name in own), None) for verb, names in NAMES.items()}
+
+
+def direct_bytes(backend: str) -> tuple[int, int]:
+    """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
+    # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
+    return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
+
+
+def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
+    """How tensors of these bytes share calls on gloo, as lists of their indices: from `alone` bytes on each has its own."""
+    large = [[i] for i, size in enumerate(sizes) if size >= alone]
+    small = [i for i, size in enumerate(sizes) if size < alone]
+    return [*large, small] if small else large

@@ -7,9 +7,8 @@ these for their dtype or device.
 from __future__ import annotations
 
 import weakref
-from collections import deque
 from collections.abc import Sequence
-from operator import attrgetter, is_, is_not
+from operator import is_, is_not
 from typing import Any
 
 import torch
@@ -19,8 +18,6 @@ from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, plain_access, storage_key
-
-_local_of = attrgetter("_local_tensor")
 
 
 class Shadows:
@@ -55,7 +52,7 @@ class Shadows:
         self.choose()
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
-        self._locals = [param.local for param in params]
+        self._with_locals: list[tuple[Any, Tensor]] = [(param.sharded, param.local) for param in params]
         self._wrappers = self._storages()
 
     def _storages(self) -> list[torch.UntypedStorage]:
@@ -97,18 +94,12 @@ class Shadows:
             self._exchange(self._registered_params)
 
     def _exchange(self, params: list[Any]) -> None:
-        if self._replaced():
-            places = zip(self._registered, self._registered_as, self._expected, params, strict=True)
-            for registered, name, before, after in places:
-                if registered.get(name) is before:  # else somebody replaced it, which `disturbed` is to see
-                    registered[name] = after
-        else:
-            deque(map(dict.__setitem__, self._registered, self._registered_as, params), 0)
+        for registered, name, before, after in zip(
+            self._registered, self._registered_as, self._expected, params, strict=True
+        ):
+            if registered.get(name) is before:  # else somebody replaced it, which `disturbed` is to see
+                registered[name] = after
         self._expected = params
-
-    def _replaced(self) -> bool:
-        """Whether somebody registered another parameter in the place of one of these."""
-        return any(map(is_not, map(dict.get, self._registered, self._registered_as), self._expected))
 
     def hide(self) -> None:
         """Takes them away again, from both places."""
@@ -131,7 +122,10 @@ class Shadows:
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since these shadows were made."""
-        return any(map(is_not, map(_local_of, self._sharded), self._locals)) or self._replaced()
+        for sharded, local in self._with_locals:
+            if sharded._local_tensor is not local:
+                return True
+        return any(map(is_not, map(dict.get, self._registered, self._registered_as), self._expected))
 
     def assigned(self) -> str | None:
         """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.

@@ -8,7 +8,7 @@ import pytest
 
 from tests.mutants.engine import run_mutated
 from tests.mutants.planting import MUTANTS, Check, Mutant
-from tests.support.rig import Outcome, Pool
+from tests.support.rig import Outcome, Pool, describe
 from tests.support.share import FULL
 
 GROUP_TIMEOUT = 3.0  # for mutants that leave a rank waiting
@@ -24,8 +24,8 @@ def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) ->
 
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: f"{check.run.__name__}-{check.world}")
 def test_checks_end_well_without_a_mutant(request: pytest.FixtureRequest, check: Check) -> None:
-    for one in _run(request, check, None):
-        assert one.error == check.ends, f"rank {one.rank}: {one.error}: {one.message}"
+    outcomes = _run(request, check, None)
+    assert all(one.error == check.ends for one in outcomes), describe(outcomes)
 
 
 @pytest.mark.parametrize("name", _CHOSEN)

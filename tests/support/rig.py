@@ -30,7 +30,7 @@ import torch.distributed as dist
 
 from tests.support.worker import Outcome, RankEnv, worker_main
 
-__all__ = ["Outcome", "Pool", "PoolTimeout", "RankEnv", "RemoteError", "fake_world", "run_procs"]
+__all__ = ["Outcome", "Pool", "PoolTimeout", "RankEnv", "RemoteError", "describe", "fake_world", "run_procs"]
 
 _PRELOAD = [
     "__main__",
@@ -47,7 +47,7 @@ class RemoteError(RuntimeError):
     """A function failed on some ranks; `outcomes` has what every rank did."""
 
     def __init__(self, headline: str, outcomes: Sequence[Outcome]) -> None:
-        super().__init__(f"{headline}\n{_describe(outcomes)}")
+        super().__init__(f"{headline}\n{describe(outcomes)}")
         self.outcomes = list(outcomes)
 
 
@@ -227,7 +227,7 @@ class Pool:
         except (EOFError, OSError):
             process = self._processes[rank]
             process.join(10)
-            return Outcome(rank, None, "Died", f"exit code {process.exitcode}", output=self._output(rank))
+            return Outcome(rank, None, "Died", f"exit code {process.exitcode}", output=self._output(rank, limit=20_000))
         if outcome.ok:
             return replace(outcome, value=pickle.loads(outcome.value))
         return replace(outcome, output=self._output(rank))
@@ -250,7 +250,7 @@ class Pool:
         with open(self._log(rank), errors="replace") as log:
             log.seek(self._log_offsets[rank])
             printed = log.read()
-        return printed if len(printed) <= limit else f"{printed[:1000]}\n...\n{printed[-limit:]}"
+        return printed if len(printed) <= limit else f"{printed[: limit // 4]}\n...\n{printed[-limit:]}"
 
 
 def run_procs(
@@ -301,7 +301,7 @@ def _main_stack(dump: str) -> str:
     return "\n\n".join(threads).partition("\nExtension modules:")[0]
 
 
-def _describe(outcomes: Sequence[Outcome]) -> str:
+def describe(outcomes: Sequence[Outcome]) -> str:
     """One block per different outcome, the likeliest cause first, with the ranks that had it.
 
     A rank that died comes before those that raised, which may have lost their connection to it, and these before ranks

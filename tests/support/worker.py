@@ -281,6 +281,7 @@ def worker_main(
     threading.Thread(target=_read_commands, args=(pipe, commands), daemon=True).start()
     log = _redirect_output(log_path)
     faulthandler.enable(log, all_threads=True)  # the rig ends a hung worker by SIGABRT
+    torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, before Python's: gloo's threads have no others
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipe
     if any(name == "lo" for _, name in socket.if_nameindex()):

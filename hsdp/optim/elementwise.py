@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.errors import StateError
 from hsdp.optim.replicas import Exchange, share_gradients_of, share_of_param
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
-from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.params.dtensors import as_dtensor, cut_as, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
 from hsdp.unit.lookup import unit_of
@@ -279,6 +279,9 @@ def _local_grad(member: Member, grad: Any) -> Tensor:
         share = member.share
         if share is not None and (spec.placements, spec.mesh) == (share.spec.placements, share.spec.mesh):
             return grad._local_tensor
+        local = cut_as(grad, param._spec)
+        if local is not None:
+            return local if share is None else share.of(local)
     raise StateError(
         f"optim.local: the gradient of parameter {_name_of(param)!r} is not sharded as the parameter is; set it to None, "
         f"or to a DTensor with placements {param.placements}"

@@ -25,7 +25,7 @@ from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, Target, cut, deal
-from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.params.dtensors import as_dtensor, cut_as, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import unit_of
 
@@ -217,6 +217,9 @@ class WholeMatrix(torch.optim.Optimizer):
             return grad  # type: ignore[no-any-return]
         if isinstance(grad, DTensor) and (grad._spec.placements, grad._spec.mesh) == (spec.placements, spec.mesh):
             return block_of(grad)
+        local = cut_as(grad, spec)
+        if local is not None:
+            return local
         raise StateError(
             f"{type(self).__name__}: the gradient of {name_of(target.param)} is not sharded as the parameter is; set it to "
             f"None, or to a DTensor with placements {spec.placements}"

@@ -49,6 +49,23 @@ def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
     return DTensorSpec(spec.mesh, spec.placements, tensor_meta=meta._replace(dtype=dtype))
 
 
+def cut_as(value: Any, spec: DTensorSpec) -> Tensor | None:
+    """This rank's part of a DTensor, cut as `spec` has it; None where a rank does not hold all that it needs for that.
+
+    DTensor replicates what has fewer rows than ranks where it can help it, and the sum of tensors that are cut otherwise: a
+    penalty's gradient comes so. Nothing is communicated.
+    """
+    if not isinstance(value, DTensor) or value._spec.mesh != spec.mesh:
+        return None
+    if value._spec.placements != spec.placements:
+        pairs = zip(value._spec.placements, spec.placements, strict=True)
+        if not all(had.is_replicate() or had == wants for had, wants in pairs):
+            return None
+        with torch.no_grad():
+            value = value.redistribute(placements=spec.placements)
+    return value._local_tensor  # type: ignore[no-any-return]
+
+
 def replicates_implicitly() -> bool:
     """Whether plain tensors count as replicated DTensors now (`implicit_replication`): then they may be copied into one."""
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))

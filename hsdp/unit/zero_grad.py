@@ -17,11 +17,10 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.errors import StateError
-from hsdp.params.dtensors import as_dtensor
+from hsdp.params.dtensors import as_dtensor, cut_as
 from hsdp.params.param import ManagedParam
 
 _ADDS = frozenset(
@@ -314,19 +313,11 @@ def local_grad(param: ManagedParam) -> Tensor:
 def _shard(param: ManagedParam, grad: Any) -> None:
     """Cuts a gradient, of which every rank holds all that it needs, as the parameter is sharded; or raises StateError."""
     spec = param.tensor_spec
-    if isinstance(grad, DTensor) and grad._spec.placements != spec.placements and _is_replicated(grad._spec, spec):
-        # DTensor does not shard what has fewer rows than ranks where it can help it: a penalty's gradient comes so.
-        with torch.no_grad():
-            grad._local_tensor = grad.redistribute(placements=spec.placements)._local_tensor  # a cut, no communication
-        grad._spec = spec
-    if not isinstance(grad, DTensor) or grad._spec.placements != spec.placements:
+    local = cut_as(grad, spec)
+    if local is not None:
+        grad._local_tensor, grad._spec = local, spec
+    else:
         raise StateError(
             f"parameter {param.fqn!r} has a gradient that is not sharded as the parameter is ({type(grad).__name__}); "
             f"set it to None, or to a DTensor with placements {spec.placements}"
         )
-
-
-def _is_replicated(spec: DTensorSpec, wanted: DTensorSpec) -> bool:
-    """Whether every rank holds what it needs to be sharded as `wanted`."""
-    pairs = zip(spec.placements, wanted.placements, strict=True) if spec.mesh == wanted.mesh else ()
-    return spec.mesh == wanted.mesh and all(had.is_replicate() or had == wants for had, wants in pairs)

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hsdp
@@ -424,3 +424,44 @@ def _one_rank_alone(env: RankEnv) -> None:
 
 def test_one_rank_that_shares_alone_is_told(pool2: Pool) -> None:
     assert [one.error for one in pool2.run_raw(_one_rank_alone)] == ["DivergenceError"] * 2
+
+
+def _by_hand(env: RankEnv, shape: tuple[int, ...]) -> None:
+    mine, theirs = (shard(CASE.model(), env.mesh(shape)) for _ in range(2))
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in (mine, theirs)]
+    local(optimizers[0], over_replicas=True)
+    for step in range(3):
+        for model, optimizer in zip((mine, theirs), optimizers, strict=True):
+            CASE.loss(model, CASE.batch(step, env.rank)).backward()
+            for param in model.parameters():
+                if param.grad is not None:
+                    param.grad = param.grad + 0.1 * param.detach()
+            optimizer.step()
+            optimizer.zero_grad()
+    assert_same(full_params(mine), full_params(theirs))
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=mesh_id)
+def test_gradients_that_users_compute_with_are_cut_again(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(_by_hand, shape)
+
+
+def _replicated(env: RankEnv, shape: tuple[int, ...], kind: str) -> None:
+    mine, theirs = (shard(CASE.model(), env.mesh(shape)) for _ in range(2))
+    for model in (mine, theirs):
+        matrices = [param for param in model.parameters() if param.ndim == 2]
+        optimizer: Any = local(torch.optim.SGD(matrices, lr=0.1)) if kind == "local" else hsdp.optim.Muon(matrices, lr=0.1)
+        CASE.loss(model, CASE.batch(0, env.rank)).backward()
+        for param in matrices if model is mine else ():
+            assert isinstance(param.grad, DTensor)
+            param.grad = param.grad.redistribute(placements=[Replicate()] * len(shape))
+        optimizer.step()
+    same_params(mine, theirs)
+
+
+@pytest.mark.parametrize("kind", ["local", "muon"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_gradients_that_are_whole_on_every_rank_are_cut(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], kind: str
+) -> None:
+    pool_for(request, shape).run(_replicated, shape, kind)

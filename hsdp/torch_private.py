@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
-from operator import methodcaller
+from operator import attrgetter, methodcaller
 from typing import Any
 
 import torch
@@ -113,9 +113,8 @@ has_storage: Callable[[Tensor], bool] = torch._C._has_storage
 """Whether a tensor has a storage at all; FakeTensor and CUDA graph trees ask it."""
 
 
-def storage_key(tensor: Tensor) -> int:
-    """What two tensors have in common that lie in one storage. `torch.multiprocessing` and DCP use the same number."""
-    return int(tensor.untyped_storage()._cdata)
+storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
+"""A number that two storages share if they are one and the same. `torch.multiprocessing` and DCP use it."""
 
 
 def storage_uses(tensor: Tensor) -> int:

@@ -241,11 +241,11 @@ def _watch_loads(unit: Unit) -> None:
 
     def saves(*_: object) -> None:
         if (owner := this()) is not None:
-            owner.unregister()  # inside a forward
+            owner.shadows.unregister()  # inside a forward
 
     def loads(*_: object) -> None:
         if (owner := this()) is not None:
-            owner.unregister()
+            owner.shadows.unregister()
             owner.join_gather()
 
     def loaded(module: nn.Module, keys: object) -> None:

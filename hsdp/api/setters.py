@@ -78,7 +78,7 @@ class Setters(FSDP2Face):
                 runtime.take_outside()  # or the next ones would be added to them in the dtype of the parameters
             _gather_again(sought)
         for unit in sought:
-            unit.register()
+            unit.shadows.register()
 
     # -- what sums become ------------------------------------------------------------------------------------------
 

@@ -113,7 +113,7 @@ class ModelReading:
             target = entry.value
             block = block_of(target)
             spread = any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True))
-            if spread or storage_key(block) not in into:
+            if spread or storage_key(block.untyped_storage()) not in into:
                 target = self._staged[entry.raw_name] = staging_like(target)
             self._reader.tensor(self._keys[name], target)
 
@@ -166,7 +166,7 @@ def _own_memory(model: nn.Module) -> set[int]:
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return set()
     held = [*model.parameters(), *model.buffers()]
-    return {storage_key(block_of(tensor)) for tensor in held}
+    return {storage_key(block_of(tensor).untyped_storage()) for tensor in held}
 
 
 def _difference(found: Record, own: Any, cast: bool) -> str | None:

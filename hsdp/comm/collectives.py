@@ -7,11 +7,13 @@ import hashlib
 import struct
 import weakref
 from collections.abc import Callable, Sequence
-from typing import Any
+from functools import wraps
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from hsdp.comm import backends
@@ -19,12 +21,32 @@ from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_by
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
-from hsdp.comm.labels import Named, labels
+from hsdp.comm.labels import Named
 from hsdp.comm.observer import CommContext
 from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, wait_for
-from hsdp.torch_private import AllgatherOptions, backend_of, multiplied_sum
+from hsdp.torch_private import AllgatherOptions, backend_of, is_profiling, multiplied_sum
+
+P = ParamSpec("P")
+R = TypeVar("R")
+SelfT = TypeVar("SelfT")
+
+
+def labels(
+    start: Callable[Concatenate[SelfT, Named, P], R],
+) -> Callable[Concatenate[SelfT, Named, P], R]:
+    """Labels a method whose first argument is who communicates, under the method's name."""
+    what = start.__name__
+
+    @wraps(start)
+    def call(self: SelfT, owner: Named, /, *args: P.args, **kwargs: P.kwargs) -> R:
+        if not is_profiling():
+            return start(self, owner, *args, **kwargs)
+        with record_function(f"hsdp::{what} {owner.name}"):
+            return start(self, owner, *args, **kwargs)
+
+    return call
 
 
 def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
@@ -43,6 +65,7 @@ class Comm:
     Attributes:
         size: number of its ranks.
         backend: "gloo", "nccl", "fake", ..., or "none".
+        multiplies: whether the backend's own reduce-scatters can multiply what they sum.
         context: the side streams that its collectives use, and who observes them.
         divergence_guard: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
         custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
@@ -57,6 +80,7 @@ class Comm:
         self.device = device
         self.context = context
         self.backend = backend_name(group, device) if group is not None else "none"
+        self.multiplies = self.backend in backends.MULTIPLIES
         self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
@@ -82,11 +106,6 @@ class Comm:
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""
         return CommWork(self, kind, owner, [], None, finish)
-
-    @property
-    def multiplies(self) -> bool:
-        """Whether reduce-scatters can multiply what they sum."""
-        return self.backend in backends.MULTIPLIES and self.custom_reduce_scatter is None
 
     def _sum_of(self, factor: float) -> Any:
         """Options of a reduce-scatter of what is multiplied with `factor`."""
@@ -134,7 +153,7 @@ class Comm:
             replicated: tensors that every rank keeps whole: summed in place.
             factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
         """
-        assert factor == 1.0 or (self.multiplies and not replicated), "somebody else multiplies these sums"
+        assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:

@@ -10,16 +10,13 @@ They exist while a profiler runs; otherwise each costs the look at a flag.
 from __future__ import annotations
 
 from collections.abc import Callable
-from functools import wraps
-from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from torch.autograd.profiler import record_function
 
 from hsdp.torch_private import is_profiling
 
-P = ParamSpec("P")
 R = TypeVar("R")
-SelfT = TypeVar("SelfT")
 
 
 class Named(Protocol):
@@ -34,19 +31,3 @@ def labelled(what: str, name: str, call: Callable[..., R], /, *args: Any, **kwar
         return call(*args, **kwargs)
     with record_function(f"hsdp::{what} {name}"):
         return call(*args, **kwargs)
-
-
-def labels(
-    start: Callable[Concatenate[SelfT, Named, P], R],
-) -> Callable[Concatenate[SelfT, Named, P], R]:
-    """Labels a method whose first argument is who communicates, under the method's name."""
-    what = start.__name__
-
-    @wraps(start)
-    def call(self: SelfT, owner: Named, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_profiling():
-            return start(self, owner, *args, **kwargs)
-        with record_function(f"hsdp::{what} {owner.name}"):
-            return start(self, owner, *args, **kwargs)
-
-    return call

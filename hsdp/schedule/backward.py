@@ -12,9 +12,9 @@ from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
 from hsdp.torch_private import graph_task, queue_callback, runs_all_leaves
-from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, FORWARD, IDLE, expect, stale
+from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, IDLE, TrainingState, expect, stale
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, Version
+from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, Version, launch_ahead
 
 
 class Backwards(Root):
@@ -23,6 +23,13 @@ class Backwards(Root):
     def has_entered(self, unit: Unit) -> bool:
         """Whether the backward under way has entered `unit`."""
         return self.backward is not None and unit in self.backward.entered
+
+    def state_of(self, unit: Unit) -> TrainingState | None:
+        """What the backward that runs at this moment does with `unit`; None if none runs, or has not come to it."""
+        if not self.in_backward() or not self.has_entered(unit):
+            return None
+        assert self.backward is not None
+        return BACKWARD_POST if unit in self.backward.reduced else BACKWARD_PRE
 
     def enter_task(self) -> None:
         """Notes the graph task that the caller runs in; at its end the runtime is called back."""
@@ -65,7 +72,7 @@ class Backwards(Root):
         """A backward is over, or has failed: `parameters()` gives sharded parameters, but in forwards under way."""
         for unit in self.units:
             if not unit.calls:
-                unit.unregister()
+                unit.shadows.unregister()
 
     def _begin_backward(self) -> BackwardPass:
         reduces = self._accumulates()
@@ -76,7 +83,7 @@ class Backwards(Root):
         if not self.root.settings.drains:
             self.take_outside()
             asks = self._asks_for_weights()
-            found = [unit for unit in self.units if asks or unit.registered]
+            found = [unit for unit in self.units if asks or unit.shadows.registered]
         self.backward = BackwardPass(reduces, self.reduce_order.begin(answers=not self.depth), found)
         for divergence_guard in self._backward_guards:
             divergence_guard.begin_pass(0)
@@ -130,7 +137,7 @@ class Backwards(Root):
             expect(unit, "backward", IDLE)
         task = graph_task()
         backward = self._join(task)
-        if not unit.open and unit.disturbed():
+        if not unit.open and unit.shadows.disturbed():
             raise stale(unit)
         if visit is not None and creates_graph:
             # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
@@ -144,7 +151,7 @@ class Backwards(Root):
             unit.choose_trainable(afresh=False)
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
-        unit.set_state(BACKWARD_PRE)
+        backward.reduced.discard(unit)
         first_node = None if visit is None else visit.first_node
         opened = backward.opened
         begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
@@ -162,14 +169,17 @@ class Backwards(Root):
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in opened or unit.as_kept()):
             raise stale(unit)
+        ahead = unit.settings.backward_prefetch
         if backward.gathers is not None:
             backward.gathers.move_to(unit)
+            if ahead is None:
+                ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
         if begins:
             backward.turns.visit(unit)
         if unit.open:
-            unit.register()
+            unit.shadows.register()
             if comes:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
-                _gather_ahead(backward, unit)
+                launch_ahead(ahead or ())
             if visit is not None or unit not in opened:
                 opened[unit] = (first_node, task)
             return
@@ -177,8 +187,8 @@ class Backwards(Root):
         if visit is not None and not unit.settings.unshard_in_backward:
             opened[unit] = (first_node, task)
             return
-        self._gather(unit, version, looked=True)
-        _gather_ahead(backward, unit)
+        unit.gather(version, looked=True)
+        launch_ahead(ahead or ())
         unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
         opened[unit] = (first_node, task)
 
@@ -212,13 +222,14 @@ class Backwards(Root):
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
         first_node, version = _left(backward, unit)
-        if unit.disturbed() or unit.version != version or not unit.as_kept():
+        if unit.shadows.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
         assert backward.gathers is not None, "a unit is passed over in an order"
         backward.gathers.move_to(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        _gather_ahead(backward, unit)
+        ahead = unit.settings.backward_prefetch
+        launch_ahead(backward.gathers.next_units(unit.comm_policy.prefetch) if ahead is None else ahead)
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
@@ -264,7 +275,7 @@ class Backwards(Root):
             return  # It is another root's, which had the unit in its forward: that ends the unit's visit itself.
         if unit in backward.opened and backward.opened[unit][1] != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
-        if not backward.turns.awaits(unit):
+        if unit not in backward.turns.waiting:
             self._reduce(unit)
         elif unit not in self._parents:
             self._complete(backward.turns, unit)
@@ -279,11 +290,10 @@ class Backwards(Root):
             with torch.no_grad():
                 self._reduce(unit)
             return
-        unit.set_state(BACKWARD_POST)
+        if self.backward is not None:
+            self.backward.reduced.add(unit)
         settings = unit.settings
         if settings.requires_grad_sync:
-            # Before the operands are made: what waits here gives back its own, which would else be there beside them.
-            self.pipeline.make_room(unit.gradients.scatter_bytes)
             self._submit(unit, not self.root.settings.drains, settings.requires_all_reduce)
             return
         observer = unit.context.observer
@@ -297,6 +307,8 @@ class Backwards(Root):
 
     def _submit(self, unit: Unit, runs_on: bool, all_reduce: bool) -> None:
         """Starts a reduction of all gradients of `unit`; `runs_on` and `all_reduce` as `Gradients.take` has them."""
+        # Before the operands are made: what waits here gives back its own, which would else be there beside them.
+        self.pipeline.make_room(unit.gradients.scatter_bytes)
         observer = unit.context.observer
         if observer is not None:
             observer.begins("copy", unit)
@@ -362,7 +374,6 @@ class Backwards(Root):
             self.pipeline.tell_errors()  # of what landed meanwhile; what runs on tells when it is drained
         for unit in self.units:
             unit.remaining.clear()
-            unit.set_state(FORWARD if unit.calls else IDLE)
             if backward.keeps_graph and (unit.retained or unit in backward.opened):
                 # Entered or passed over: whole on all ranks until the next forward, or one before it would gather on some.
                 _stay(unit)
@@ -384,16 +395,6 @@ class Backwards(Root):
             self.awaits_gradients = False
         self.backward = None
         self.tell(Point.BACKWARD_ENDS)
-
-
-def _gather_ahead(backward: BackwardPass, unit: Unit) -> None:
-    """Gathers what comes when the backward of `unit` begins, each as in its forward: what is entered then is looked at."""
-    ahead = unit.settings.backward_prefetch
-    if ahead is None:
-        ahead = [] if backward.gathers is None else backward.gathers.next_units(unit.comm_policy.prefetch)
-    for other in ahead:
-        if other.residency is SHARDED and other.settings.unshard_in_backward:
-            other.launch(other.forward_version, looked=True)
 
 
 def _left(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 import weakref
 from collections.abc import Callable
+from functools import partial
 from threading import get_ident
 from types import GeneratorType
 from typing import Any
@@ -48,7 +49,8 @@ class ModuleHooks:
         if PACKAGE in sys.modules and is_checked():
             return self._run_checked(module, call, args, kwargs)
         unit = self.unit
-        runtime: Any = unit.runtime  # a Runtime: `runtime_of` without its calls
+        ref = unit.runtime_ref
+        runtime: Any = None if ref is None else ref()  # a Runtime: `runtime_of` without its calls
         if runtime is not None:
             if graph_task() != NO_TASK and runtime.in_backward():
                 return self._run_again(runtime, call, args, kwargs)
@@ -69,9 +71,10 @@ class ModuleHooks:
             output = labelled("forward", unit.name, call, *args, **kwargs) if is_profiling() else call(*args, **kwargs)
             output, visit = self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, runtime.forward_pass)
             runtime.depth = depth
-            unit.set_calls(calls)
             # Behind `after_forward`, which copies outputs that are unsharded parameters: now their memory may go.
-            self._leave(module, runtime, visit)
+            runtime.leave_forward(unit, unit.end_call(id(module), len(self.modules), calls), visit)
+            if depth == 0:
+                runtime.end_forward()
         except BaseException:
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth = depth
@@ -128,14 +131,6 @@ class ModuleHooks:
             return output, None
         return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, behind))
 
-    def _leave(self, module: nn.Module, runtime: Runtime, visit: Visit | None) -> None:
-        unit = self.unit
-        unit.ran.add(id(module))
-        more = len(unit.ran) < len(self.modules) or unit.calls > 0
-        runtime.leave_forward(unit, more, visit)
-        if runtime.depth == 0:
-            runtime.end_forward()
-
     def user_opens(self) -> None:
         """The user is about to compute with the unit's unsharded parameters without calling its module(s)."""
         unit = self.unit
@@ -167,7 +162,7 @@ class ModuleHooks:
                 f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
                 "parameters are sharded again; return a list of what it yields"
             )
-        name_of = self.unit.name_of_unsharded
+        name_of = self.unit.shadows.name_of
         tensors = [output] if isinstance(output, Tensor) else tensors_of(output)
         if not any(map(name_of, tensors)):
             return output, tensors
@@ -189,7 +184,7 @@ class ModuleHooks:
             self._side_outputs = runtime.generation, SideOutputs(modules)
         for tensor in tensors + self._side_outputs[1].tensors(arguments, number):
             for node in entry_nodes(tensor, number):
-                node.register_prehook(_entry_hook(self.unit, runtime, visit, (made_in, sequence_number(node))))
+                node.register_prehook(partial(_entered, self.unit, runtime, visit, (made_in, sequence_number(node))))
                 watched = True
         return visit if watched else None
 
@@ -216,9 +211,7 @@ def own_state(module: Any) -> ModuleHooks:
     return state
 
 
-def _entry_hook(unit: Unit, runtime: Runtime, visit: Visit, node: Moment) -> Callable[[Any], None]:
-    def entered(grads: Any) -> None:
-        # In a hook the grad mode is the engine's: on only with create_graph=True.
-        runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)
-
-    return entered
+def _entered(unit: Unit, runtime: Runtime, visit: Visit, node: Moment, grads: Any) -> None:
+    """A hook before an autograd node: gradients are about to enter the unit."""
+    # In a hook the grad mode is the engine's: on only with create_graph=True.
+    runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)

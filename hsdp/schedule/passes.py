@@ -68,12 +68,24 @@ class BackwardPass:
         keeps_graph: it runs with create_graph=True: unsharded parameters are part of its own graph.
         opened: the units whose visits are under way, with the moment of the forward's first node (None: recomputed only)
             and the graph task that opened them.
-        entered: the units that it has entered at all.
+        entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
         behind: the forward whose backward runs at present, with the order of its gathers; None before the first one.
         ending: its last graph task is over, and what is left is swept.
     """
 
-    __slots__ = ("behind", "ending", "entered", "found", "gathers", "keeps_graph", "opened", "reduces", "tasks", "turns")
+    __slots__ = (
+        "behind",
+        "ending",
+        "entered",
+        "found",
+        "gathers",
+        "keeps_graph",
+        "opened",
+        "reduced",
+        "reduces",
+        "tasks",
+        "turns",
+    )
 
     def __init__(self, reduces: bool, turns: ReduceTurns, found: Collection[Unit]) -> None:
         self.tasks: dict[int, weakref.ref[Token]] = {}
@@ -83,6 +95,7 @@ class BackwardPass:
         self.opened: dict[Unit, tuple[Moment | None, int]] = {}
         self.found = found
         self.entered: set[Unit] = set()
+        self.reduced: set[Unit] = set()
         self.behind: Pass | None = None
         self.gathers: BackwardGathers[Unit] | None = None
         self.ending = False

@@ -54,7 +54,7 @@ class Reduction:
         self.replicas = 0 if unit.settings.beyond_mesh else unit.replicate_comm.size
         self.parts = parts
         self.all_reduce = all_reduce
-        self.factor = unit.factor()
+        self.factor = unit.settings.factor(unit.axes.shard_size * unit.axes.replicate_size)
         self.in_tree = unit.in_tree
         self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
@@ -95,7 +95,7 @@ class Reduction:
 class ReductionBucket(Bucket[Reduction]):
     """Reductions with the collective that they share at present, which `op` identifies for the ranks' divergence guard."""
 
-    comm_work: CommWork
+    work: CommWork
 
     def __init__(self, items: list[Reduction]) -> None:
         self.items = items
@@ -103,10 +103,6 @@ class ReductionBucket(Bucket[Reduction]):
         self.name, self.op = first.unit.name, first.op
         if len(items) > 1:
             self.name, self.op = " + ".join(r.unit.name for r in items), hash(tuple(r.op for r in items))
-
-    def wait(self) -> None:
-        """Blocks until its collective is over: the host on the CPU, the current stream on a device."""
-        self.comm_work.wait()
 
 
 class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
@@ -168,14 +164,14 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         failed: set[int] = set()
         for bucket in self.under_way():
             try:
-                bucket.wait()
+                bucket.work.wait()
             except HSDPError:
-                abandon(bucket.comm_work)
+                abandon(bucket.work)
                 failed.update(map(id, bucket.items))
             for reduction in bucket.items:
                 if id(reduction) in failed or reduction.is_void:
                     for part in reduction.parts:
-                        part.release_inputs(ended=bucket.comm_work.done())
+                        part.release_inputs(ended=bucket.work.done())
                 if id(reduction) in failed and not reduction.is_void:
                     reduction.unit.gradients.lose()
         self.keep(lambda reduction: id(reduction) not in failed and not reduction.is_void)
@@ -189,12 +185,12 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         """See `ReduceQueue`. Behind the sum every gradient is scaled, exactly once."""
         bucket = ReductionBucket(items)
         if not self.ordered_by_streams:
-            bucket.comm_work = _scatter(bucket)
+            bucket.work = _scatter(bucket)
             return bucket
         # Behind all that compute has enqueued, which wrote the operands. The host goes on, and so does compute: nothing
         # that it enqueues later writes to them, as they are the reduction's alone.
         with self.streams.on("scatter"):
-            bucket.comm_work = _scatter(bucket)
+            bucket.work = _scatter(bucket)
         return bucket
 
     def release(self, bucket: ReductionBucket) -> None:
@@ -210,7 +206,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
     def start_deferral(self, item: Reduction, behind: ReductionBucket) -> ReductionBucket:
         """See `ReduceQueue`. Sums of `item`, `behind` a reduce-scatter, are added on the compute stream: it is theirs."""
         bucket = ReductionBucket([item])
-        bucket.comm_work = behind.comm_work
+        bucket.work = behind.work
         bucket.at_rest = not self.streams.active
         return bucket
 
@@ -231,7 +227,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             return bucket
         # Deferred sums were written on the compute stream.
         written = self.streams.mark() if deferred else None
-        with self.streams.after("replicate", behind.comm_work.event):
+        with self.streams.after("replicate", behind.work.event):
             self.streams.join(written)
             self._start_all_reduce(bucket, deferred)
         return bucket
@@ -260,12 +256,12 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         unit, finish = items[0].unit, partial(self._finish, items) if goes_on else None
         if inputs:
             comm = unit.replicate_comm
-            bucket.comm_work = comm.reduce_scatter(bucket, bucket.op, outputs, inputs, tensors, finish)
+            bucket.work = comm.reduce_scatter(bucket, bucket.op, outputs, inputs, tensors, finish)
         elif items[0].replicas != 1:
             stage = unit.settings.replica_reduce
-            bucket.comm_work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
+            bucket.work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
         else:
-            bucket.comm_work = unit.shard_comm.local("landing", bucket, finish)
+            bucket.work = unit.shard_comm.local("landing", bucket, finish)
             bucket.at_rest = not self.ordered_by_streams
 
     def _finish(self, reductions: list[Reduction]) -> None:
@@ -323,7 +319,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     replicated: list[Tensor] = []
     scaled: list[tuple[GroupReduction, float]] = []
     factors: set[float] = set()
-    in_sum = comm.multiplies and not first.in_tree
+    in_sum = comm.multiplies and comm.custom_reduce_scatter is None and not first.in_tree
     for reduction in bucket.items:
         for part in reduction.parts:
             inputs += part.inputs

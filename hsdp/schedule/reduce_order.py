@@ -34,7 +34,7 @@ class ReduceTurns:
         self.expected = expected
         self.visits: dict[Unit, int] = {}
         self._queue = deque(expected)
-        self._waiting = set(expected)
+        self.waiting = set(expected)
         self._ready: set[Unit] = set()
         self._again: list[Unit] = []
 
@@ -42,21 +42,17 @@ class ReduceTurns:
         """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before."""
         self._ready.discard(unit)
         self.visits[unit] = self.visits.get(unit, 0) + 1
-        if unit not in self._waiting and unit in self.expected:
-            self._waiting.add(unit)
+        if unit not in self.waiting and unit in self.expected:
+            self.waiting.add(unit)
             self._again.append(unit)
-
-    def awaits(self, unit: Unit) -> bool:
-        """Whether `unit` has a turn to come."""
-        return unit in self._waiting
 
     def expects(self, unit: Unit) -> bool:
         """Whether `unit` will be visited again before its turn."""
-        return unit in self._waiting and self.visits.get(unit, 0) < self.expected[unit]
+        return unit in self.waiting and self.visits.get(unit, 0) < self.expected[unit]
 
     def lacks(self, unit: Unit) -> bool:
         """Whether `unit` has a turn to come and was not told to be complete."""
-        return unit in self._waiting and unit not in self._ready
+        return unit in self.waiting and unit not in self._ready
 
     def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
@@ -64,7 +60,7 @@ class ReduceTurns:
         queue, come = self._queue, []
         while queue and queue[0] in self._ready and not self.expects(queue[0]):
             first = queue.popleft()
-            self._waiting.discard(first)
+            self.waiting.discard(first)
             self._ready.discard(first)
             come.append(first)
         return come

@@ -56,6 +56,14 @@ class Queued(Protocol):
         ...
 
 
+class Waited(Protocol):
+    """A collective under way."""
+
+    def wait(self) -> None:
+        """Blocks until it is over: the host on the CPU, the current stream on a device."""
+        ...
+
+
 ItemT = TypeVar("ItemT", bound=Queued)
 
 
@@ -64,16 +72,15 @@ class Bucket(Generic[ItemT]):
 
     Attributes:
         items: the reductions.
+        work: its collective, to wait for; None where nothing is communicated.
         at_rest: no collective is under way, by construction, whatever the timing.
     """
 
     at_rest = False
+    work: Waited | None = None
 
     def __init__(self, items: list[ItemT]) -> None:
         self.items = items
-
-    def wait(self) -> None:
-        """Blocks until its collective is over."""
 
 
 BucketT = TypeVar("BucketT", bound=Bucket[Any])
@@ -215,7 +222,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def _release(self) -> None:
         """The oldest bucket's shards are summed. Where the host orders the work, the next stage can start only now."""
         bucket = self._holding[0]
-        bucket.wait()  # if it raises, the bucket is still there for whoever cleans up
+        if bucket.work is not None:
+            bucket.work.wait()  # if it raises, the bucket is still there for whoever cleans up
         self._holding.popleft()
         self.release(bucket)
         if not self.ordered_by_streams:
@@ -263,7 +271,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
 
     def _land(self) -> None:
         bucket = self._reducing[0]
-        bucket.wait()
+        if bucket.work is not None:
+            bucket.work.wait()
         # Out of the queue before it lands: a user's hook that runs there may drain the rest (`flush` lands outside of
         # backwards).
         self._reducing.popleft()

@@ -32,9 +32,7 @@ from hsdp.schedule.passes import BackwardPass, Moment, Pass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node
-from hsdp.unit.state import IDLE
 from hsdp.unit.unit import Schedule, Unit
-from hsdp.unit.unsharded import SHARDED, Version
 
 _LETS_GO = 0.1
 """Seconds in which the engine's thread lets go of a backward that failed on a device: it takes microseconds."""
@@ -89,7 +87,7 @@ class Root:
             self._generation = Root.generation
         this = cast(Schedule, self)
         for unit, parent, name in self._members:
-            before = unit.runtime
+            before = None if unit.runtime_ref is None else unit.runtime_ref()
             if before is this and not fresh and unit.context.streams is self.streams:
                 continue
             if before is not None and before is not this and not before.in_backward():
@@ -126,14 +124,6 @@ class Root:
         for child_name, child in module.named_children():
             self._collect(child, parent, dotted(name, child_name))
 
-    @staticmethod
-    def _gather(unit: Unit, version: Version, looked: bool = False) -> None:
-        """Starts the gather of `unit`, whose version is `version` now; it is waited for behind gathers ahead."""
-        if not unit.open and unit.residency is not SHARDED and unit.gathered_version != version:
-            unit.reshard()
-        if unit.residency is SHARDED:
-            unit.launch(version, looked)
-
     def has_graphs(self) -> bool:
         """Whether a graph of gradients (`create_graph=True`) is alive, which reads unsharded parameters."""
         self._graphs = [graph for graph in self._graphs if graph() is not None]
@@ -146,7 +136,7 @@ class Root:
 
     def _reshard_all(self) -> None:
         for unit in self.units:
-            unit.set_state(IDLE)
+            unit.rest()
             if unit.undo_writes():
                 unit.let_go()
             try:

@@ -30,11 +30,11 @@ class Runtime(Backwards):
         self.recover("a backward pass did not end")
         self.adopt()
         self.tell(Point.FORWARD_BEGINS)
+        graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
         self.forward_pass = Pass(self.forward_pass.number + 1)
         self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
-        graphs = self.has_graphs()
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:
@@ -60,7 +60,7 @@ class Runtime(Backwards):
         chosen = unit.settings.forward_prefetch
         # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
         # only then does `show` wait, so that those ahead are on their way meanwhile.
-        self._gather(unit, unit.forward_version)
+        unit.gather(unit.forward_version)
         for other in ahead if chosen is None else chosen:
             if other.residency is SHARDED:
                 other.launch()
@@ -96,22 +96,18 @@ class Runtime(Backwards):
         gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
         """
         unit.leave_forward()
+        reshard = unit.settings.reshard_after_forward
+        stays = reshard is False or (reshard is None and unit is self.root)
         if not torch.is_grad_enabled():
-            if self._stays(unit):
+            if stays:
                 unit.keep()
             else:
                 unit.reshard()
             return
-        last = unit.settings.reshard_after_forward is None and self._forward_order.is_last(unit)
-        if self._stays(unit) or hidden or last:
+        if stays or hidden or (reshard is None and self._forward_order.is_last(unit)):
             unit.keep()
         else:
             unit.keep_part()
-
-    def _stays(self, unit: Unit) -> bool:
-        """Whether `unit` stays whole after its forward in any case."""
-        reshard = unit.settings.reshard_after_forward
-        return reshard is False or (reshard is None and unit is self.root)
 
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""

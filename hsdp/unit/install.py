@@ -36,7 +36,7 @@ class Shadows:
         for param in params:
             if param.unsharded is not None:
                 for part in parts_of(block_of(param.unsharded)):
-                    self._names.setdefault(storage_key(part), []).append((_start_of(part), param.fqn))
+                    self._names.setdefault(storage_key(part.untyped_storage()), []).append((_start_of(part), param.fqn))
         self._holders: list[tuple[weakref.ref[nn.Module], str, ManagedParam]] = []
         self._in_rnns: list[tuple[weakref.ref[nn.Module], str]] = []
         for param in params:
@@ -115,7 +115,7 @@ class Shadows:
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
         for part in (tensor,) if type(tensor) is Tensor else parts_of(block_of(tensor)):
-            if has_storage(part) and (names := self._names.get(storage_key(part))) is not None:
+            if has_storage(part) and (names := self._names.get(storage_key(part.untyped_storage()))) is not None:
                 start = _start_of(part)
                 return max((name for name in names if name[0] <= start), default=names[0])[1]
         return None

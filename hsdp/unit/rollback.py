@@ -77,7 +77,7 @@ class Undo:
                 for shown in zip(*entry, strict=True):
                     self._take_away(*shown)
                 continue
-            storage = storage_key(entry.memory)
+            storage = storage_key(entry.memory.untyped_storage())
             if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
                 entry.memory.copy_(entry.before)
                 if entry.standing is not None:

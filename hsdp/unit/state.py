@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import enum
 from collections.abc import Iterable
-from typing import Protocol
+from typing import Any, Protocol
 
 from hsdp.errors import StaleParametersError, StateError
 
@@ -28,7 +28,11 @@ IDLE, FORWARD, BACKWARD_PRE, BACKWARD_POST, FULL_PARAMS = TrainingState
 
 
 class _Schedule(Protocol):
-    def in_backward(self) -> bool: ...
+    def state_of(self, unit: Any) -> TrainingState | None: ...
+
+
+class _Shadows(Protocol):
+    def assigned(self) -> str | None: ...
 
 
 class Stateful(Protocol):
@@ -43,8 +47,9 @@ class Stateful(Protocol):
         """The schedule of its root."""
         ...
 
-    def assigned(self) -> str | None:
-        """The name of a parameter whose `.data` was assigned to."""
+    @property
+    def shadows(self) -> _Shadows:
+        """What opening, closing and checking it go through."""
         ...
 
 
@@ -52,7 +57,8 @@ class UnitActivity:
     """What one unit is doing; `Unit` is one. Others tell it what begins and ends, and none of them writes to it.
 
     Attributes:
-        state: what it is doing; `lent`: its parameters are somebody's `full_params`. `training_state` knows both.
+        state: what it is doing outside of backwards, which have their own list; `lent`: its parameters are somebody's
+            `full_params`. `training_state` knows all of it.
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
         split: a schedule of pipelines split a backward into inputs and weights, of which some weights' gradients may still
@@ -67,9 +73,15 @@ class UnitActivity:
         self.ran: set[int] = set()
         self.split = self.unfound = False
 
-    def set_state(self, state: TrainingState) -> None:
-        """From now on it does this."""
-        self.state = state
+    def rest(self) -> None:
+        """Whatever it was doing is over."""
+        self.state = IDLE
+
+    def end_call(self, module: int, modules: int, calls: int) -> bool:
+        """The forward of one of its `modules` ended, with `calls` others under way; returns whether more are to come."""
+        self.calls = calls
+        self.ran.add(module)
+        return len(self.ran) < modules or calls > 0
 
     def set_calls(self, calls: int) -> None:
         """So many forward calls of its modules are under way. Set, not counted: an exception may come at any point."""
@@ -102,10 +114,8 @@ def training_state(unit: Stateful) -> TrainingState:
     """What `unit` is doing now. A backward that raised is over, though nobody could tell the unit."""
     if unit.lent:
         return FULL_PARAMS
-    if unit.state in (BACKWARD_PRE, BACKWARD_POST):
-        runtime = unit.runtime
-        return unit.state if runtime is not None and runtime.in_backward() else IDLE
-    return unit.state
+    runtime = unit.runtime
+    return (None if runtime is None else runtime.state_of(unit)) or unit.state
 
 
 def expect(unit: Stateful, what: str, *expected: TrainingState) -> None:
@@ -117,7 +127,7 @@ def expect(unit: Stateful, what: str, *expected: TrainingState) -> None:
 
 def refuse_assigned(units: Iterable[Stateful], what: str) -> None:
     """Raises StateError, once, if somebody assigned to the `.data` of a sharded parameter: the values are lost."""
-    found = [(unit, name) for unit in units if (name := unit.assigned()) is not None]
+    found = [(unit, name) for unit in units if (name := unit.shadows.assigned()) is not None]
     if found:
         unit, name = found[0]
         raise StateError(

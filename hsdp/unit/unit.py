@@ -35,7 +35,7 @@ from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.install import Shadows
 from hsdp.unit.settings import UnitSettings
-from hsdp.unit.state import FORWARD, IDLE, UnitActivity, expect, stale, unentered
+from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
@@ -49,6 +49,10 @@ class Schedule(Protocol):
 
     def in_backward(self) -> bool:
         """Whether a backward of the root runs at this moment."""
+        ...
+
+    def state_of(self, unit: Unit) -> TrainingState | None:
+        """What that backward does with `unit`."""
         ...
 
     def recover(self, reason: str = ...) -> None:
@@ -85,7 +89,7 @@ class Unit(UnitActivity, UnshardedParams):
         in_tree: its gradients are added in the order of the tree over data ranks.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
-        runtime: the root's runtime, weakly held by `_runtime`.
+        runtime: the root's runtime, weakly held by `runtime_ref`.
         forward_version: `version` at the last forward.
         gradients: this rank's gradients, on their way to `.grad`.
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
@@ -121,7 +125,7 @@ class Unit(UnitActivity, UnshardedParams):
             self.settings.replica_reduce = TREE
 
         # Its place among others, known once a root is.
-        self._runtime: weakref.ref[Schedule] | None = None
+        self.runtime_ref: weakref.ref[Schedule] | None = None
         self.parent: Unit | None = None
         self.op = 0
 
@@ -139,7 +143,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._kept_shards: list[int] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
-        self._shadows = Shadows(())
+        self.shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
         self._registered: list[int] = []
         weakref.finalize(self, forget, self._registered)
@@ -263,7 +267,7 @@ class Unit(UnitActivity, UnshardedParams):
         ]
         for param in self.params:
             param.node = param.trained = None
-        self._shadows = Shadows(self.params)
+        self.shadows = Shadows(self.params)
         self.trainable = self._wanted = ()
         self.choose_trainable(afresh=True)
         self.forward_version = self.version
@@ -288,11 +292,11 @@ class Unit(UnitActivity, UnshardedParams):
     @property
     def runtime(self) -> Schedule | None:
         """The runtime of the root that the unit belongs to at present."""
-        return None if self._runtime is None else self._runtime()
+        return None if self.runtime_ref is None else self.runtime_ref()
 
     def join(self, runtime: Schedule, streams: Streams, parent: Unit | None, name: str) -> None:
         """Puts the unit under a root."""
-        self._runtime = weakref.ref(runtime)
+        self.runtime_ref = weakref.ref(runtime)
         self.context.streams = streams
         self.parent = parent
         if name != self.name or not self.op:
@@ -327,8 +331,8 @@ class Unit(UnitActivity, UnshardedParams):
     def enter_forward(self, afresh: bool) -> None:
         """The same, of one of its modules."""
         self.calls += 1
-        self.forward_version = self.version
         self.choose_trainable(afresh)
+        self.forward_version = self.version
         self.state = FORWARD
 
     def leave_forward(self) -> None:
@@ -376,12 +380,12 @@ class Unit(UnitActivity, UnshardedParams):
                 if wants and param.node is None:
                     self._watch(slot)
         self._wanted = wanted
-        self._shadows.choose()
+        self.shadows.choose()
         self._guard = WriteGuard(self.dtype_groups, self._fillings)
         if self.residency is not UNSHARDED:
             self._guard.freed()
         if self.open:
-            self._shadows.show()
+            self.shadows.show()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -399,7 +403,7 @@ class Unit(UnitActivity, UnshardedParams):
         if grad is None:
             return
         param = self.params[slot]
-        runtime = None if self._runtime is None else self._runtime()
+        runtime = None if self.runtime_ref is None else self.runtime_ref()
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
             raise unentered(self, f"parameter {param.fqn!r}")
@@ -433,10 +437,6 @@ class Unit(UnitActivity, UnshardedParams):
                 self.gradients.put(slot, _dense_block(param, grad))
                 found = True
         return found
-
-    def factor(self) -> float:
-        """What the sum over all ranks is multiplied with, exactly once: after the reduce-scatter, in a tree at its root."""
-        return self.settings.factor(self.axes.shard_size * self.axes.replicate_size)
 
 
 def _dense_block(param: ManagedParam, grad: Tensor) -> Tensor:

@@ -9,7 +9,9 @@ begin and the moment it is closed they are registered there too.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from operator import attrgetter
+from typing import Any
 
 from torch import Tensor
 
@@ -23,6 +25,7 @@ from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.install import Shadows
+from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 
@@ -63,6 +66,8 @@ class UnshardedParams:
     axes: MeshAxes
     dtype_groups: list[DtypeGroup]
     whole_bytes: int
+    settings: UnitSettings[Any]
+    forward_version: Version
     residency: Residency
     open: bool
     pinned: bool
@@ -81,7 +86,7 @@ class UnshardedParams:
     _kept_shards: list[int] | None
     _versioned: list[Tensor]
     _gather_work: CommWork | None
-    _shadows: Shadows
+    shadows: Shadows
     _guard: WriteGuard
     _parts: int
     _wire_signature: int
@@ -111,13 +116,27 @@ class UnshardedParams:
         if observer is not None:
             observer.begins("launch", self)
         try:
-            if not looked and self._shadows.disturbed():
+            version = version or self.version
+            if not looked and self.shadows.disturbed():
                 self.rebuild()
-                version = None
+                version = self.version
             if self._on_meta:
                 raise self._unmaterialised()
-            version = version or self.version
-            self._gather_work = self._start_parts() if self._kept_version == version else self._start_whole()
+            if self._kept_version == version:
+                self._gather_work = self._start_parts()
+            else:
+                # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
+                # behind whatever used that memory before.
+                for group in self.dtype_groups:
+                    group.prepare_gather()
+                if self.context.streams.active:
+                    with self.context.streams.on("gather"):
+                        self._gather_work = self._start_whole()
+                else:
+                    self._gather_work = self._start_whole()
+        except (ExtensionError, DivergenceError):  # nothing is on its way
+            self._release()
+            raise
         finally:
             if observer is not None:
                 observer.ends("launch", self)
@@ -127,22 +146,17 @@ class UnshardedParams:
             # The gather writes the bits that are there, but the graph that reads them comes without another word.
             self.join_gather()
 
-    def _start_whole(self) -> CommWork:
-        streams = self.context.streams
-        try:
-            # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
-            # behind whatever used that memory before.
-            for group in self.dtype_groups:
-                group.prepare_gather()
-            if not streams.active:
-                return self._send()
-            with streams.on("gather"):
-                return self._send()
-        except (ExtensionError, DivergenceError):  # nothing is on its way
-            self._release()
-            raise
+    def gather(self, version: Version, looked: bool = False) -> None:
+        """Starts the gather of weights whose version is `version` now, unless they are there, or on their way.
 
-    def _send(self) -> CommWork:
+        It is waited for behind gathers ahead. Arguments as in `launch`.
+        """
+        if not self.open and self.residency is not SHARDED and self.gathered_version != version:
+            self.reshard()
+        if self.residency is SHARDED:
+            self.launch(version, looked)
+
+    def _start_whole(self) -> CommWork:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
         for group in self.dtype_groups:
@@ -174,7 +188,7 @@ class UnshardedParams:
 
     def end_search(self) -> None:
         """A schedule has all gradients of weights: `parameters()` gives sharded ones, and it seeks what is still pinned."""
-        self.unregister()
+        self.shadows.unregister()
         self.sought = self.pinned
 
     def retain(self) -> None:
@@ -208,31 +222,26 @@ class UnshardedParams:
         self._gather_work.wait()
         self._gather_work = None
         self.residency = SHARDED
+        observer = self.context.observer
+        if observer is not None:
+            observer.begins("copy", self)
         try:
-            self._assemble()
+            for group in self.dtype_groups:
+                group.assemble()  # packed parameters go to their places, on the compute stream
         except BaseException:
             self._release()
             raise
+        finally:
+            if observer is not None:
+                observer.ends("copy", self)
         self.residency = UNSHARDED
         # The same weights, gathered again, have the same number: a backward of the forward that read them may go on.
         if self._filled_version != self.gathered_version:
             self._filled_version = self.gathered_version
             self._fillings += 1
         self._guard.opened(self._fillings)
-        if self.context.observer is not None:
-            self.context.observer.allocates(self)
-
-    def _assemble(self) -> None:
-        """Copies packed parameters to their places, on the compute stream."""
-        observer = self.context.observer
         if observer is not None:
-            observer.begins("copy", self)
-        try:
-            for group in self.dtype_groups:
-                group.assemble()
-        finally:
-            if observer is not None:
-                observer.ends("copy", self)
+            observer.allocates(self)
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
@@ -269,21 +278,8 @@ class UnshardedParams:
         if self.residency is GATHERING:
             self.finish()
         if not self.open or registered:
-            self._shadows.show(not self.open, registered)
+            self.shadows.show(not self.open, registered)
             self.open = True
-
-    def register(self) -> None:
-        """Makes `parameters()` of the open unit's modules give unsharded parameters, until the unit is closed."""
-        self._shadows.register()
-
-    @property
-    def registered(self) -> bool:
-        """Whether it does."""
-        return self._shadows.registered
-
-    def unregister(self) -> None:
-        """Makes it give the sharded ones again: for whoever reads or writes `state_dict()` inside a forward."""
-        self._shadows.unregister()
 
     @property
     def version(self) -> Version:
@@ -312,11 +308,8 @@ class UnshardedParams:
     def reshard(self) -> None:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""
         self.pinned = False
-        if self.open:
-            self._shadows.hide()
-            self.open = False
-        else:  # a schedule may have asked to see them while the unit is closed
-            self.unregister()
+        if not self.open:  # a schedule may have asked to see them all the same
+            self.shadows.unregister()
         if self.residency is GATHERING:
             self.finish()
         if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `as_kept`
@@ -324,6 +317,9 @@ class UnshardedParams:
         if self.residency is UNSHARDED:
             self.residency = SHARDED
             self._free()
+        if self.open:
+            self.shadows.hide()
+            self.open = False
         if self._kept_version is not None:
             self._kept_version = None
             for group in self.dtype_groups:
@@ -363,7 +359,7 @@ class UnshardedParams:
 
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `as_kept`."""
-        if self._kept_shards is None and (self.axes.device.type == "cpu" or debug.ON):
+        if self._kept_shards is None and (debug.ON or not self.context.streams.active):
             self._kept_shards = [group.fingerprint() for group in self.dtype_groups]
 
     def as_kept(self) -> bool:
@@ -377,20 +373,8 @@ class UnshardedParams:
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""
-        self._shadows.hide()
+        self.shadows.hide()
         self.open = False
-
-    def name_of_unsharded(self, tensor: Tensor) -> str | None:
-        """The parameter whose whole tensor `tensor` is, or looks into."""
-        return self._shadows.name_of(tensor)
-
-    def disturbed(self) -> bool:
-        """Whether somebody replaced or moved a parameter since hsdp last looked."""
-        return self._shadows.disturbed()
-
-    def assigned(self) -> str | None:
-        """The name of a sharded parameter whose `.data` somebody assigned to since hsdp last looked."""
-        return self._shadows.assigned()
 
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
@@ -401,3 +385,10 @@ class UnshardedParams:
             f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
             "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
         )
+
+
+def launch_ahead(units: Iterable[UnshardedParams]) -> None:
+    """Starts gathers for backwards, each as in the unit's forward: whoever enters a unit looks at its version then."""
+    for unit in units:
+        if unit.residency is SHARDED and unit.settings.unshard_in_backward:
+            unit.launch(unit.forward_version, looked=True)

@@ -179,7 +179,7 @@ REACH: dict[str, tuple[Callable[[Any], object], Callable[[Any], Any], bool]] = {
     ),
     "set_reduce_scatter_divide_factor": (
         lambda m: m.set_reduce_scatter_divide_factor(3.0),
-        lambda unit: unit.factor(),
+        lambda unit: unit.settings.factor(2),
         False,
     ),
     "set_custom_all_gather": (

@@ -122,7 +122,7 @@ def _no_fill() -> AbstractContextManager[Any]:
 
         return gathered
 
-    return replaced(Root, "_gather", lambda gather: staticmethod(change(gather)))
+    return replaced(Unit, "gather", change)
 
 
 # -- requires_grad --------------------------------------------------------------------------------------------------

@@ -163,19 +163,17 @@ def does_not_follow_requires_grad() -> Any:
 
 @mutant(Check(rule_15.check_factors, ((2,), rule_15.POLICIES["packed"])))
 def skips_the_divide() -> Any:
-    return mock.patch.object(Unit, "factor", lambda unit: unit.settings.gradient_scale)
+    return mock.patch.object(UnitSettings, "factor", lambda settings, ranks: settings.gradient_scale)
 
 
 @mutant(Check(rule_15.check_factors, ((2, 1), rule_15.POLICIES["packed"])))
 def forgets_the_scale() -> Any:
-    return replaced(Unit, "factor", lambda factor: lambda unit: factor(unit) / unit.settings.gradient_scale)
+    return replaced(UnitSettings, "factor", lambda factor: lambda one, ranks: factor(one, ranks) / one.gradient_scale)
 
 
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
 def divides_fp16_behind_the_sum() -> Any:
-    return mock.patch.object(
-        hsdp.schedule.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.unit.factor())
-    )
+    return mock.patch.object(hsdp.schedule.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.factor))
 
 
 # -- clipping -------------------------------------------------------------------------------------------------------

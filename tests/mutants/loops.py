@@ -211,7 +211,7 @@ def keeps_no_part() -> Any:
 
 @mutant(Check(rows.check_reshard, (None,), world=4), kill="AssertionError")
 def frees_the_root_too() -> Any:
-    return mock.patch.object(Runtime, "_stays", return_value=False)
+    return mock.patch.object(Unit, "keep", Unit.reshard)
 
 
 @mutant(Check(rows.check_precision, (torch.bfloat16,)), kill="dtype")

@@ -175,9 +175,9 @@ def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any
     def change(start: Callable[..., Any]) -> Callable[..., Any]:
         def go(pipeline: ReductionPipeline, items: list[Reduction]) -> ReductionBucket:
             bucket: ReductionBucket = start(pipeline, items)
-            bucket.comm_work._keep = None
-            if bucket.comm_work._lent is not None:
-                bucket.comm_work._lent.used = None
+            bucket.work._keep = None
+            if bucket.work._lent is not None:
+                bucket.work._lent.used = None
             for reduction in items:
                 for part in reduction.parts:
                     part.release_inputs()

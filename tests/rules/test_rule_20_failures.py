@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hsdp
 from hsdp.comm.work import outstanding
-from hsdp.unit.unit import Unit
+from hsdp.unit.dtype_group import DtypeGroup
 from tests.support.deep import DIM, Deep, floats, loss_of, mean_grads, only_sharded, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, check_sharded, shard
@@ -219,16 +219,16 @@ def check_nothing_held(env: RankEnv) -> None:
     """A gather whose unpacking fails is not remembered; a model that is deleted after a failure is gone."""
     model = shard(seeded(Deep), env.mesh(2))
     step(model, env.rank)
-    assemble = Unit._assemble
+    assemble = DtypeGroup.assemble
     calls = [0]
 
-    def explode(unit: Unit) -> None:
+    def explode(group: DtypeGroup) -> None:
         calls[0] += 1
         if calls[0] == 3:
             raise BoomError
-        assemble(unit)
+        assemble(group)
 
-    with mock.patch.object(Unit, "_assemble", explode), pytest.raises(BoomError):
+    with mock.patch.object(DtypeGroup, "assemble", explode), pytest.raises(BoomError):
         step(model, env.rank)
     assert not outstanding(), [work.name for work in outstanding()]
     fail(model, env.rank)

@@ -25,6 +25,7 @@ from hsdp.comm.work import CommWork
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime
+from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.unit import Unit
 from tests.support.deep import Deep, mean_grads, never_done, seeded, step
@@ -72,7 +73,7 @@ USER = [(Hooks, name) for name in ("forward_pre", "forward", "tensor", "landed")
 FORWARD = [
     (ModuleHooks, "run"),
     (ModuleHooks, "after_forward"),
-    (ModuleHooks, "_leave"),
+    (Unit, "end_call"),
     (Runtime, "enter_forward"),
     (Runtime, "leave_forward"),
     (Runtime, "end_forward"),
@@ -82,7 +83,7 @@ GATHER = [
     (Unit, "show"),
     (Unit, "finish"),
     (Unit, "reshard"),
-    (Unit, "_assemble"),
+    (DtypeGroup, "assemble"),
     (Comm, "all_gather"),
     (CommWork, "wait"),
 ]

@@ -38,7 +38,7 @@ class Written(Bucket[Item]):
 
     def __init__(self, items: list[Item], waits: list[tuple[str, tuple[int, ...]]], what: str) -> None:
         super().__init__(items)
-        self.waits, self.what = waits, what
+        self.waits, self.what, self.work = waits, what, self
 
     def wait(self) -> None:
         self.waits.append((f"wait {self.what}", numbers(self.items)))

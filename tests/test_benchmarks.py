@@ -84,7 +84,10 @@ def test_the_tracing_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path: Path) -> None:
-    """In a process of its own: Python's profiler watches it, and debug mode would add its calls."""
+    """Nor file more often than when all files lay in one folder, which was 200 and 362 times.
+
+    In a process of its own: Python's profiler watches it, and debug mode would add its calls.
+    """
     out = tmp_path / "moves.json"
     environment = os.environ | {"HSDP_DEBUG": "0"}
     subprocess.run([sys.executable, "-m", "benchmarks.moves", "--json", str(out)], env=environment, check=True, timeout=120)
@@ -93,3 +96,5 @@ def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path:
     files = {row["pass"]: row["moves"] for row in rows if row["library"] == "FSDP2"}
     assert packages.keys() == files.keys() == {"forward", "backward"}
     assert all(packages[name] <= files[name] for name in files), (packages, files)
+    moves = {row["pass"]: row["moves"] for row in rows if row["library"] == "hsdp"}
+    assert moves["forward"] < 200 and moves["backward"] < 362, moves

@@ -174,7 +174,7 @@ def test_state_dicts_inside_a_forward_are_sharded() -> None:
         model.does = saves
         model(torch.ones(1, 4, dtype=torch.float64))
         assert [type(value) for value in saved[0].values()] == [DTensor, DTensor]
-        assert not model._units()[0].disturbed()
+        assert not model._units()[0].shadows.disturbed()
 
 
 def _writes(module: Any) -> None:

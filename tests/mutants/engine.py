@@ -229,9 +229,9 @@ def reduces_out_of_turn() -> Any:
     def at_once(runtime: Runtime, unit: Unit) -> None:
         assert runtime.backward is not None
         turns = runtime.backward.turns
-        if turns.awaits(unit):
+        if unit in turns.waiting:
             turns._queue.remove(unit)
-            turns._waiting.discard(unit)
+            turns.waiting.discard(unit)
         runtime._reduce(unit)
 
     return mock.patch.object(Runtime, "completed", at_once)

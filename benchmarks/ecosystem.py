@@ -5,8 +5,13 @@
 
 Needs the extra `ecosystem`. Weights are random and configurations tiny; nothing is downloaded. Every model is trained for
 three steps of AdamW on two ranks, or on 2 x 2: in fp32, and under a bf16 policy with gradient checkpointing. Losses,
-gradients and parameters of all steps are compared. The twin is the plain model on one device, with the mean of all ranks'
-gradients.
+gradients and parameters of all steps are compared. The twin is the plain model on one device, which no library has touched:
+
+    twin             working parameters in the compute dtype, masters in fp32, each unit's inputs cast as the policy says;
+                     gradients of the ranks' batches are added in fp32, in pairs, as the mesh adds them
+    grouped twin     the same with one node of autograd for the inputs of each unit's forward, as FSDP2 has it: what the
+                     forward's uses of an input add up to is one sum, before it meets the sums of other units
+    fp64             the twin in float64: how far is either from what is meant
 """
 
 from __future__ import annotations
@@ -17,7 +22,7 @@ import importlib.util
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch.distributed as dist
@@ -25,203 +30,24 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
+from torch.utils._pytree import tree_flatten, tree_unflatten
 
 import hsdp
+from benchmarks.ecosystem_models import MODELS, Batch
 
 STEPS = 3
 MESHES: dict[int, Callable[[], DeviceMesh]] = {
     2: lambda: init_device_mesh("cpu", (2,)),
     4: lambda: init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard")),
 }
-VOCAB = 64
-BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-DECODER = {
-    "vocab_size": VOCAB,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+POLICIES = {
+    torch.float32: MixedPrecisionPolicy(),
+    torch.bfloat16: MixedPrecisionPolicy(torch.bfloat16, torch.float32),
 }
-EXPERTS = {"moe_intermediate_size": 16, "num_experts": 4, "num_experts_per_tok": 2}
-GPT = {
-    "vocab_size": VOCAB,
-    "n_embd": 32,
-    "n_layer": 2,
-    "n_head": 4,
-    "n_positions": 64,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
-SEQ2SEQ = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "encoder_layers": 2,
-    "decoder_layers": 2,
-    "encoder_attention_heads": 4,
-    "decoder_attention_heads": 4,
-    "encoder_ffn_dim": 48,
-    "decoder_ffn_dim": 48,
-    "max_position_embeddings": 64,
-}
-T5 = {
-    "vocab_size": VOCAB,
-    "d_model": 32,
-    "d_kv": 8,
-    "d_ff": 48,
-    "num_layers": 2,
-    "num_heads": 4,
-    "decoder_start_token_id": 0,
-}
-IMAGES = {**DECODER, "image_size": 32, "patch_size": 8, "num_labels": 4}
-
-CAUSAL: dict[str, dict[str, Any]] = {
-    **dict.fromkeys(("llama", "mistral", "qwen2", "gemma", "phi", "phi3", "olmo", "olmo2", "cohere", "granite"), DECODER),
-    **dict.fromkeys(("stablelm", "starcoder2", "gpt_neox", "falcon", "bloom"), DECODER),
-    **{name: {**DECODER, "head_dim": 8} for name in ("qwen3", "gemma2", "gemma3_text", "glm")},
-    "mixtral": {**DECODER, "num_local_experts": 4},
-    "qwen2_moe": {**DECODER, **EXPERTS, "shared_expert_intermediate_size": 16},
-    "qwen3_moe": {**DECODER, **EXPERTS, "head_dim": 8},
-    "gpt2": GPT,
-    "gptj": {**GPT, "rotary_dim": 4},
-    "gpt_neo": {**DECODER, "num_layers": 2, "num_heads": 4, "attention_types": [[["global", "local"], 1]]},
-    "opt": {**DECODER, "ffn_dim": 48, "word_embed_proj_dim": 32},
-    "mamba": {"vocab_size": VOCAB, "hidden_size": 32, "num_hidden_layers": 2, "state_size": 4, "pad_token_id": 0},
-}
-MASKED = {
-    **dict.fromkeys(("bert", "roberta", "deberta-v2"), DECODER),
-    "electra": {**DECODER, "embedding_size": 16},
-    "albert": {**DECODER, "embedding_size": 16},
-    "distilbert": {"vocab_size": VOCAB, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4},
-}
-SEQ2SEQS = {"t5": T5, "mt5": T5, "bart": SEQ2SEQ, "marian": {**SEQ2SEQ, "pad_token_id": 0, "decoder_start_token_id": 0}}
-CLASSIFIERS = dict.fromkeys(("vit", "beit", "dinov2"), IMAGES)
-
-Batch = dict[str, Tensor]
-Model = tuple[Callable[[], nn.Module], Callable[[torch.Generator], Batch]]
-
-
-def _of_transformers(auto: str, kind: str, config: dict[str, Any]) -> Model:
-    def build() -> nn.Module:
-        transformers = importlib.import_module("transformers")
-        model: nn.Module = getattr(transformers, auto).from_config(transformers.AutoConfig.for_model(kind, **config))
-        return model
-
-    def images(generator: torch.Generator) -> Batch:
-        return {"pixel_values": _floats(generator, 2, 3, 32, 32), "labels": _integers(generator, 4, 2)}
-
-    def tokens(generator: torch.Generator) -> Batch:
-        ids = _integers(generator, VOCAB - 3, 2, 12) + 3
-        return {"input_ids": ids, "labels": ids.clone(), "attention_mask": torch.ones_like(ids)}
-
-    return build, images if "Image" in auto else tokens
-
-
-def _of_diffusers(cls: str, config: dict[str, Any], shapes: dict[str, tuple[int, ...]]) -> Model:
-    def build() -> nn.Module:
-        model: nn.Module = getattr(importlib.import_module("diffusers"), cls)(**config)
-        return model
-
-    def batch(generator: torch.Generator) -> Batch:
-        made = {name: _floats(generator, *shape) for name, shape in shapes.items()}
-        if "timestep" in made:
-            made["timestep"] = _integers(generator, 1000, *shapes["timestep"])
-        if "class_labels" in made:
-            made["class_labels"] = _integers(generator, 4, *shapes["class_labels"])
-        return made
-
-    return build, batch
-
-
-def _of_pictures(module: str, function: str, *args: str, **config: Any) -> Model:
-    def build() -> nn.Module:
-        model: nn.Module = getattr(importlib.import_module(module), function)(*args, **config)
-        return model
-
-    return build, lambda generator: {"": _floats(generator, 2, 3, 64, 64)}
-
-
-def _floats(generator: torch.Generator, *shape: int) -> Tensor:
-    return torch.randn(shape, generator=generator)
-
-
-def _integers(generator: torch.Generator, high: int, *shape: int) -> Tensor:
-    return torch.randint(high, shape, generator=generator)
-
-
-UNET = {
-    "sample_size": 8,
-    "block_out_channels": (16, 32),
-    "norm_num_groups": 4,
-    "layers_per_block": 1,
-    "down_block_types": ("DownBlock2D", "AttnDownBlock2D"),
-    "up_block_types": ("AttnUpBlock2D", "UpBlock2D"),
-}
-CONDITIONED = {
-    **UNET,
-    "down_block_types": ("CrossAttnDownBlock2D", "DownBlock2D"),
-    "up_block_types": ("UpBlock2D", "CrossAttnUpBlock2D"),
-    "cross_attention_dim": 16,
-    "attention_head_dim": 4,
-}
-DIT = {"num_attention_heads": 2, "attention_head_dim": 8, "num_layers": 2, "sample_size": 8, "patch_size": 2}
-SAMPLE = {"sample": (2, 4, 8, 8), "timestep": (2,)}
-PATCHES = {"hidden_states": (2, 4, 8, 8), "timestep": (2,)}
-CODER = {"in_channels": 3, "block_out_channels": (16, 32), "norm_num_groups": 4, "latent_channels": 4}
-CODER |= {"down_block_types": ("DownEncoderBlock2D",) * 2, "up_block_types": ("UpDecoderBlock2D",) * 2}
-
-MODELS: dict[str, Model] = {
-    **{name: _of_transformers("AutoModelForCausalLM", name, config) for name, config in CAUSAL.items()},
-    **{name: _of_transformers("AutoModelForMaskedLM", name, config) for name, config in MASKED.items()},
-    **{name: _of_transformers("AutoModelForSeq2SeqLM", name, config) for name, config in SEQ2SEQS.items()},
-    **{name: _of_transformers("AutoModelForImageClassification", name, config) for name, config in CLASSIFIERS.items()},
-    "diffusers UNet2D": _of_diffusers("UNet2DModel", {**UNET, "in_channels": 4, "out_channels": 4}, SAMPLE),
-    "diffusers UNet2DCondition": _of_diffusers(
-        "UNet2DConditionModel", CONDITIONED, {**SAMPLE, "encoder_hidden_states": (2, 5, 16)}
-    ),
-    "diffusers AutoencoderKL": _of_diffusers("AutoencoderKL", CODER, {"sample": (2, 3, 16, 16)}),
-    "diffusers DiT": _of_diffusers(
-        "DiTTransformer2DModel",
-        {**DIT, "in_channels": 4, "out_channels": 4, "num_embeds_ada_norm": 8, "norm_num_groups": 4},
-        {**PATCHES, "class_labels": (2,)},
-    ),
-    "diffusers SD3": _of_diffusers(
-        "SD3Transformer2DModel",
-        {**DIT, "in_channels": 4, "joint_attention_dim": 16, "caption_projection_dim": 16, "pooled_projection_dim": 16},
-        {**PATCHES, "encoder_hidden_states": (2, 5, 16), "pooled_projections": (2, 16)},
-    ),
-    "diffusers PixArt": _of_diffusers(
-        "PixArtTransformer2DModel",
-        {
-            **DIT,
-            "in_channels": 4,
-            "out_channels": 4,
-            "caption_channels": 16,
-            "cross_attention_dim": 16,
-            "norm_num_groups": 4,
-        },
-        {**PATCHES, "encoder_hidden_states": (2, 5, 16)},
-    ),
-    "timm vit": _of_pictures("timm", "create_model", "vit_tiny_patch16_224", img_size=64, depth=2, num_classes=4),
-    "timm convnext": _of_pictures("timm", "create_model", "convnext_atto", depths=(1, 1, 1, 1), num_classes=4),
-    "timm mixer": _of_pictures("timm", "create_model", "mixer_s32_224", img_size=64, num_classes=4),
-    "torchvision vit": _of_pictures(
-        "torchvision.models.vision_transformer",
-        "VisionTransformer",
-        image_size=64,
-        patch_size=16,
-        num_layers=2,
-        num_heads=2,
-        hidden_dim=32,
-        mlp_dim=48,
-        num_classes=4,
-    ),
-    "torchvision swin": _of_pictures("torchvision.models", "swin_t", num_classes=4),
-}
+LINE = "{:<26} {:>10}  " + "{:>9}  " * 6 + "{}"
+MakeBatch = Callable[[torch.Generator], Batch]
+Told = list[Tensor] | str
+Result = TypeVar("Result")
 
 
 def _blocks(model: nn.Module) -> Iterator[nn.Module]:
@@ -247,58 +73,133 @@ def _recomputes(model: Any) -> None:
         model.set_grad_checkpointing()
 
 
-def _loss(model: nn.Module, batch: Batch, seed: int) -> Tensor:
+def _prepared(plain: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, list[nn.Module]]:
+    """A copy of the model to train, and its units in the order in which they are sharded."""
+    model = copy.deepcopy(plain).train()
+    if dtype is torch.bfloat16:
+        _recomputes(model)
+    return model, [*_blocks(model), model]
+
+
+def _loss(model: nn.Module, batch_of: MakeBatch, seed: int) -> Tensor:
+    batch = batch_of(torch.Generator().manual_seed(seed))
     torch.manual_seed(seed)  # masks of dropout
     out: Any = model(batch[""]) if "" in batch else model(**batch)
     if getattr(out, "loss", None) is not None:
         loss: Tensor = out.loss
         return loss
     out = out if isinstance(out, Tensor) else out[0] if not hasattr(out, "sample") else out.sample
-    found: Tensor = out.float().square().mean()
+    # At least fp32: a mean of squares in bf16 would tell little.
+    found: Tensor = out.to(torch.promote_types(out.dtype, torch.float32)).square().mean()
     return found
+
+
+def _copy(grad: Tensor | None) -> Tensor:
+    return torch.zeros(()) if grad is None else grad.detach().clone()
+
+
+# -- sharded ----------------------------------------------------------------------------------------------------------
+
+
+def _train(library: Any, plain: nn.Module, batch_of: MakeBatch, mesh: DeviceMesh, dtype: torch.dtype) -> list[Tensor]:
+    """Losses of all ranks, whole gradients and parameters of all steps."""
+    model, units = _prepared(plain, dtype)
+    for unit in units:
+        library(unit, mesh=mesh, mp_policy=POLICIES[dtype])
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    told = []
+    for step in range(STEPS):
+        loss = _loss(model, batch_of, 100 * step + dist.get_rank())
+        loss.backward()
+        told.append(_of_all(loss.detach().float()))
+        told += [_copy(None if p.grad is None else _whole(p.grad)) for p in model.parameters()]
+        optimizer.step()
+        optimizer.zero_grad()
+    return told + [_whole(param).detach().clone() for param in model.parameters()]
 
 
 def _whole(tensor: Any) -> Tensor:
     whole: Tensor = tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-    return whole.detach().clone()
+    return whole
 
 
-def _train(model: nn.Module, batch_of: Callable[[torch.Generator], Batch], ranks: list[int]) -> list[Tensor]:
-    """Losses, gradients and parameters of all steps, with the mean over `ranks` of the batches."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    told = []
-    for step in range(STEPS):
-        losses = []
-        for rank in ranks:
-            seed = 100 * step + rank
-            loss = _loss(model, batch_of(torch.Generator().manual_seed(seed)), seed)
-            (loss / len(ranks)).backward()
-            losses.append(loss.detach().float())
-        told.append(torch.stack(losses) if len(ranks) > 1 else _of_both(losses[0]))
-        told += [torch.zeros(()) if p.grad is None else _whole(p.grad) for p in model.parameters()]
-        optimizer.step()
-        optimizer.zero_grad()
-    return told + [_whole(param) for param in model.parameters()]
-
-
-def _of_both(loss: Tensor) -> Tensor:
+def _of_all(loss: Tensor) -> Tensor:
     gathered = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, loss)
     return torch.stack(gathered)
 
 
-def _sharded(library: Any, plain: nn.Module, mesh: DeviceMesh, bf16: bool) -> nn.Module:
-    model = copy.deepcopy(plain).train()
-    if bf16:
-        _recomputes(model)
-    policy = BF16 if bf16 else MixedPrecisionPolicy()
-    for block in list(_blocks(model)):
-        library(block, mesh=mesh, mp_policy=policy)
-    sharded: nn.Module = library(model, mesh=mesh, mp_policy=policy)
-    return sharded
+# -- twins ------------------------------------------------------------------------------------------------------------
 
 
-def _run(call: Callable[[], list[Tensor]]) -> list[Tensor] | str:
+class _Node(torch.autograd.Function):
+    """Hands its inputs on, as FSDP2's RegisterPostBackwardFunction does."""
+
+    @staticmethod
+    def forward(ctx: Any, *inputs: Tensor) -> tuple[Tensor, ...]:
+        return inputs
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, ...]:
+        return grads
+
+
+def _train_twin(
+    plain: nn.Module, batch_of: MakeBatch, ranks: int, dtype: torch.dtype, grouped: bool = False
+) -> list[Tensor]:
+    """As `_train`, by one process without a library: what plain autograd gives in this compute dtype."""
+    model, units = _prepared(plain, dtype)
+    if dtype is torch.float64:
+        model.double()  # buffers too; a policy leaves them as they are
+
+    def before(module: nn.Module, args: Any, kwargs: Any) -> Any:
+        flat, spec = tree_flatten((args, kwargs))
+        flat = [x.to(dtype) if isinstance(x, Tensor) and x.is_floating_point() else x for x in flat]
+        places = [i for i, x in enumerate(flat) if isinstance(x, Tensor) and x.requires_grad]
+        if grouped and places and torch.is_grad_enabled():
+            passed: Any = _Node.apply(*[flat[i] for i in places])  # type: ignore[no-untyped-call]
+            for i, x in zip(places, passed, strict=True):
+                flat[i] = x
+        return tree_unflatten(flat, spec)
+
+    for unit in units:
+        unit.register_forward_pre_hook(before, prepend=True, with_kwargs=True)
+    working = list(model.parameters())
+    masters = [nn.Parameter(param.detach().clone(), param.requires_grad) for param in working]
+    optimizer = torch.optim.AdamW(masters, lr=1e-3)
+    told = []
+    for step in range(STEPS):
+        for param, master in zip(working, masters, strict=True):
+            param.data = master.detach().to(dtype, copy=True)
+        losses, grads = [], []
+        for rank in range(ranks):
+            loss = _loss(model, batch_of, 100 * step + rank)
+            loss.backward()
+            losses.append(loss.detach().float())
+            grads.append([None if p.grad is None else p.grad.to(m.dtype) for p, m in zip(working, masters, strict=True)])
+            model.zero_grad()
+        for master, *parts in zip(masters, *grads, strict=True):
+            master.grad = _mean(parts)
+        told += [torch.stack(losses), *[_copy(master.grad) for master in masters]]
+        optimizer.step()
+    return told + [master.detach().clone() for master in masters]
+
+
+def _mean(parts: list[Tensor | None]) -> Tensor | None:
+    """In pairs: shard ranks are neighbours, and replicas add what those have summed."""
+    whole = next((part for part in parts if part is not None), None)
+    if whole is None:
+        return None
+    sums = [torch.zeros_like(whole) if part is None else part for part in parts]
+    while len(sums) > 1:
+        sums = [a + b for a, b in zip(sums[::2], sums[1::2], strict=True)]
+    return sums[0] / len(parts)
+
+
+# -- the table --------------------------------------------------------------------------------------------------------
+
+
+def _run(call: Callable[[], Result]) -> Result | str:
     """What `call` returns, or how it failed: on all ranks alike, as all do the same."""
     try:
         return call()
@@ -307,7 +208,7 @@ def _run(call: Callable[[], list[Tensor]]) -> list[Tensor] | str:
         return f"{type(error).__name__}: {text.splitlines()[0][:90] if text else ''}"
 
 
-def _compare(ours: list[Tensor] | str, theirs: list[Tensor] | str) -> str:
+def _compare(ours: Told, theirs: Told) -> str:
     if isinstance(ours, str) or isinstance(theirs, str):
         return "both fail" if isinstance(ours, str) and isinstance(theirs, str) else "one fails"
     same, apart, size = True, 0.0, 0.0
@@ -320,56 +221,58 @@ def _compare(ours: list[Tensor] | str, theirs: list[Tensor] | str) -> str:
     return "equal" if same else f"{(apart / size) ** 0.5:.1e}"
 
 
-def _row(name: str, mesh: DeviceMesh) -> list[str]:
+def _rows(name: str, mesh: DeviceMesh) -> list[str]:
+    """The lines about one model; the twins are computed by rank 0 alone, which prints."""
     build, batch_of = MODELS[name]
     torch.manual_seed(0)
-    plain = build()
-    rank, failures = dist.get_rank(), []
-    twin = _run(lambda: _train(copy.deepcopy(plain).train(), batch_of, list(range(dist.get_world_size()))))
-    results = []
-    for bf16 in (False, True):
-        for library in (torch_fully_shard, hsdp.fully_shard):
-            told = _run(lambda: _train(_sharded(library, plain, mesh, bf16), batch_of, [rank]))
-            results.append(told)
-            if isinstance(told, str):
-                who = "hsdp" if library is hsdp.fully_shard else "FSDP2"
-                failures.append(f"{who}, {'bf16' if bf16 else 'fp32'}: {told}")
-    if isinstance(twin, str):
-        failures.append(f"plain: {twin}")
-    theirs, ours, theirs_bf16, ours_bf16 = results
+    plain = _run(build)
+    if isinstance(plain, str):
+        return [f"{name}: {plain}"] if dist.get_rank() == 0 else []
+    ranks, prints = dist.get_world_size(), dist.get_rank() == 0
+    compared, failures, witnesses = [], [], []
+    for dtype, label in ((torch.float32, "fp32"), (torch.bfloat16, "bf16")):
+        theirs = _run(lambda: _train(torch_fully_shard, plain, batch_of, mesh, dtype))
+        ours = _run(lambda: _train(hsdp.fully_shard, plain, batch_of, mesh, dtype))
+        if not prints:
+            continue
+        twin = _run(lambda: _train_twin(plain, batch_of, ranks, dtype))
+        told = {"FSDP2": theirs, "hsdp": ours, "twin": twin}
+        failures += [f"{who}, {label}: {what}" for who, what in told.items() if isinstance(what, str)]
+        compared += [_compare(theirs, twin), _compare(ours, twin), _compare(ours, theirs)]
+        if compared[-1][0].isdigit():
+            grouped = _run(lambda: _train_twin(plain, batch_of, ranks, dtype, grouped=True))
+            meant = _run(lambda: _train_twin(plain, batch_of, ranks, torch.float64))
+            witnesses.append(
+                f"    {label}: FSDP2 to the grouped twin: {_compare(theirs, grouped)}; "
+                f"to fp64: FSDP2 {_compare(theirs, meant)}, hsdp {_compare(ours, meant)}"
+            )
     count = f"{sum(param.numel() for param in plain.parameters()):,}"
-    compared = [_compare(theirs, twin), _compare(ours, twin), _compare(ours, theirs), _compare(ours_bf16, theirs_bf16)]
-    return [name, count, *compared, "; ".join(failures)]
+    return [LINE.format(name, count, *compared, "; ".join(failures)).rstrip(), *witnesses] if prints else []
 
 
 def main(names: list[str]) -> None:
-    """Prints a row for each model, all of them unless some are named."""
+    """Prints a row for each model, all of them unless some are named; two more where hsdp and FSDP2 differ."""
     warnings.filterwarnings("ignore")
     dist.init_process_group("gloo")
     assert dist.get_world_size() in MESHES, "two ranks, whose mean is the same in any order, or 2 x 2"
     mesh = MESHES[dist.get_world_size()]()
-    line = "{:<26} {:>10}  {:>12}  {:>12}  {:>12}  {:>12}  {}"
     if dist.get_rank() == 0:
         libraries = [f"torch {torch.__version__}"]
         print(f"mesh {' x '.join(map(str, mesh.shape))}")
         for library in ("transformers", "diffusers", "timm", "torchvision"):
             if importlib.util.find_spec(library):
                 libraries.append(f"{library} {importlib.import_module(library).__version__}")
-        print(", ".join(libraries), flush=True)
-        print(
-            "Relative difference of all losses, gradients and parameters of 3 steps taken together; equal: bit by bit",
-            flush=True,
-        )
-        print(line.format("", "", "fp32 FSDP2", "fp32 hsdp", "fp32 hsdp", "bf16 hsdp", ""), flush=True)
-        print(line.format("model", "parameters", "to twin", "to twin", "to FSDP2", "to FSDP2", "failed"), flush=True)
+        print(", ".join(libraries))
+        print("Relative difference of all losses, gradients and parameters of 3 steps taken together; equal: bit by bit")
+        print(LINE.format("", "", *["fp32"] * 3, *["bf16"] * 3, "").rstrip())
+        print(LINE.format("", "", *["FSDP2", "hsdp", "hsdp"] * 2, "").rstrip())
+        print(LINE.format("model", "parameters", *["to twin", "to twin", "to FSDP2"] * 2, "failed"), flush=True)
     for name in names or MODELS:
         library = name.split()[0] if " " in name else "transformers"
         if importlib.util.find_spec(library) is None:
             continue
-        row = _run(lambda: _row(name, mesh))  # type: ignore[arg-type,return-value]
-        row = [name, "", "", "", "", "", row] if isinstance(row, str) else row
-        if dist.get_rank() == 0:
-            print(line.format(*row).rstrip(), flush=True)
+        for line in _rows(name, mesh):
+            print(line, flush=True)
     dist.destroy_process_group()
 
 

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.func import functional_call
+from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from hsdp import MixedPrecisionPolicy
 from tests.support.models import Batch, Case, make_case
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import check_rest, check_sharded, shard
+from tests.support.sharded import check_rest, check_sharded, pool_for, shard
 from tests.support.twin import Twin, adamw, assert_same, full_grads, full_params, sgd, train, twin_of
 
 BF16, F32, F64 = torch.bfloat16, torch.float32, torch.float64
@@ -188,3 +190,71 @@ def _generate_with_a_cache(env: RankEnv) -> None:
 
 def test_caches_that_a_forward_writes_to_are_the_caller_s_own(pool2: Pool) -> None:
     pool2.run(_generate_with_a_cache)
+
+
+class _Reader(nn.Module):
+    """Uses `memory` twice, as cross-attention does. `grouped`: behind a node that adds the two uses' gradients up."""
+
+    grouped = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.query, self.key, self.value = (nn.Linear(16, 16) for _ in range(3))
+
+    def forward(self, x: Tensor, memory: Tensor) -> Tensor:
+        memory = memory.view_as(memory) if self.grouped else memory
+        return x + nn.functional.scaled_dot_product_attention(self.query(x), self.key(memory), self.value(memory))
+
+
+class _Readers(nn.Module):
+    """An encoder whose output goes into three blocks, under non-reentrant checkpoints if asked for."""
+
+    def __init__(self, recomputes: bool) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.encoder, self.blocks = nn.Linear(16, 16), nn.ModuleList(_Reader() for _ in range(3))
+        self.recomputes = recomputes
+
+    def forward(self, x: Tensor) -> Tensor:
+        memory = torch.tanh(self.encoder(x))
+        for block in self.blocks:
+            x = checkpoint(block, x, memory, use_reentrant=False) if self.recomputes else block(x, memory)
+        return x.float().square().mean()
+
+
+def _grads_of_shared_inputs(env: RankEnv, shape: tuple[int, ...], dtype: torch.dtype, recomputes: bool) -> None:
+    def grads_of(library: Any) -> dict[str, Tensor | None]:
+        model = _Readers(recomputes)
+        policy = MixedPrecisionPolicy(None if dtype is F32 else dtype, F32)
+        for unit in (*model.blocks, model):
+            library(unit, mesh=env.mesh(shape), mp_policy=policy)
+        model(batches[env.rank]).backward()
+        return full_grads(model)
+
+    def grads_by_hand(grouped: bool) -> dict[str, Tensor | None]:
+        plain, parts = _Readers(recomputes).to(dtype), []
+        for block in plain.blocks:
+            block.grouped = grouped
+        for batch in batches:
+            plain.zero_grad()
+            plain(batch.to(dtype)).backward()
+            parts.append({name: param.grad.float() for name, param in plain.named_parameters()})
+        while len(parts) > 1:  # in pairs, as the mesh adds them
+            parts = [{name: a[name] + b[name] for name in a} for a, b in zip(parts[::2], parts[1::2], strict=True)]
+        return {name: total / len(batches) for name, total in parts[0].items()}
+
+    batches = torch.randn(env.world_size, 2, 6, 16, generator=torch.Generator().manual_seed(1)).unbind()
+    by_hand, grouped = grads_by_hand(False), grads_by_hand(True)
+    assert not torch.equal(by_hand["encoder.weight"], grouped["encoder.weight"]), "the order of the sum does not show"
+    assert_same(grads_of(hsdp.fully_shard), by_hand, 0.0, 0.0)
+    # docs/migrating.md says so of FSDP2.
+    assert_same(grads_of(torch_fully_shard), grouped, 0.0, 0.0)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["", "checkpoint"])
+@pytest.mark.parametrize("dtype", [F32, BF16], ids=["fp32", "bf16"])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=str)
+def test_gradients_of_an_input_of_several_units_are_added_in_autograd_s_order(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], dtype: torch.dtype, recomputes: bool
+) -> None:
+    pool_for(request, shape).run(_grads_of_shared_inputs, shape, dtype, recomputes)

@@ -3,7 +3,7 @@
     mesh.py              a DeviceMesh as one axis of shards and one of replicas
     streams.py           a device's side streams and events
     collectives.py       starts collectives on a process group: start reading here
-    backends.py          backends' habits: names, sizes, what they can
+    backends.py          backends' habits: names, sizes, what they can do
     work.py              a collective under way
     divergence.py        ranks that are about to start different collectives get an error instead of a hang
     questions.py         how they ask each other over the store, at a cost that is the same for any number of ranks

@@ -1,4 +1,4 @@
-"""What hsdp knows about backends: what they can, what they call it, and from which sizes on it pays."""
+"""What hsdp knows about backends: what they can do, how they call it, and from which sizes on it pays."""
 
 from __future__ import annotations
 

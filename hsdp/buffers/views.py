@@ -64,7 +64,8 @@ def merge_copies(to: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor],
     A copy of a strided view is a kernel, or an operator, of its own. Parameters of equal size lie side by side.
 
     Args:
-        to: views of one storage; sources: as many views of another one, each of the shape of its destination.
+        to: views of one storage, in the order in which they lie there; sources: as many views of another one, each of the
+            shape of its destination.
 
     Returns:
         What to copy to, and from.
@@ -83,7 +84,9 @@ def _goes_on(views: list[Tensor], run: list[int], i: int) -> bool:
     if (this.shape, this.stride()) != (last.shape, last.stride()):
         return False
     step = this.storage_offset() - last.storage_offset()
-    return len(run) == 1 or step == last.storage_offset() - views[run[-2]].storage_offset()
+    if len(run) == 1:
+        return step > 0  # torch has no negative strides
+    return step == last.storage_offset() - views[run[-2]].storage_offset()
 
 
 def _stacked(views: list[Tensor], run: list[int]) -> Tensor:

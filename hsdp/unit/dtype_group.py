@@ -218,7 +218,7 @@ class DtypeGroup:
             self._staging = FlatBuffer(shards * packed, compute, device)
             self._add_transfer(self._staging.tensor.data, start, layout.numel)
             rows = self._staging.tensor.data.view(shards, packed)
-            for piece in layout.pieces:
+            for piece in map(layout.pieces.__getitem__, layout.in_order):
                 if not piece.direct_gather and piece.spec.numel:
                     unsharded = self._place(piece).view(piece.spec.shape)
                     sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])

@@ -21,7 +21,7 @@ from hsdp.buffers.layout import (
     Thresholds,
     plan,
 )
-from hsdp.buffers.views import row_views, whole_views
+from hsdp.buffers.views import merge_copies, row_views, whole_views
 
 
 @st.composite
@@ -224,3 +224,23 @@ def test_the_plan_depends_on_the_arguments_alone() -> None:
 def test_no_parameters_need_no_buffers(shards: int) -> None:
     layout = plan([], shards, Thresholds(0, 4, 0, 4))
     assert (layout.numel, layout.whole_numel, layout.padding, layout.pieces) == (0, 0, 0, ())
+
+
+_PLACES = st.permutations(range(6)) | st.just(list(range(6)))
+
+
+@given(_PLACES, _PLACES, st.lists(st.sampled_from([4, 8]), min_size=6, max_size=6))
+@example([1, 0, 2, 3, 4, 5], list(range(6)), [8] * 6)
+def test_merged_copies_copy_the_same(to: list[int], sources: list[int], widths: list[int]) -> None:
+    memory = torch.arange(2 * 6 * 16.0)
+    into = torch.zeros(2, 6 * 16)
+    views = [memory.as_strided((2, width), (width, 1), 32 * at) for at, width in zip(sources, widths, strict=True)]
+    places = [into[:, 16 * at : 16 * at + width] for at, width in zip(to, widths, strict=True)]
+    expected = into.clone()
+    for at, view, width in zip(to, views, widths, strict=True):
+        expected[:, 16 * at : 16 * at + width] = view
+    merged = merge_copies(places, views)
+    torch._foreach_copy_(*merged)
+    assert torch.equal(into, expected)
+    if to == sources == list(range(6)) and len(set(widths)) == 1:
+        assert len(merged[0]) == 1

@@ -516,7 +516,8 @@ def _initialised_from_meta(env: RankEnv, shape: Shape) -> Found:
             nn.init.constant_(param, 0.01 * len(name))
 
     hsdp.init_sharded(model, fill)
-    with hsdp.full_params(model):
+    # Gradients of equal weights are rounding noise, which AdamW makes large.
+    with hsdp.full_params(model, writeback="rank0"):
         for name, param in model.named_parameters():
             param.data.copy_(values[name])
     return _trained(env, model, case)

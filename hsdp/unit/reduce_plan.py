@@ -10,13 +10,15 @@ gradients: replica_shares.py.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor
 
-from hsdp.buffers.flat_buffer import FlatBuffer, owned
-from hsdp.buffers.layout import Layout, Piece, plan
+from hsdp.buffers.flat_buffer import FlatBuffer
+from hsdp.buffers.layout import Layout, plan
 from hsdp.buffers.views import row_views, whole_views
-from hsdp.torch_private import chunk_cat
+from hsdp.torch_private import chunk_cat, storage_uses
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
 from hsdp.unit.replica_shares import ReplicaShares, Stage
@@ -81,10 +83,14 @@ class ReducePlan(GradLayout):
         self.op = hash((trainable, shared)) if shared else hash(trainable)
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
         self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
+        self.packed = layout.numel - layout.reduce_packed_start + self.flags
+        # What each transfer leaves in the reduction buffer: the direct ones in order, then the packed one.
+        numels = [*(layout.pieces[i].numel for i in self._direct), self.packed]
+        offsets = [*(layout.pieces[i].offset for i in self._direct), layout.reduce_packed_start]
+        self._outputs = [(numel,) for numel in numels], [(1,)] * len(numels), offsets
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
-        self.packed = layout.numel - layout.reduce_packed_start + self.flags
         numel = self.shards * self.packed + sum(layout.pieces[i].spec.numel for i in self._direct)
         self.scatter_bytes = numel * self.kind.reduce.itemsize if self.shards > 1 else 0
         self._tiles = self._tiled()
@@ -108,23 +114,30 @@ class ReducePlan(GradLayout):
         """
         if self.shards == 1:
             return self._fill_alone(grads, used)
-        layout, dtype, device = self.layout, self.kind.reduce, self.device
-        pieces = layout.pieces
-        buffer = torch.empty(layout.numel + self.flags, dtype=dtype, device=device)
+        dtype, device = self.kind.reduce, self.device
+        buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         rows.flat_buffer.alloc()
-        inputs: list[Tensor] = []
-        outputs: list[Tensor] = []
-        for i in self._direct:
-            inputs.append(_flat(grads[i], pieces[i], dtype, device))
-            grads[i] = None
-            outputs.append(cut(buffer, pieces[i].offset, pieces[i].numel))
+        inputs = self._flat(grads, self._direct)
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
-        start = layout.reduce_packed_start
-        outputs.append(cut(buffer, start, self.packed) if start else buffer)
+        outputs = list(map(buffer.as_strided, *self._outputs)) if self._direct else [buffer]
         return GroupReduction(self, inputs, outputs, [buffer], used, rows)
+
+    def _flat(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
+        """Takes gradients out of `grads`: 1-D, of the reduce dtype, ours to sum and scale; copied only where need be."""
+        dtype, flat = self.kind.reduce, []
+        for i in places:
+            grad, grads[i] = grads[i], None
+            if grad is None:
+                grad = torch.zeros(self.layout.pieces[i].spec.numel, dtype=dtype, device=self.device)
+            elif grad.dtype != dtype:
+                grad = grad.to(dtype)
+            elif storage_uses(grad) > 1:
+                grad = grad.clone()
+            flat.append(grad.ravel())
+        return flat
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
         """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
@@ -174,12 +187,8 @@ class ReducePlan(GradLayout):
             torch._foreach_copy_(to, sources)
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
-        dtype, device = self.kind.reduce, self.device
-        operands: list[Tensor] = []
-        for i, piece in enumerate(self.layout.pieces):
-            operands.append(_flat(grads[i], piece, dtype, device))
-            grads[i] = None
-        operands.append(torch.tensor([float(u) for u in used], dtype=dtype, device=device))
+        operands = self._flat(grads, range(len(grads)))
+        operands.append(torch.tensor([float(u) for u in used], dtype=self.kind.reduce, device=self.device))
         return GroupReduction(self, [], [], operands, used, None)
 
 
@@ -322,10 +331,3 @@ class GroupReduction:
         if len(self.operands) == 1:
             return self.operands[0][self.lies.numel :]
         return self.operands[-1]
-
-
-def _flat(grad: Tensor | None, piece: Piece, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """The gradient as a 1-D tensor of the reduce dtype, ours to sum and scale in place: itself if nothing has to change."""
-    if grad is None:
-        return torch.zeros(piece.spec.numel, dtype=dtype, device=device)
-    return owned(grad.to(dtype).contiguous()).view(-1)

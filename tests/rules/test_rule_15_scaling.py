@@ -6,7 +6,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hsdp
 from hsdp.comm import backends
@@ -53,6 +53,38 @@ POLICIES = {
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
 def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
     pool4.run(check_factors, shape, POLICIES[policy])
+
+
+class OneGradient(nn.Module):
+    """Autograd hands both parameters the same gradient: two views of one storage."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Parameter(torch.rand(8, 4, dtype=torch.float64))
+        self.second = nn.Parameter(torch.rand(8, 4, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * (self.first.view(-1) + self.second.view(-1))
+
+
+def _step_of_one_gradient(model: nn.Module, rank: int) -> None:
+    model(torch.arange(32.0, dtype=torch.float64) + rank).square().sum().backward()
+
+
+def check_shared_memory(env: RankEnv, shape: tuple[int, ...]) -> None:
+    policy = hsdp.CommPolicy(fusion="direct")
+    model = hsdp.fully_shard(seeded(OneGradient), mesh=env.mesh(shape), comm_policy=policy)
+    for last in (False, True):
+        model.set_requires_grad_sync(last)  # type: ignore[operator]
+        _step_of_one_gradient(model, env.rank)
+    # The twin's gradients are cleared between ranks: torch itself would add the second rank's twice to memory so shared.
+    means = mean_grads(seeded(OneGradient), _step_of_one_gradient, env.world_size)
+    assert_same(full_grads(model), {name: None if grad is None else 2 * grad for name, grad in means.items()})
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
+def test_rule_15_gradients_that_share_memory_are_added_and_scaled_once(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_shared_memory, shape)
 
 
 def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float) -> None:

@@ -110,6 +110,7 @@ def _train_and_show(job: Job, stop: StopSignal, started: float) -> int:
     if options.checkpoint_dir is not None and num_done > first_step and (path := _save(job, num_done, False)) is not None:
         job.report.say(f"checkpoint: {path}")
     if job.replicas is not None:
+        dist.barrier()  # rank 0 serves all of this replica: it answers the last vote of each before it leaves
         job.replicas.manager.shutdown(wait=False)  # type: ignore[attr-defined]  # the others need not wait for it
     if num_done < options.steps:
         resumable = options.checkpoint_dir is not None

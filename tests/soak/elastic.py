@@ -148,7 +148,8 @@ class Run:
                 # Beside a rank that was killed, another one may have failed before this process has looked.
                 own = [code for code in codes if code not in (None, 0, -9)]
                 if own and -9 not in codes:
-                    raise AssertionError(f"replica {replica.number}.{replica.incarnation} ended by itself: {codes}")
+                    told = "\n".join(self._last_words(replica, rank) for rank in range(RANKS))
+                    raise AssertionError(f"replica {replica.number}.{replica.incarnation} ended by itself: {codes}\n{told}")
                 self._bury(replica)
                 lost.append(replica)
             elif not codes and time.monotonic() > replica.starts_at and not self.is_over():
@@ -159,6 +160,10 @@ class Run:
         elif time.monotonic() - self._moved_at > STUCK:
             raise TimeoutError(f"no step for {STUCK:g} seconds; the replicas are at {[r.step() for r in self.replicas]}")
         return lost
+
+    def _last_words(self, replica: Replica, rank: int) -> str:
+        name = f"replica{replica.number}.{replica.incarnation}.{rank}"
+        return f"--- {name}\n{(self.folder / f'{name}.err').read_text(errors='replace')[-3000:]}"
 
     def is_over(self) -> bool:
         return self.last.value < 1 << 30

@@ -159,6 +159,7 @@ def run_rank(place: Place, told: Any, progress: Any, last: Any) -> None:
         if place.checkpoints and line["took"] and manager.current_step() % SAVE_EVERY == 0:
             doom.at("saving")
             elastic.save(place.folder / "checkpoints", optimizer, keep=2)
+    dist.barrier()  # rank 0 serves the other one, which may not have its answer yet
     manager.shutdown(wait=False)
     os._exit(0)
 

@@ -3,7 +3,8 @@
     AdamW    hsdp.optim.local(over_replicas=True) beside hsdp.optim.local, and beside torch.optim.AdamW on FSDP2
     Muon     hsdp.optim.Muon beside torch.optim.Muon on FSDP2's DTensors, and with --dion PATH beside dion's Muon
 
-Only the step is measured, on gradients that stay. Contenders take turns (harness.py); what counts is the ratio of each
+Only the step is measured, on gradients that stay, and until its parameters can be read; with "until it returns" without
+the gathers over replicas that go on behind it. Contenders take turns (harness.py); what counts is the ratio of each
 round. Beside it stands the memory of the states of rank 0, counted on a fake process group.
 """
 
@@ -23,11 +24,13 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
-from benchmarks.harness import Contender, Plan, Row, Step, compare, progress, shard
+from benchmarks.harness import Apart, Contender, Plan, Row, Step, compare, progress, shard
 from tests.support.models import Block
 
 MESHES = {"2x2": (2, 2), "1x4": (1, 4)}
+UNTIL_IT_RETURNS = "AdamW over replicas, until it returns"
 PAIRS = [
+    (UNTIL_IT_RETURNS, "AdamW local"),
     ("AdamW over replicas", "AdamW local"),
     ("AdamW over replicas", "AdamW on FSDP2"),
     ("Muon", "torch's Muon on FSDP2"),
@@ -53,11 +56,17 @@ def build(name: str, size: Size, dion: str | None, mesh: DeviceMesh) -> Step:
     blocks = size.blocks()
     optimizer = prepare(name, blocks, dion, mesh)
 
-    def step() -> None:
-        optimizer.step()
-        assert len(blocks)  # and so the units live on
+    def read() -> None:
+        for param in blocks.parameters():
+            param.to_local()  # type: ignore[operator]
 
-    return step
+    def whole_step() -> None:
+        optimizer.step()
+        read()
+
+    if name == UNTIL_IT_RETURNS:
+        return Apart(optimizer.step, read)
+    return whole_step
 
 
 def prepare(name: str, blocks: nn.ModuleList, dion: str | None, mesh: DeviceMesh) -> Any:
@@ -72,7 +81,7 @@ def prepare(name: str, blocks: nn.ModuleList, dion: str | None, mesh: DeviceMesh
         )
     if name == "AdamW local":
         return hsdp.optim.local(torch.optim.AdamW(params, foreach=True))
-    if name == "AdamW over replicas":
+    if name in ("AdamW over replicas", UNTIL_IT_RETURNS):
         return hsdp.optim.local(torch.optim.AdamW(params, foreach=True), over_replicas=True)
     if name == "AdamW on FSDP2":
         return torch.optim.AdamW(params, foreach=True)

@@ -141,8 +141,8 @@ BASELINES = (
 """What a contender is compared with, if not "fsdp2"."""
 
 
-def make_step(job: Job, name: str, mesh: DeviceMesh) -> Step:
-    """A training step of a contender: without optimizer, unless its name has one."""
+def make_step(job: Job, name: str, mesh: DeviceMesh) -> tuple[Step, Step]:
+    """A training step of a contender, without optimizer, unless its name has one; and what waits for all that it began."""
     library, policy, several, deferred = CONTENDERS[name]
     model: Any = build(job, library, policy, mesh)
     if name.startswith("deferred alone"):
@@ -171,7 +171,11 @@ def make_step(job: Job, name: str, mesh: DeviceMesh) -> Step:
             optimizer.step()
         model.zero_grad()
 
-    return step
+    def end() -> None:
+        for param in model.parameters():
+            param.to_local()
+
+    return step, end
 
 
 def rank_main(rank: int, job: Job) -> None:
@@ -183,26 +187,28 @@ def rank_main(rank: int, job: Job) -> None:
     steps = {name: make_step(job, name, mesh) for name in job.contenders}
     times: dict[str, list[float]] = {name: [] for name in job.contenders}
     durations = []
-    for step in steps.values():
+    for step, _ in steps.values():
         for _ in range(2):
             step()
     for _ in range(job.rounds):
         durations.append(asdict(measure_parts(job, mesh)))
-        for name, step in steps.items():
+        for name, (step, end) in steps.items():
             gc.collect()
-            times[name].append(_slowest(step, job.steps))
+            times[name].append(_slowest(step, job.steps, end))
     if rank == 0:
         Path(job.directory, "times.json").write_text(json.dumps({"times": times, "durations": durations}))
     dist.barrier()
     dist.destroy_process_group()
 
 
-def _slowest(run: Callable[[], object], times: int) -> float:
-    """Wall time of a run on the slowest rank."""
+def _slowest(run: Callable[[], object], times: int, end: Callable[[], object] | None = None) -> float:
+    """Wall time of a run on the slowest rank; `end` comes behind the last one, and is measured with them."""
     dist.barrier()
     start = time.perf_counter()
     for _ in range(times):
         run()
+    if end is not None:
+        end()
     took = torch.tensor((time.perf_counter() - start) / times, dtype=torch.float64)
     dist.all_reduce(took, dist.ReduceOp.MAX)
     return took.item()

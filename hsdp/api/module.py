@@ -93,7 +93,7 @@ class HSDPModule(Setters):
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
         unit = self._hsdp_state.unit
         # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
-        if unit.shadows.disturbed() and len(unit.devices()) == 1:
+        if unit.disturbed() and len(unit.devices()) == 1:
             unit.rebuild()
         return result
 

@@ -45,6 +45,10 @@ class Streams:
             self._streams[name] = self._module().Stream(device=self.device, priority=-1)
         return self._streams[name]
 
+    def current(self) -> Any:
+        """The current stream; None on the CPU."""
+        return self._module().current_stream(self.device) if self.active else None
+
     def on(self, name: StreamName) -> AbstractContextManager[None]:
         """Runs the body on stream `name`, after everything that the compute stream holds so far."""
         return self._on(name, None) if self.active else _NOTHING

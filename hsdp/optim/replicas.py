@@ -2,7 +2,8 @@
 
     gradients        reduce-scattered over replicas: each gets its share of the sums (hsdp/unit/sharing.py)
     step             of its share, whose states it has alone
-    afterwards       one all-gather over the replicate axis for each unit; those of all units run beside each other
+    afterwards       one all-gather over the replicate axis for each unit; those of all units run beside each other, and
+                     beside whatever comes until the unit's next forward: unit/pending_shards.py
 
 A state is a DTensor that both axes shard, under the parameter's name, so checkpoints go onto any mesh as always. Which
 rows are a replica's share: hsdp/params/shares.py.
@@ -10,15 +11,19 @@ rows are a replica's share: hsdp/params/shares.py.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hsdp import debug
 from hsdp.params.shares import Share, share_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.schedule.optimizer_hooks import check_communicated
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import memory_of, unit_of
+from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.replica_gather import ReplicaGather
 from hsdp.unit.sharing import share_gradients
 from hsdp.unit.unit import Unit
@@ -57,15 +62,30 @@ class Exchange:
             unit = unit_of(param)
             assert unit is not None, "only units have replicas"
             units.setdefault(unit, []).append((param, share))
-        self._gathers = []
+        self._gathers: list[tuple[Unit, ReplicaGather, PendingShards]] = []
+        self._parts: list[tuple[Tensor, Share]] = []
         for unit, own in units.items():
             slots = {id(managed.sharded): slot for slot, managed in enumerate(unit.params)}
-            shared = [(slots[id(param)], block_of(param).detach(), share) for param, share in own]
-            self._gathers.append(ReplicaGather(unit, "stepped", shared))
+            shared = [(slots[id(param)], memory_of(param), share) for param, share in own]
+            gather = ReplicaGather(unit, "stepped", shared)
+            params = [unit.params[slot] for slot, _, _ in shared]
+            self._gathers.append((unit, gather, PendingShards(gather.finish, params, unit.context.streams)))
+            self._parts += [(local, share) for _, local, share in shared]
 
     def run(self) -> None:
-        """All units' gathers, side by side; afterwards every replica has all parts."""
-        for gather in self._gathers:
+        """Starts all units' gathers, side by side. They end when somebody reads the parameters, or here if need be."""
+        if debug.ON:
+            self._spoil()
+        for _, gather, _ in self._gathers:
             gather.start()
-        for gather in self._gathers:
-            gather.finish()
+        for unit, gather, pending in self._gathers:
+            if pending.held_elsewhere():
+                gather.finish()
+            else:
+                unit.await_shards(pending)
+
+    def _spoil(self) -> None:
+        """Whoever reads a part that has not arrived finds NaN there, and not the values of the step before."""
+        for local, share in self._parts:
+            local[: share.start].fill_(math.nan)
+            local[share.start + share.rows :].fill_(math.nan)

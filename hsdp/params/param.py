@@ -24,6 +24,7 @@ from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
+from hsdp.params.pending import landed
 from hsdp.params.shares import Share
 from hsdp.params.subclass import data_of, extends, is_composite, wrapper_of
 from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
@@ -231,7 +232,7 @@ class ManagedParam:
         self.tensor_spec = with_dtype(self.tensor_spec, self.dtype)
 
     def _local_now(self) -> Tensor:
-        return self.sharded._local_tensor  # type: ignore[attr-defined,no-any-return]
+        return landed(self.sharded._local_tensor)  # type: ignore[attr-defined]
 
     def _register(self, sharded: nn.Parameter) -> None:
         for module, name in self.holders():

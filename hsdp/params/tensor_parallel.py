@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.params.pending import landed
 from hsdp.params.subclass import data_of
 
 
@@ -179,7 +180,7 @@ def _chunks(rows: int, parts: int) -> list[int]:
 
 def block_of(param: Tensor) -> Tensor:
     """What this rank holds of a parameter, as a plain tensor: itself, unless it is a DTensor or has a gather extension."""
-    return data_of(param._local_tensor if isinstance(param, DTensor) else param)
+    return data_of(landed(param._local_tensor) if isinstance(param, DTensor) else param)
 
 
 def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:

@@ -137,7 +137,7 @@ class Backwards(Root):
             expect(unit, "backward", IDLE)
         task = graph_task()
         backward = self._join(task)
-        if not unit.open and unit.shadows.disturbed():
+        if not unit.open and unit.disturbed():
             raise stale(unit)
         if visit is not None and creates_graph:
             # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
@@ -222,7 +222,7 @@ class Backwards(Root):
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
         first_node, version = _left(backward, unit)
-        if unit.shadows.disturbed() or unit.version != version or not unit.as_kept():
+        if unit.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
         assert backward.gathers is not None, "a unit is passed over in an order"
         backward.gathers.move_to(unit)

@@ -96,6 +96,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
     for unit in units:
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
+        unit.land_shards()
     shared = [unit for unit in units if unit.gradients.shared]
     if shared and not getattr(optimizer, "_hsdp_steps_shares", False):
         with torch.no_grad():

@@ -6,7 +6,8 @@
                           FSDP2's gather hooks; composite_group.py: subclasses around several tensors)
     reduce_plan.py        how gradients become the operands of a reduce-scatter (grad_layout.py: where they lie in them)
     replica_shares.py     how its sums become a replica's share of them; sharing.py: of which gradients replicas have shares
-    replica_gather.py     and how a replica gets the others' shares of stepped parameters
+    replica_gather.py     and how a replica gets the others' shares of stepped parameters (pending_shards.py: until somebody
+                          reads them)
     gradients.py          this rank's gradients, from autograd to `.grad` (landing.py, rollback.py, zero_grad.py)
     write_guard.py        nobody but hsdp writes to unsharded parameters
     state.py, settings.py what it is doing, and what users may change about it

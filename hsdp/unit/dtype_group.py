@@ -163,7 +163,8 @@ class DtypeGroup:
         size = math.prod(shape)
         with torch.inference_mode(False):
             part = self.shard.data[piece.offset : piece.offset + size]
-            return (part if part.is_meta else with_own_storage(part)).view(shape)
+            # `.data`: a view would hold the tensor that it was made of, which would count as somebody else's.
+            return (part if part.is_meta else with_own_storage(part)).view(shape).data
 
     def held_bytes(self, index: int) -> int:
         """Bytes of the shard buffer that are parameter `index`'s, padding of its rows included."""

@@ -2,17 +2,28 @@
 
 from __future__ import annotations
 
-from typing import cast
+from typing import Any, cast
 
-from torch import nn
+from torch import Tensor, nn
 
 from hsdp.params.ownership import owner_of
+from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
 
 
 def unit_of(param: object) -> Unit | None:
     """The unit that a sharded parameter belongs to."""
     return cast("Unit | None", owner_of(param))
+
+
+def memory_of(param: Any) -> Tensor:
+    """The memory of a sharded parameter's local tensor, as a tensor that does not count among the users of its storage."""
+    unit = unit_of(param)
+    for group in () if unit is None else unit.dtype_groups:
+        for index, managed in enumerate(group.params):
+            if managed.sharded is param and param._local_tensor is managed.local:  # type: ignore[attr-defined]
+                return group.local(index)
+    return block_of(param).detach()  # replaced, and its unit has not looked
 
 
 def units_below(model: nn.Module, recurse: bool = True, what: str = "") -> list[Unit]:

@@ -34,6 +34,7 @@ from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.install import Shadows
+from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
@@ -143,6 +144,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._kept_shards: list[int] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
+        self._pending_shards: PendingShards | None = None
         self.shadows = Shadows(())
         self._sharded: list[nn.Parameter] = []
         self._registered: list[int] = []
@@ -198,6 +200,7 @@ class Unit(UnitActivity, UnshardedParams):
         """
         if self.lent:
             expect(self, "use of the sharded parameters", IDLE)
+        self.land_shards()
         self.let_go()
         self.reshard()
         self.weights_changed()

@@ -25,6 +25,7 @@ from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.install import Shadows
+from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
@@ -86,6 +87,7 @@ class UnshardedParams:
     _kept_shards: list[int] | None
     _versioned: list[Tensor]
     _gather_work: CommWork | None
+    _pending_shards: PendingShards | None
     shadows: Shadows
     _guard: WriteGuard
     _parts: int
@@ -117,7 +119,7 @@ class UnshardedParams:
             observer.begins("launch", self)
         try:
             version = version or self.version
-            if not looked and self.shadows.disturbed():
+            if not looked and self.disturbed():
                 self.rebuild()
                 version = self.version
             if self._on_meta:
@@ -284,7 +286,12 @@ class UnshardedParams:
     @property
     def version(self) -> Version:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
-        autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both."""
+        autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both.
+
+        Whoever asks is about to read the shards: they land first, if parts of them are on their way.
+        """
+        if self._pending_shards is not None:
+            self.land_shards()
         with plain_access():
             return self.weights_version, sum(map(_version_of, self._versioned))
 
@@ -375,6 +382,22 @@ class UnshardedParams:
         """Closes the unit; unsharded parameters stay where they are."""
         self.shadows.hide()
         self.open = False
+
+    def await_shards(self, pending: PendingShards) -> None:
+        """Parts of the shards are on their way; they land when somebody reads one."""
+        self._pending_shards = pending
+        pending.stand_in()
+
+    def land_shards(self) -> None:
+        """The shards are whole, as they must be before anybody reads them. Raises what their gather does."""
+        if self._pending_shards is not None:
+            self._pending_shards.land()
+            self._pending_shards = None
+
+    def disturbed(self) -> bool:
+        """Whether somebody replaced or moved a parameter since its buffers were made."""
+        self.land_shards()
+        return self.shadows.disturbed()
 
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""

@@ -57,7 +57,7 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
     Raises:
         StateError: the unit is still on the meta device.
     """
-    if unit.shadows.disturbed():
+    if unit.disturbed():
         unit.rebuild()
     wholes: dict[int, Tensor] = {}
     with torch.inference_mode(False):
@@ -144,7 +144,7 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
 @torch.no_grad()
 def spread(unit: Unit) -> None:
     """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
-    if unit.shadows.disturbed():
+    if unit.disturbed():
         unit.rebuild()
     for group in unit.dtype_groups:
         broadcast(group.shard, unit, unit.replicate_comm)

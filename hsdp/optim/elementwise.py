@@ -62,13 +62,14 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
             takes the memory of the gradients once more while it steps.
         over_replicas: share gradients and the step out among replicas. Each of R replicas gets the sums of 1/R of each
-            shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered. The
-            reduce-scatter and this gather send as much over the replicate axis as the all-reduce did. `.grad` is a DTensor
-            that both axes shard from now on, also for other optimizers of the same parameters: they get it whole, by a
-            gather before their step. What is computed is the same to the last bit, as far as a kernel treats all elements
-            of a tensor alike (those that are fused for the CPU do not) and the backend adds in the same order; and always
-            equal on all replicas. Parameters with too uneven rows are stepped on all replicas, and gradients of those with
-            few rows all-reduced as before. Ranks must step the same parameters. Not together with `flat`.
+            shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered, beside whatever
+            comes until somebody reads the parameters: the next forward, unit by unit. The reduce-scatter and this gather
+            send as much over the replicate axis as the all-reduce did. `.grad` is a DTensor that both axes shard from now
+            on, also for other optimizers of the same parameters: they get it whole, by a gather before their step. What is
+            computed is the same to the last bit, as far as a kernel treats all elements of a tensor alike (those that are
+            fused for the CPU do not) and the backend adds in the same order; and always equal on all replicas. Parameters
+            with too uneven rows are stepped on all replicas, and gradients of those with few rows all-reduced as before.
+            Ranks must step the same parameters. Not together with `flat`.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:

@@ -10,8 +10,10 @@ from unittest import mock
 import hsdp.optim.matrices
 from hsdp.optim.matrices import Bucket
 from hsdp.optim.replicas import Exchange, Share
+from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_muon as muon
+from tests.optim import test_pending_shards as pending
 from tests.optim import test_replicas as replicas
 from tests.support.rig import RankEnv
 
@@ -23,6 +25,8 @@ def trains(env: RankEnv, shape: tuple[int, ...]) -> None:
 REPLICAS = Check(trains, ((2, 1),))
 SHARDS = Check(trains, ((2,),))
 SHARED = Check(replicas._equals_repeated, ((2, 1),))
+READ = Check(pending._is_read, ((2, 1),))
+HELD = Check(pending._is_held, (), world=4)
 
 
 @mutant(REPLICAS, kill="differs between replicas")
@@ -72,3 +76,21 @@ def keeps_what_it_stepped_to_itself() -> Any:
 @mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")
 def steps_the_first_rows_on_every_replica() -> Any:
     return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
+
+
+@mutant(READ, kill="nothing waits|read by")
+def leaves_pending_shards_without_a_stand_in() -> Any:
+    return mock.patch.object(PendingShards, "stand_in", lambda self: None)
+
+
+@mutant(READ, kill="read by")
+def lands_pending_shards_without_waiting() -> Any:
+    def change(init: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, finish, params, streams: init(self, lambda: None, params, streams)
+
+    return replaced(PendingShards, "__init__", change)
+
+
+@mutant(HELD, kill="held since the step before")
+def overlooks_who_holds_the_memory_of_pending_shards() -> Any:
+    return mock.patch.object(PendingShards, "held_elsewhere", lambda self: False)

@@ -28,6 +28,9 @@ from hsdp.unit.replica_gather import ReplicaGather
 from hsdp.unit.sharing import share_gradients
 from hsdp.unit.unit import Unit
 
+_STEPPED = 1
+"""The plan of a step's gathers, for the ranks' divergence guards; a backward's is 0."""
+
 
 def share_of_param(param: Any) -> Share | None:
     """What this replica steps of a parameter; None where the replicas all step it: see `share_of`."""
@@ -71,11 +74,16 @@ class Exchange:
             params = [unit.params[slot] for slot, _, _ in shared]
             self._gathers.append((unit, gather, PendingShards(gather.finish, params, unit.context.streams)))
             self._parts += [(local, share) for _, local, share in shared]
+        guards = (unit.replicate_comm.divergence_guard for unit in units)
+        self._guards = list(dict.fromkeys(guard for guard in guards if guard is not None))
 
     def run(self) -> None:
         """Starts all units' gathers, side by side. They end when somebody reads the parameters, or here if need be."""
         if debug.ON:
             self._spoil()
+        # The same gathers come in a step, whatever was before it: behind a new kind of pass ranks need not ask each other.
+        for guard in self._guards:
+            guard.begin_pass(_STEPPED)
         for _, gather, _ in self._gathers:
             gather.start()
         for unit, gather, pending in self._gathers:

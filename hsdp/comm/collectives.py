@@ -149,7 +149,8 @@ class Comm:
         """Sums over ranks; then `finish`.
 
         Args:
-            outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
+            outputs, inputs: each contiguous input of S * n elements is summed and this rank's n of it left in its output;
+                dim 0 of an input has S equal parts.
             replicated: tensors that every rank keeps whole: summed in place.
             factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
         """
@@ -240,7 +241,7 @@ class Comm:
 
         def sum_locally() -> None:
             for output, parts in zip(outputs, received, strict=True):
-                torch.sum(parts.view(size, -1), 0, out=output)
+                torch.sum(parts.view(size, -1), 0, out=output.view(-1))
             if finish is not None:
                 finish()
 

@@ -85,7 +85,7 @@ def reduce_scatter_by(
     works: list[Any] = []
     to: list[Tensor] = []
     sources: list[Tensor] = []
-    for output, whole in zip(outputs, inputs, strict=True):
+    for output, whole in zip((o.view(-1) for o in outputs), (i.view(-1) for i in inputs), strict=True):
         if allocate is not None:
             to.append(output)
             whole = allocate((whole.numel(),), dtype=whole.dtype, device=whole.device).copy_(whole)

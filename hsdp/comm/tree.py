@@ -84,7 +84,7 @@ def reduce_scatter(
 
     def add() -> None:
         for output, parts in zip(outputs, received, strict=True):
-            fold(parts.view(comm.size, -1), output)
+            fold(parts.view(comm.size, -1), output.view(-1))
 
     if not replicated:
         return comm.all_to_all(owner, op, received, inputs, in_turn(add, finish))

@@ -30,7 +30,6 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.grad_layout import GradLayout
 from hsdp.unit.landing import hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, show, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
@@ -338,20 +337,19 @@ class Gradients:
                 used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
             if part.dropped:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
-            values = part.stored()
             if plan.offload is not None and host_reads(plan.params):
                 host_wait(plan.device)
             hooked, standing = hooked_and_standing(plan)
             if hooked:
-                run_grad_hooks(plan, values, used)
+                run_grad_hooks(part, used)
                 standing = True  # they may have given a gradient to any of the parameters
             noted = len(self._undo.entries)
             if not standing and all(used):
-                grads, locals_ = show(plan, values)
+                grads = show(part)
                 if undoable:
-                    self._undo.show(plan.params, grads, locals_)
-            elif not (all(used) and len(values) == 1 and self._add_flat(plan, values[0], undoable)):
-                self._assign(plan, values, used, undoable)
+                    self._undo.show(plan.params, grads, part.locals())
+            elif not (all(used) and self._add_flat(part, undoable)):
+                self._assign(part, used, undoable)
             if run_hooks(plan, used):
                 self._undo.forget_taken(noted)
 
@@ -366,10 +364,9 @@ class Gradients:
             self._running = [part for part in self._running if part not in parts]
         return undoable
 
-    def _assign(self, plan: GradLayout, values: list[Tensor], used: list[bool], undoable: bool) -> None:
-        """They are added to the gradients of the parameters that were used, or become them."""
-        locals_ = plan.locals(values)
-        for param, local, was_used in zip(plan.params, locals_, used, strict=True):
+    def _assign(self, part: GroupReduction, used: list[bool], undoable: bool) -> None:
+        """Its values are added to the gradients of the parameters that were used, or become them."""
+        for param, local, was_used in zip(part.lies.params, part.locals(), used, strict=True):
             if not was_used:
                 continue
             sharded: Any = param.sharded
@@ -390,9 +387,12 @@ class Gradients:
             if undoable:
                 self._undo.show([param], [sharded.grad], [local])
 
-    def _add_flat(self, plan: GradLayout, flat: Tensor, undoable: bool) -> bool:
+    def _add_flat(self, part: GroupReduction, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
-        base = shared_memory(plan)
+        values = part.stored()
+        if len(values) > 1:
+            return False
+        flat, base = values[0], shared_memory(part.lies)
         if base is None or base.ndim != 1 or base.numel() < flat.numel():
             return False
         if undoable:

@@ -46,12 +46,12 @@ def hooked_and_standing(plan: GradLayout) -> tuple[bool, bool]:
         return any(map(_backward_hooks_of, sharded)), any(map(is_not, map(_grad_of, sharded), repeat(None)))
 
 
-def run_grad_hooks(plan: GradLayout, values: list[Tensor], used: list[bool]) -> None:
+def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
     """Hooks of `param.register_hook` on sharded parameters: they see the reduced gradient, and may return another one.
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
-    for param, local, was_used in zip(plan.params, plan.locals(values), used, strict=True):
+    for param, local, was_used in zip(part.lies.params, part.locals(), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
             other: Any = hook(as_dtensor(local, param.grad_spec))
             if other is None:
@@ -64,14 +64,14 @@ def run_grad_hooks(plan: GradLayout, values: list[Tensor], used: list[bool]) -> 
             local.copy_(other.to_local())
 
 
-def show(plan: GradLayout, values: list[Tensor]) -> tuple[list[DTensor], list[Tensor]]:
-    """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
-    locals_ = plan.locals(values)
-    grads = as_dtensors(locals_, plan.grad_specs)
+def show(part: GroupReduction) -> list[DTensor]:
+    """Reduced values become the gradients of parameters that have none; returns these."""
+    plan = part.lies
+    grads = as_dtensors(part.locals(), plan.grad_specs)
     with plain_access():
         for param, grad in zip(plan.sharded, grads, strict=True):
             param.grad = grad
-    return grads, locals_
+    return grads
 
 
 def shared_memory(plan: GradLayout) -> Tensor | None:

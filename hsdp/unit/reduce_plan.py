@@ -84,10 +84,8 @@ class ReducePlan(GradLayout):
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
         self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
-        # What each transfer leaves in the reduction buffer: the direct ones in order, then the packed one.
-        numels = [*(layout.pieces[i].numel for i in self._direct), self.packed]
-        offsets = [*(layout.pieces[i].offset for i in self._direct), layout.reduce_packed_start]
-        self._outputs = [(numel,) for numel in numels], [(1,)] * len(numels), offsets
+        # Of the others, rows of dim 0 are dealt out to the ranks: a contiguous gradient is a transfer as it is.
+        self._merged = {i for i in self._direct if layout.pieces[i].spec.merged > 1}
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
@@ -118,26 +116,33 @@ class ReducePlan(GradLayout):
         buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         rows.flat_buffer.alloc()
-        inputs = self._flat(grads, self._direct)
+        inputs = self._own(grads, self._direct)
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
-        outputs = list(map(buffer.as_strided, *self._outputs)) if self._direct else [buffer]
-        return GroupReduction(self, inputs, outputs, [buffer], used, rows)
+        reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows)
+        if self._direct:
+            # What a direct transfer leaves is a local gradient: one tensor serves as both.
+            locals_ = reduction.cut(reduction.values())
+            reduction.outputs = [locals_[i] for i in self._direct]
+            reduction.outputs.append(cut(buffer, self.layout.reduce_packed_start, self.packed))
+        return reduction
 
-    def _flat(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
-        """Takes gradients out of `grads`: 1-D, of the reduce dtype, ours to sum and scale; copied only where need be."""
-        dtype, flat = self.kind.reduce, []
+    def _own(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
+        """Takes gradients out of `grads`: contiguous, of the reduce dtype, ours to sum and scale; copied where need be."""
+        dtype, owned = self.kind.reduce, []
         for i in places:
             grad, grads[i] = grads[i], None
             if grad is None:
-                grad = torch.zeros(self.layout.pieces[i].spec.numel, dtype=dtype, device=self.device)
+                grad = torch.zeros(self.layout.pieces[i].spec.shape, dtype=dtype, device=self.device)
             elif grad.dtype != dtype:
                 grad = grad.to(dtype)
             elif storage_uses(grad) > 1:
                 grad = grad.clone()
-            flat.append(grad.ravel())
-        return flat
+            if i in self._merged or not grad.is_contiguous():
+                grad = grad.ravel()
+            owned.append(grad)
+        return owned
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
         """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
@@ -187,7 +192,7 @@ class ReducePlan(GradLayout):
             torch._foreach_copy_(to, sources)
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
-        operands = self._flat(grads, range(len(grads)))
+        operands = [grad.ravel() for grad in self._own(grads, range(len(grads)))]
         operands.append(torch.tensor([float(u) for u in used], dtype=self.kind.reduce, device=self.device))
         return GroupReduction(self, [], [], operands, used, None)
 
@@ -214,7 +219,7 @@ class GroupReduction:
     """One dtype group's part of a reduction.
 
     Attributes:
-        inputs, outputs: the transfers of the reduce-scatter, 1-D (none with one shard rank).
+        inputs, outputs: the transfers of the reduce-scatter (none with one shard rank).
         operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
             gradient and the flags.
         used: which parameters this rank used.
@@ -227,6 +232,8 @@ class GroupReduction:
     """
 
     __slots__ = (
+        "_cut_of",
+        "_locals",
         "_stored",
         "_values",
         "dropped",
@@ -267,6 +274,8 @@ class GroupReduction:
         self.sums: list[Tensor] = []
         self._stored: list[Tensor] | None = None
         self._values: list[Tensor] | None = None
+        self._locals: list[Tensor] = []
+        self._cut_of: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
@@ -307,7 +316,7 @@ class GroupReduction:
         """
         stage, shares = self.stage, self.plan.shares
         assert stage is not None and shares is not None, "replicas have shares of its gradients"
-        transfers = shares.fill(stage, self.plan.locals(self.values()), self.flags())
+        transfers = shares.fill(stage, self.cut(self.values()), self.flags())
         self.sums, self.operands = self.operands, [stage.result]
         self.lies, self._values = shares.left, None
         return transfers
@@ -324,7 +333,20 @@ class GroupReduction:
         if self._stored is not None:
             return self._stored
         values, dtype = self.values(), self.plan.kind.storage
-        return values if values[0].dtype == dtype else [value.to(dtype) for value in values]
+        if values[0].dtype == dtype:
+            return values
+        self._stored = [value.to(dtype) for value in values]
+        return self._stored
+
+    def locals(self) -> list[Tensor]:
+        """`stored` as one local gradient for each parameter."""
+        return self.cut(self.stored())
+
+    def cut(self, values: list[Tensor]) -> list[Tensor]:
+        """`values` as one tensor for each parameter; the same tensors each time, for the same list."""
+        if values is not self._cut_of:
+            self._locals, self._cut_of = self.lies.locals(values), values
+        return self._locals
 
     def flags(self) -> Tensor:
         """How many ranks used each parameter: exact only in sign."""

@@ -1,12 +1,9 @@
 """`python -m benchmarks.host`: host time that sharding adds to a step, hsdp beside FSDP2 and the plain model.
 
-Tensors are tiny and the process group is fake, so what is left is Python and dispatch. The three models take turns,
-plain / hsdp / FSDP2, plain / hsdp / FSDP2, ..., and each round gives one ratio of CPU time:
+Tensors are tiny and collectives do nothing (still_group.py), so what is left is Python and dispatch. The three models
+take turns, plain / hsdp / FSDP2, plain / hsdp / FSDP2, ..., and each round gives one ratio of CPU time:
 
     (hsdp - plain) / (FSDP2 - plain)
-
-torch's fake backend copies each gathered tensor into its output rank by rank, a small operator each: work that no real
-backend does on the host, and more of it the more tensors a call has. Its cost is measured and taken off both: `net`.
 
 A `pass` is forward, backward and gradients set to None; a `step` adds clipping and AdamW. `direct` rows force the path
 that large weights take (tiny ones would all be packed, for which `auto` stands). `--instructions` counts instructions
@@ -22,7 +19,6 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
-from functools import partial
 
 import torch
 from torch import Tensor, nn
@@ -30,10 +26,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
 from benchmarks.harness import PRECISIONS, Spread, Step, positive, progress, publish, shard
+from benchmarks.still_group import still_world
 from benchmarks.valgrind import count_in_child
 from hsdp.policies import Fusion
-from tests.support.counting import CollectiveCounter
-from tests.support.rig import fake_world
 
 WORLD = 8
 MESHES = {"8": (8,), "2x4": (2, 4)}
@@ -107,25 +102,24 @@ def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh)
 
 @dataclass(frozen=True)
 class Row:
-    """One setup: per contender the CPU seconds (or instructions) of a step, round by round.
-
-    `fake` is what of them the fake backend's own copies took.
-    """
+    """One setup: per contender the CPU seconds (or instructions) of a step, round by round."""
 
     setup: Setup
     units: int
     spent: dict[str, list[float]]
-    fake: dict[str, float]
 
-    def added(self, library: str, net: bool) -> list[float]:
+    def added(self, library: str) -> list[float]:
         """What a library adds to the plain model, per unit and step, round by round."""
-        fake = self.fake[library] if net else 0.0
         pairs = zip(self.spent[library], self.spent["plain"], strict=True)
-        return [(mine - fake - plain) / self.units for mine, plain in pairs]
+        return [(mine - plain) / self.units for mine, plain in pairs]
 
-    def ratio(self, net: bool) -> Spread:
+    def least(self, library: str) -> float:
+        """The same of the least of all rounds: what other work on the machine adds is least there too."""
+        return (min(self.spent[library]) - min(self.spent["plain"])) / self.units
+
+    def ratio(self) -> Spread:
         """What hsdp adds over what FSDP2 adds."""
-        return Spread.of([a / b for a, b in zip(self.added("hsdp", net), self.added("fsdp2", net), strict=True)])
+        return Spread.of([a / b for a, b in zip(self.added("hsdp"), self.added("fsdp2"), strict=True)])
 
 
 Meter = Callable[[Step, int], float]
@@ -140,77 +134,48 @@ def cpu_time(run: Step, times: int) -> float:
     return (time.process_time() - start) / times
 
 
-class FakeCopies:
-    """What the fake backend's own copies take: so much per rank of each tensor in a call."""
-
-    def __init__(self, meter: Meter, meshes: dict[str, DeviceMesh]) -> None:
-        pieces, small, large = 9, meshes["2x4"].get_group("shard"), meshes["8"].get_group()
-        self._each = {}
-        for kind in ("all_gather", "reduce_scatter"):
-            took = []
-            for group in (small, large):
-                parts = [torch.zeros(64) for _ in range(pieces)]
-                wholes = [torch.zeros(64 * group.size()) for _ in range(pieces)]
-                if kind == "all_gather":
-                    run = partial(group.allgather_into_tensor_coalesced, wholes, parts)
-                else:
-                    run = partial(group.reduce_scatter_tensor_coalesced, parts, wholes)
-                run()
-                took.append(min(meter(run, 20) for _ in range(5)))
-            # The two calls differ in nothing but the number of ranks.
-            self._each[kind] = (took[1] - took[0]) / (pieces * (large.size() - small.size()))
-
-    def of(self, run: Step) -> float:
-        """Their share in one run."""
-        with CollectiveCounter() as counter:
-            run()
-        return sum(call.transfers * call.size * self._each.get(call.kind, 0.0) for call in counter.calls)
-
-
 @contextmanager
 def fake_meshes() -> Iterator[dict[str, DeviceMesh]]:
-    """The meshes, over fake ranks."""
+    """The meshes, over ranks that are not there."""
     torch.set_num_threads(1)
-    with fake_world(WORLD) as env:
+    with still_world(WORLD) as env:
         yield {name: env.mesh(shape) for name, shape in MESHES.items()}
 
 
-def measure(setup: Setup, mesh: DeviceMesh, units: int, rounds: int, steps: int, meter: Meter, fake: FakeCopies) -> Row:
+def measure(setup: Setup, mesh: DeviceMesh, units: int, rounds: int, steps: int, meter: Meter) -> Row:
     """The three contenders in turns."""
     runs = {name: prepare(name, setup, units, mesh) for name in CONTENDERS}
     for run in runs.values():
         for _ in range(3):
             run()
-    copies = {name: fake.of(run) for name, run in runs.items()}
     spent: dict[str, list[float]] = {name: [] for name in CONTENDERS}
     for _ in range(rounds):
         for name, run in runs.items():
             gc.collect()  # nobody pays for another's garbage, everybody for their own
             spent[name].append(meter(run, steps))
-    return Row(setup, units, spent, copies)
+    return Row(setup, units, spent)
 
 
 def measure_all(setups: Sequence[Setup], args: argparse.Namespace, meter: Meter) -> list[Row]:
     """One row per setup."""
     rows = []
     with fake_meshes() as meshes:
-        fake = FakeCopies(meter, meshes)
         for setup in setups:
             progress(f"{setup} ...")
-            rows.append(measure(setup, meshes[setup.mesh], args.units, args.rounds, args.steps, meter, fake))
+            rows.append(measure(setup, meshes[setup.mesh], args.units, args.rounds, args.steps, meter))
     return rows
 
 
 def table(rows: Sequence[Row], unit: str, scale: float) -> str:
     """The ratios as text."""
     lines = [
-        f"added per unit and step, {unit} (net, median); ratio hsdp / fsdp2, both less the plain model, round by round",
-        f"{'':45}    hsdp   fsdp2  net: min median    max    raw: median",
+        f"added per unit and step, {unit} (median); ratio hsdp / fsdp2, both less the plain model: of rounds, of the least",
+        f"{'':45}    hsdp   fsdp2  ratio: min median    max   least",
     ]
     for row in rows:
-        ours, theirs = (statistics.median(row.added(name, net=True)) * scale for name in CONTENDERS[1:])
-        raw = row.ratio(net=False).median
-        lines.append(f"{row.setup!s:45} {ours:7.0f} {theirs:7.0f}    {row.ratio(net=True)}         {raw:6.2f}")
+        ours, theirs = (statistics.median(row.added(name)) * scale for name in CONTENDERS[1:])
+        least = row.least("hsdp") / row.least("fsdp2")
+        lines.append(f"{row.setup!s:45} {ours:7.0f} {theirs:7.0f}      {row.ratio()}    {least:4.2f}")
     return "\n".join(lines)
 
 

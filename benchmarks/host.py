@@ -5,9 +5,10 @@ take turns, plain / hsdp / FSDP2, plain / hsdp / FSDP2, ..., and each round give
 
     (hsdp - plain) / (FSDP2 - plain)
 
-A `pass` is forward, backward and gradients set to None; a `step` adds clipping and AdamW. `direct` rows force the path
-that large weights take (tiny ones would all be packed, for which `auto` stands). `--instructions` counts instructions
-under valgrind instead: slower, but the same at every run and on a busy machine.
+A `pass` is forward, backward and gradients set to None; a `step` adds clipping and AdamW, the same for all contenders,
+but in `step local` and `step flat`: there hsdp's is given to `hsdp.optim.local`, as the optimizer of FSDP2 cannot be.
+`direct` rows force the path that large weights take (tiny ones would all be packed, for which `auto` stands).
+`--instructions` counts instructions under valgrind instead: slower, but the same at every run and on a busy machine.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ class Setup:
     precision: str
     fusion: Fusion
     what: str
-    """"pass", or "step foreach" / "step fused" after AdamW's implementation."""
+    """"pass", or "step" and AdamW's implementation; in "step local" and "step flat" hsdp's is foreach, by `optim.local`."""
 
     def __str__(self) -> str:
         return f"{self.what:12} {self.mesh:>4} {self.params:3} params  {self.precision:9} {self.fusion}"
@@ -88,7 +89,9 @@ def prepare_with_model(library: str, setup: Setup, units: int, mesh: DeviceMesh)
     if setup.what == "pass":
         return one_pass, model
     kind = setup.what.split()[1]
-    optimizer = torch.optim.AdamW(params, lr=1e-3, fused=kind == "fused", foreach=kind == "foreach")
+    optimizer = torch.optim.AdamW(params, lr=1e-3, fused=kind == "fused", foreach=kind != "fused")
+    if library == "hsdp" and kind in ("local", "flat"):
+        optimizer = hsdp.optim.local(optimizer, flat=kind == "flat")
     clip: Callable[..., object] = hsdp.clip_grad_norm_ if library == "hsdp" else nn.utils.clip_grad_norm_
 
     def whole_step() -> None:
@@ -206,7 +209,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.host", description=__doc__)
-    whats = ["pass", "step foreach", "step fused"]
+    whats = ["pass", "step foreach", "step fused", "step local", "step flat"]
     parser.add_argument("--what", nargs="+", choices=whats, default=whats)
     parser.add_argument("--mesh", nargs="+", choices=MESHES, default=list(MESHES), help="S or R x S")
     parser.add_argument("--params", nargs="+", type=positive, default=[9, 30], help="parameters per unit")

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
-from hsdp.optim.replicas import Exchange, share_gradients_of, share_of_param
+from hsdp.optim.replicas import Exchange, part_of_grad, share_gradients_of, share_of_param
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
-from hsdp.params.dtensors import as_dtensor, cut_as, with_dtype
+from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
 from hsdp.unit.lookup import unit_of
@@ -102,7 +102,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             "checkpoint; turn one of them off"
         )
     if over_replicas:
-        share_gradients_of(param for group in optimizer.param_groups for param in group["params"])
+        share_gradients_of((p for group in optimizer.param_groups for p in group["params"]), "hsdp.optim.local")
         optimizer._hsdp_steps_shares = True  # type: ignore[attr-defined]
     optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
@@ -224,7 +224,7 @@ class _Stepper:
         """Makes the targets anew, and their state from the optimizer's."""
         self._params = list(self._listed(optimizer))
         if self._over_replicas:
-            share_gradients_of(self._params)  # of groups that were added since
+            share_gradients_of(self._params, "hsdp.optim.local")  # of groups that were added since
         self._used = used
         self._locals = [block_of(param) for param in self._params]
         is_used = dict(zip(map(id, self._params), used, strict=True))
@@ -277,12 +277,9 @@ def _local_grad(member: Member, grad: Any) -> Tensor:
             member.accepted = spec
         if spec is member.accepted:
             return grad._local_tensor if member.share is None else member.share.of(grad._local_tensor)
-        share = member.share
-        if share is not None and (spec.placements, spec.mesh) == (share.spec.placements, share.spec.mesh):
-            return grad._local_tensor
-        local = cut_as(grad, param._spec)
-        if local is not None:
-            return local if share is None else share.of(local)
+        part = part_of_grad(grad, param._spec, member.share)
+        if part is not None:
+            return part
     raise StateError(
         f"optim.local: the gradient of parameter {_name_of(param)!r} is not sharded as the parameter is; set it to None, "
         f"or to a DTensor with placements {param.placements}"

@@ -2,8 +2,8 @@
 
     local tensors --gives--> all-to-all --comes--> batches of whole matrices --update--> --returns--> all-to-all --gets-->
 
-Replicas hold equal gradients and momentum, so an owner takes pieces from its own replica only, and what it computes goes to
-every replica: over the replicate axis each element travels once to each other replica, and nothing is computed twice.
+Where replicas have equal gradients and momentum, an owner takes pieces from its own replica only; where each has its share,
+from all of them. What it computes goes to every replica, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ class Exchange:
         self._batches: list[Tensor] = []
 
     def start(self, locals_: dict[int, Tensor]) -> None:
-        """Sends pieces to the owners. `locals_`: what they are pieces of, by identity of their target."""
+        """Sends pieces to the owners. `locals_`: what this rank has to give, by identity of its target."""
         bucket = self._bucket
         for numbers in bucket.batches:
             first = bucket.matrices[numbers[0]]

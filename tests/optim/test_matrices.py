@@ -124,6 +124,19 @@ def test_experts_stay_where_they_are() -> None:
         assert [piece.peer for piece in one.comes] == [rank], "a matrix that one rank holds is not sent to its owner"
 
 
+def test_several_experts_stay_too_and_others_level_the_work() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+        experts, dense = (spec_of(mesh, (Replicate(), Shard(0)), s, torch.float32) for s in ((8, 6, 5), (40, 10)))
+        targets = [
+            Target(as_dtensor(torch.empty(2, 6, 5), experts), {"matrices": "stacked"}, {}),
+            *(Target(as_dtensor(torch.empty(10, 10), dense), {}, {}) for _ in range(4)),
+        ]
+        buckets = deal(targets, tuple(range(4)), _cost, lambda _: torch.float32, 10**9)
+    owners = [matrix.owner for bucket in buckets for matrix in bucket.matrices]
+    assert owners[:8] == [0, 0, 1, 1, 2, 2, 3, 3] and sorted(owners[8:]) == [0, 1, 2, 3]
+
+
 def test_plain_tensors_are_stepped_where_they_are() -> None:
     target = Target(nn.Parameter(torch.zeros(3, 4)), {}, {})
     (bucket,) = deal([target], (0,), _cost, lambda _: torch.float32, 1)

@@ -10,6 +10,7 @@ from unittest import mock
 import hsdp.optim.matrices
 from hsdp.optim.matrices import Bucket, Target
 from hsdp.optim.replicas import Exchange, Share
+from hsdp.optim.targets import Target as StepTarget
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_muon as muon
@@ -31,6 +32,7 @@ REPLICAS = Check(trains, ((2, 1),))
 MOMENTA = Check(trains_shares, ((2, 1),))
 SHARDS = Check(trains, ((2,),))
 SHARED = Check(replicas._equals_repeated, ((2, 1),))
+FLAT = Check(replicas._equals_repeated, ((2, 1), True))
 READ = Check(pending._is_read, ((2, 1),))
 HELD = Check(pending._is_held, (), world=4)
 
@@ -92,6 +94,11 @@ def keeps_what_it_stepped_to_itself() -> Any:
 @mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")
 def steps_the_first_rows_on_every_replica() -> Any:
     return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
+
+
+@mutant(FLAT, kill="differs")
+def leaves_stepped_copies_where_they_are() -> Any:
+    return mock.patch.object(StepTarget, "take_back", lambda self: None)
 
 
 @mutant(READ, kill="nothing waits|read by")

@@ -7,6 +7,7 @@ All of it follows from shapes, placements and meshes, so every rank finds the sa
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -264,7 +265,7 @@ def deal(
     cuts = [cut(t.param.shape, t.group.get("matrices", "one"), t.group.get("split_sizes")) for t in targets]
     flat = [(at, *found) for at, all_of in enumerate(cuts) for found in all_of]
     costs = [cost(rows, cols, targets[at].group) for at, _, rows, cols in flat]
-    owners = _owners(ranks, costs, [_holders(targets[at], box) for at, box, _, _ in flat])
+    owners = owners_of(ranks, costs, [_holders(targets[at], box) for at, box, _, _ in flat])
     made: dict[int, list[Matrix]] = {}
     for (at, box, rows, cols), owner in zip(flat, owners, strict=True):
         made.setdefault(at, []).append(Matrix(targets[at], box, rows, cols, owner))
@@ -281,18 +282,22 @@ def deal(
     return buckets
 
 
-def _owners(ranks: tuple[int, ...], costs: Sequence[float], near: Sequence[list[int]]) -> list[int]:
-    """An owner for each matrix, by its cost and the ranks that have it whole."""
+def owners_of(ranks: tuple[int, ...], costs: Sequence[float], near: Sequence[list[int]]) -> list[int]:
+    """An owner for each matrix, by its cost and the ranks that have it whole: see `deal`."""
     loads = dict.fromkeys(ranks, 0.0)
-    fair = sum(costs) / len(ranks) * (1 + 1e-9)
+    fair = max(sum(costs) / len(ranks), *costs, 0.0) * (1 + 1e-9)
     dearest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
     owners: dict[int, int] = {}
-    for i in dearest_first:  # what needs no journey stays, up to a rank's fair part of the work
+    for i in dearest_first:  # what needs no journey stays, up to a rank's fair part of the work, or the dearest matrix
         if near[i] and loads[best := min(near[i], key=loads.__getitem__)] + costs[i] <= fair:
             owners[i] = best
             loads[best] += costs[i]
+    least = [(load, at) for at, load in enumerate(loads.values())]
+    heapq.heapify(least)
     for i in dearest_first:
         if i not in owners:
-            owners[i] = min(ranks, key=lambda rank: (loads[rank], rank not in near[i]))
-            loads[owners[i]] += costs[i]
+            load, at = heapq.heappop(least)
+            owners[i] = ranks[at]
+            loads[ranks[at]] = load + costs[i]
+            heapq.heappush(least, (load + costs[i], at))
     return [owners[i] for i in range(len(costs))]

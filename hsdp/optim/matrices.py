@@ -11,6 +11,7 @@ import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -176,7 +177,7 @@ class Piece:
     part: Box
     place: Box
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.part.sizes)

@@ -141,7 +141,7 @@ class WholeMatrix(torch.optim.Optimizer):
         if "_plans" not in self.__dict__:
             self._forget()
         plans = self._planned()
-        for target in [target for plan in plans for bucket in plan.buckets for target in bucket.targets]:
+        for target in [target for plan in plans for one in plan.exchanges for target in one.bucket.targets]:
             self._grad(target)  # refuses before anything is changed
         for plan in plans:
             self._run(plan)
@@ -188,21 +188,22 @@ class WholeMatrix(torch.optim.Optimizer):
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
         told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas))
         label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters")
-        return _Plan(comm, ranks, buckets, label, zlib.crc32(told.encode()) << 16)
+        op = zlib.crc32(told.encode()) << 16
+        exchanges = [Exchange(bucket, comm, ranks, label, op + 4 * at) for at, bucket in enumerate(buckets)]
+        return _Plan(comm, exchanges, label, op)
 
     def _run(self, plan: _Plan) -> None:
         """Steps the buckets of a plan, each a stage behind the next."""
-        if not plan.buckets:
+        if not plan.exchanges:
             plan.comm.agree(plan.label, plan.op)
-        under_way: list[Exchange] = []
-        for at in range(len(plan.buckets) + 2):
-            if at < len(plan.buckets):
-                under_way.append(Exchange(plan.buckets[at], plan.comm, plan.ranks, plan.label, plan.op + 4 * at))
-                under_way[at].start(self._prepared(plan.buckets[at]))
-            if 0 < at <= len(plan.buckets):
-                under_way[at - 1].compute(self.transform)
+        exchanges = plan.exchanges
+        for at in range(len(exchanges) + 2):
+            if at < len(exchanges):
+                exchanges[at].start(self._prepared(exchanges[at].bucket))
+            if 0 < at <= len(exchanges):
+                exchanges[at - 1].compute(self.transform)
             if at > 1:
-                self._apply(under_way[at - 2])
+                self._apply(exchanges[at - 2])
 
     def _prepared(self, bucket: Bucket) -> dict[int, Tensor]:
         """What is to become an update, by target: the gradients with momentum, of all that this rank has of them."""
@@ -269,15 +270,14 @@ class _Plan:
     """How the parameters of one set of ranks are stepped.
 
     Attributes:
-        comm: among `ranks`, the global ranks in order.
-        buckets: in the order in which they are stepped.
+        comm: among the ranks that hold them.
+        exchanges: of their buckets, in the order in which these are stepped.
         label: what it is called where ranks disagree.
         op: stands for what ranks must do alike: the same on those that step the same matrices.
     """
 
     comm: Comm
-    ranks: tuple[int, ...]
-    buckets: list[Bucket]
+    exchanges: list[Exchange]
     label: Label
     op: int
 

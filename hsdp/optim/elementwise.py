@@ -239,10 +239,12 @@ class _Stepper:
             else:
                 targets = [single(param, shares[id(param)]) for param in params]
             self._groups.append(targets)
-        members = [member for targets in self._groups for target in targets for member in target.members]
-        shared = [member for member in members if member.share is not None]
-        stepped = [member for member in shared if is_used[id(member.param)]]
-        self._exchange = Exchange([(m.param, m.share) for m in stepped if m.share is not None]) if shared else None
+        found = {
+            id(member.param): member.share for targets in self._groups for target in targets for member in target.members
+        }
+        # In the order of the parameters, which all ranks have: that of targets follows from what a rank holds.
+        shared = [(param, share) for param in self._params if (share := found[id(param)]) is not None]
+        self._exchange = Exchange([pair for pair in shared if is_used[id(pair[0])]]) if shared else None
         self._state = defaultdict(dict)
         for targets in self._groups:
             for target in targets:

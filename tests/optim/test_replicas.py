@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 from hsdp.comm.collectives import Comm
@@ -187,6 +187,29 @@ def _flat(env: RankEnv) -> None:
 
 def test_flat_copies_are_few_and_leave_nothing(pool4: Pool) -> None:
     pool4.run(_flat)
+
+
+def _whole(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Gradients as users may set them: whole shards, each in memory of its own; places in it differ between replicas."""
+    models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+    optimizers = [
+        local(torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9), flat=flat, over_replicas=flat)
+        for model, flat in zip(models, (True, False), strict=True)
+    ]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for at, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + at)
+                whole = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+                param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)  # type: ignore[attr-defined]
+            optimizer.step()
+        for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=mesh_id)
+def test_flat_copies_of_gradients_that_users_set(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(_whole, shape)
 
 
 def _fails(env: RankEnv) -> None:

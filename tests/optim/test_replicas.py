@@ -191,7 +191,9 @@ def test_flat_copies_are_few_and_leave_nothing(pool4: Pool) -> None:
 
 def _whole(env: RankEnv, shape: tuple[int, ...]) -> None:
     """Gradients as users may set them: whole shards, each in memory of its own; places in it differ between replicas."""
-    models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+    models = [hsdp.fully_shard(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4)), mesh=env.mesh(shape)) for _ in range(2)]
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        mine.detach().copy_(theirs.detach())
     optimizers = [
         local(torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9), flat=flat, over_replicas=flat)
         for model, flat in zip(models, (True, False), strict=True)

@@ -30,6 +30,8 @@ from tests.optim.test_muon import (
     shard,
     steps,
 )
+from tests.optim.test_replicas import InRankOrder
+from tests.optim.test_shared_gradients import shared
 from tests.support.counting import CollectiveCounter
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, pool_for
@@ -109,6 +111,23 @@ def _polar(env: RankEnv) -> None:
 
 def test_optimizers_made_of_a_function_have_it_too(pool4: Pool) -> None:
     pool4.run(_polar)
+
+
+def _summed_otherwise(env: RankEnv) -> None:
+    """Gradients that all replicas have whole, by a reduction of users, are cut; who knows of no shares gets them whole."""
+    models = [shard(CASE.model(), env.mesh((2, 2))) for _ in range(3)]
+    for model in models[:2]:
+        model.set_replica_reduce(InRankOrder())
+    Muon([{"params": [models[2].few.weight]}], over_replicas=True)  # has shares, and steps nothing here
+    for model in models:
+        steps(model, CASE, muon(model.parameters(), over_replicas=model is models[0]), env.rank)
+        assert not any(map(shared, model.parameters()))
+    for model in models[1:]:
+        assert_same(dict(full_params(model)), dict(full_params(models[0])), 1e-12, 1e-12)
+
+
+def test_gradients_of_all_kinds_are_cut_or_gathered(pool4: Pool) -> None:
+    pool4.run(_summed_otherwise)
 
 
 class Matrices(nn.Module):

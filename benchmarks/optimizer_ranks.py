@@ -1,7 +1,9 @@
 """`python -m benchmarks.optimizer --what ranks`: the optimizer's step among gloo ranks, hsdp's beside others'.
 
-    AdamW    hsdp.optim.local(over_replicas=True) beside hsdp.optim.local, and beside torch.optim.AdamW on FSDP2
-    Muon     hsdp.optim.Muon beside torch.optim.Muon on FSDP2's DTensors, and with --dion PATH beside dion's Muon
+    AdamW    hsdp.optim.local(over_replicas=True) beside hsdp.optim.local, beside torch.optim.AdamW on FSDP2, and with
+             flat=True beside itself without
+    Muon     hsdp.optim.Muon(over_replicas=True) beside hsdp.optim.Muon, and this beside torch.optim.Muon on FSDP2's
+             DTensors, and with --dion PATH beside dion's Muon
 
 Only the step is measured, on gradients that stay, and until its parameters can be read; with "until it returns" without
 the gathers over replicas that go on behind it. Contenders take turns (harness.py); what counts is the ratio of each
@@ -33,6 +35,8 @@ PAIRS = [
     (UNTIL_IT_RETURNS, "AdamW local"),
     ("AdamW over replicas", "AdamW local"),
     ("AdamW over replicas", "AdamW on FSDP2"),
+    ("AdamW flat over replicas", "AdamW over replicas"),
+    ("Muon over replicas", "Muon"),
     ("Muon", "torch's Muon on FSDP2"),
     ("Muon", "dion's Muon on FSDP2"),
 ]
@@ -83,10 +87,12 @@ def prepare(name: str, blocks: nn.ModuleList, dion: str | None, mesh: DeviceMesh
         return hsdp.optim.local(torch.optim.AdamW(params, foreach=True))
     if name in ("AdamW over replicas", UNTIL_IT_RETURNS):
         return hsdp.optim.local(torch.optim.AdamW(params, foreach=True), over_replicas=True)
+    if name == "AdamW flat over replicas":
+        return hsdp.optim.local(torch.optim.AdamW(params, foreach=True), flat=True, over_replicas=True)
     if name == "AdamW on FSDP2":
         return torch.optim.AdamW(params, foreach=True)
-    if name == "Muon":
-        return hsdp.optim.Muon(params)
+    if name in ("Muon", "Muon over replicas"):
+        return hsdp.optim.Muon(params, over_replicas=name != "Muon")
     if name == "torch's Muon on FSDP2":
         return torch.optim.Muon(params)
     return _dion(dion, params, mesh)

@@ -12,10 +12,14 @@ from hsdp.optim.elementwise import bare_step, local
 
 
 class AdamWGroups:
-    """Steps an optimizer's groups with `algorithm="adamw"`, with that optimizer's own state, on local tensors."""
+    """Steps an optimizer's groups with `algorithm="adamw"`, with that optimizer's own state, on local tensors.
 
-    def __init__(self) -> None:
-        self._inner: Any = local(torch.optim.AdamW([nn.Parameter(torch.empty(0))]))
+    Args:
+        over_replicas: as for `local`.
+    """
+
+    def __init__(self, over_replicas: bool) -> None:
+        self._inner: Any = local(torch.optim.AdamW([nn.Parameter(torch.empty(0))]), over_replicas=over_replicas)
         self._bare: Callable[..., Any] = bare_step(torch.optim.AdamW)
         self._groups: list[dict[str, Any]] = []
 

@@ -25,9 +25,9 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
-from hsdp.optim.replicas import Exchange, share_gradients_of, share_of_param
+from hsdp.optim.replicas import Exchange, part_of_grad, share_gradients_of, share_of_param
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
-from hsdp.params.dtensors import as_dtensor, cut_as, with_dtype
+from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
 from hsdp.unit.lookup import unit_of
@@ -69,7 +69,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             computed is the same to the last bit, as far as a kernel treats all elements of a tensor alike (those that are
             fused for the CPU do not) and the backend adds in the same order; and always equal on all replicas. Parameters
             with too uneven rows are stepped on all replicas, and gradients of those with few rows all-reduced as before.
-            Ranks must step the same parameters. Not together with `flat`.
+            Ranks must step the same parameters. With `flat` shares of a unit are copied to be stepped, and back.
         elementwise: the optimizer's class is not PyTorch's, and you know that it updates each element by itself.
 
     Returns:
@@ -77,7 +77,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
 
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
-        ValueError: something replaced its `step` already (a scheduler does), or `flat` and `over_replicas` are both on.
+        ValueError: something replaced its `step` already (a scheduler does).
         StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -96,13 +96,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             f"optim.local({cls.__name__}): something replaced its step, a learning rate scheduler perhaps; call "
             "optim.local first, and make the scheduler afterwards"
         )
-    if flat and over_replicas:
-        raise ValueError(
-            "optim.local(flat=True, over_replicas=True): a flat tensor's share of a replica would have no place in a "
-            "checkpoint; turn one of them off"
-        )
     if over_replicas:
-        share_gradients_of(param for group in optimizer.param_groups for param in group["params"])
+        share_gradients_of((p for group in optimizer.param_groups for p in group["params"]), "hsdp.optim.local")
         optimizer._hsdp_steps_shares = True  # type: ignore[attr-defined]
     optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
     optimizer.__class__ = _local_class(cls)
@@ -175,6 +170,7 @@ class _Stepper:
             if self._flat:
                 for targets in self._groups:
                     for target in targets:
+                        target.bring()
                         target.tensor.grad = _flat_grad(target, by_param)
             else:
                 for target, grad in zip((t for targets in self._groups for t in targets), grads, strict=True):
@@ -185,6 +181,9 @@ class _Stepper:
             optimizer.state = self._state
             known = len(self._state)
             bare(optimizer)
+            for targets in self._groups if self._flat else ():
+                for target in targets:
+                    target.take_back()
         finally:
             optimizer.state = shown
             for group, params, targets in zip(optimizer.param_groups, wholes, self._groups, strict=True):
@@ -192,6 +191,7 @@ class _Stepper:
                 for target in targets:
                     if target.tensor is not target.members[0].param:
                         target.tensor.grad = None  # or the gradients would live until the next step
+                    target.free()
         if len(self._state) != known:
             self._show(optimizer)
         if self._exchange is not None:
@@ -224,21 +224,27 @@ class _Stepper:
         """Makes the targets anew, and their state from the optimizer's."""
         self._params = list(self._listed(optimizer))
         if self._over_replicas:
-            share_gradients_of(self._params)  # of groups that were added since
+            share_gradients_of(self._params, "hsdp.optim.local")  # of groups that were added since
         self._used = used
         self._locals = [block_of(param) for param in self._params]
         is_used = dict(zip(map(id, self._params), used, strict=True))
         self._groups = []
         for group in optimizer.param_groups:
             params = group["params"]
+            shares = {id(param): share_of_param(param) if self._over_replicas else None for param in params}
             if self._flat:
-                targets = flat_targets(params, is_used, optimizer.state)
+                targets = flat_targets(
+                    params, is_used, optimizer.state, shares, lambda member: _local_grad(member, member.param.grad)
+                )
             else:
-                targets = [single(param, share_of_param(param) if self._over_replicas else None) for param in params]
+                targets = [single(param, shares[id(param)]) for param in params]
             self._groups.append(targets)
-        shared = [t.members[0] for targets in self._groups for t in targets if t.members[0].share is not None]
-        stepped = [member for member in shared if is_used[id(member.param)]]
-        self._exchange = Exchange([(m.param, m.share) for m in stepped if m.share is not None]) if shared else None
+        found = {
+            id(member.param): member.share for targets in self._groups for target in targets for member in target.members
+        }
+        # In the order of the parameters, which all ranks have: that of targets follows from what a rank holds.
+        shared = [(param, share) for param in self._params if (share := found[id(param)]) is not None]
+        self._exchange = Exchange([pair for pair in shared if is_used[id(pair[0])]]) if shared else None
         self._state = defaultdict(dict)
         for targets in self._groups:
             for target in targets:
@@ -277,12 +283,9 @@ def _local_grad(member: Member, grad: Any) -> Tensor:
             member.accepted = spec
         if spec is member.accepted:
             return grad._local_tensor if member.share is None else member.share.of(grad._local_tensor)
-        share = member.share
-        if share is not None and (spec.placements, spec.mesh) == (share.spec.placements, share.spec.mesh):
-            return grad._local_tensor
-        local = cut_as(grad, param._spec)
-        if local is not None:
-            return local if share is None else share.of(local)
+        part = part_of_grad(grad, param._spec, member.share)
+        if part is not None:
+            return part
     raise StateError(
         f"optim.local: the gradient of parameter {_name_of(param)!r} is not sharded as the parameter is; set it to None, "
         f"or to a DTensor with placements {param.placements}"

@@ -2,8 +2,8 @@
 
     local tensors --gives--> all-to-all --comes--> batches of whole matrices --update--> --returns--> all-to-all --gets-->
 
-Replicas hold equal gradients and momentum, so an owner takes pieces from its own replica only, and what it computes goes to
-every replica: over the replicate axis each element travels once to each other replica, and nothing is computed twice.
+Where replicas have equal gradients and momentum, an owner takes pieces from its own replica only; where each has its share,
+from all of them. What it computes goes to every replica, so nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -39,23 +39,55 @@ class Updated:
     value: Tensor
 
 
+class Journey:
+    """Pieces in one of the two exchanges, seen from one end: those that travel, by peer, and those that this rank keeps.
+
+    Attributes:
+        pieces: all of them.
+        own, foreign: those that stay, and those that travel.
+        sizes: elements for each rank, in order.
+    """
+
+    def __init__(self, pieces: Sequence[Piece], ranks: tuple[int, ...], me: int) -> None:
+        self.pieces = pieces
+        self.own = [piece for piece in pieces if piece.peer == me]
+        self.foreign = [piece for piece in pieces if piece.peer != me]
+        sizes = dict.fromkeys(ranks, 0)
+        for piece in self.foreign:
+            sizes[piece.peer] += piece.count
+        self.sizes = list(sizes.values())
+        self._stays = [piece.peer == me for piece in pieces]
+        self._counts = [piece.count for piece in self.foreign]
+        self._shapes = [piece.part.sizes for piece in self.foreign]
+
+    def views(self, flat: Tensor) -> list[Tensor]:
+        """The pieces that travel, as they lie in `flat`."""
+        return [part.view(shape) for part, shape in zip(flat.split(self._counts), self._shapes, strict=True)]
+
+    def sort(self, values: list[Tensor]) -> tuple[list[Tensor], list[Tensor]]:
+        """What stays of the values of all pieces, and what travels."""
+        pairs = list(zip(values, self._stays, strict=True))
+        return [value for value, stays in pairs if stays], [value for value, stays in pairs if not stays]
+
+
 class Exchange:
-    """A bucket in a step. Its three parts are called in turn; collectives run between them.
+    """A bucket's way in each step. Its three parts are called in turn; collectives run between them.
 
     Args:
         bucket: what travels.
         comm: among the ranks that hold it.
         ranks: these, by their numbers in `comm`.
-        label, op: for the divergence guard.
+        label, op: for the divergence guard; two numbers from `op` + 1 on are its own.
     """
 
     def __init__(self, bucket: Bucket, comm: Comm, ranks: tuple[int, ...], label: Label, op: int) -> None:
-        self._bucket = bucket
+        self.bucket = bucket
         self._comm = comm
-        self._ranks = ranks
-        self._me = ranks[comm.rank]
         self._label = label
         self._op = op
+        self._gives, self._comes, self._returns, self._gets = (
+            Journey(pieces, ranks, ranks[comm.rank]) for pieces in (bucket.gives, bucket.comes, bucket.returns, bucket.gets)
+        )
         self._work: CommWork | None = None
         self._own: list[Tensor] = []
         self._received = torch.empty(0)
@@ -63,8 +95,9 @@ class Exchange:
         self._batches: list[Tensor] = []
 
     def start(self, locals_: dict[int, Tensor]) -> None:
-        """Sends pieces to the owners. `locals_`: what they are pieces of, by identity of their target."""
-        bucket = self._bucket
+        """Sends pieces to the owners. `locals_`: what this rank has to give, by identity of its target."""
+        bucket = self.bucket
+        self._batches = []
         for numbers in bucket.batches:
             first = bucket.matrices[numbers[0]]
             shape = (len(numbers), first.rows, first.cols)
@@ -73,16 +106,14 @@ class Exchange:
             for matrix, number in zip(batch, numbers, strict=True):
                 self._whole[number] = matrix.view(bucket.matrices[number].box.sizes)
         given = [locals_[id(bucket.matrices[p.matrix].target)][p.place.slices] for p in bucket.gives]
-        self._send(bucket.gives, given, bucket.comes)
-        kept = [value for piece, value in zip(bucket.gives, given, strict=True) if piece.peer == self._me]
-        own = [piece for piece in bucket.comes if piece.peer == self._me]
-        _copy([self._whole[piece.matrix][piece.part.slices] for piece in own], kept)
+        kept, foreign = self._gives.sort(given)
+        self._send(self._gives, foreign, self._comes, self._op + 1)
+        _copy(self._places(self._comes.own), kept)
 
     def compute(self, update: Update) -> None:
         """Waits for this rank's matrices, updates them, and sends the pieces back."""
-        bucket = self._bucket
-        pieces, values = self._arrived(bucket.comes)
-        _copy([self._whole[piece.matrix][piece.part.slices] for piece in pieces], values)
+        bucket = self.bucket
+        _copy(self._places(self._comes.foreign), self._arrived(self._comes))
         for numbers, batch in zip(bucket.batches, self._batches, strict=True):
             updated = update(batch, bucket.matrices[numbers[0]].target.group)
             if updated.shape != batch.shape:
@@ -93,55 +124,38 @@ class Exchange:
             for matrix, number in zip(updated.to(bucket.dtype), numbers, strict=True):
                 self._whole[number] = matrix.reshape(bucket.matrices[number].box.sizes)
         self._batches = []
-        given = [self._whole[piece.matrix][piece.part.slices] for piece in bucket.returns]
-        self._send(bucket.returns, given, bucket.gets)
-        self._own = [value for piece, value in zip(bucket.returns, given, strict=True) if piece.peer == self._me]
+        self._own, foreign = self._returns.sort(self._places(bucket.returns))
+        self._send(self._returns, foreign, self._gets, self._op + 2)
 
     def finish(self) -> list[Updated]:
         """Waits for the updates of what this rank holds."""
-        bucket = self._bucket
-        pieces, values = self._arrived(bucket.gets)
-        own = [piece for piece in bucket.gets if piece.peer == self._me]
-        pairs = [*zip(pieces, values, strict=True), *zip(own, self._own, strict=True)]
-        found = [Updated(piece, bucket.matrices[piece.matrix], value) for piece, value in pairs]
-        self._whole, self._own = {}, []
+        arrived = self._arrived(self._gets)
+        pairs = [*zip(self._gets.foreign, arrived, strict=True), *zip(self._gets.own, self._own, strict=True)]
+        found = [Updated(piece, self.bucket.matrices[piece.matrix], value) for piece, value in pairs]
+        self._whole, self._own, self._received = {}, [], torch.empty(0)
         return found
 
-    def _send(self, out: Sequence[Piece], values: Sequence[Tensor], back: Sequence[Piece]) -> None:
-        """Starts the all-to-all of `values`, the pieces `out`, for the pieces `back`; this rank's own stay out of it."""
+    def _places(self, pieces: Sequence[Piece]) -> list[Tensor]:
+        """Where pieces lie in the matrices that this rank owns."""
+        return [self._whole[piece.matrix][piece.part.slices] for piece in pieces]
+
+    def _send(self, out: Journey, values: list[Tensor], back: Journey, op: int) -> None:
+        """Starts the all-to-all of `values`, the pieces of `out` that travel, for those of `back`."""
         if self._comm.size == 1:
             return
-        sizes, counts = (_sizes(pieces, self._ranks, self._me) for pieces in (out, back))
-        device, dtype = self._comm.device, self._bucket.dtype
-        sent = torch.empty(sum(sizes), dtype=dtype, device=device)
-        self._received = torch.empty(sum(counts), dtype=dtype, device=device)
-        foreign = [(piece, value) for piece, value in zip(out, values, strict=True) if piece.peer != self._me]
-        _copy(_views(sent, [piece for piece, _ in foreign]), [value for _, value in foreign])
-        self._op += 1
+        device, dtype = self._comm.device, self.bucket.dtype
+        sent = torch.empty(sum(out.sizes), dtype=dtype, device=device)
+        self._received = torch.empty(sum(back.sizes), dtype=dtype, device=device)
+        _copy(out.views(sent), values)
         with self._comm.context.streams.on("gather"):
-            self._work = self._comm.exchange_parts(self._label, self._op, self._received, counts, sent, sizes)
+            self._work = self._comm.exchange_parts(self._label, op, self._received, back.sizes, sent, out.sizes)
 
-    def _arrived(self, pieces: Sequence[Piece]) -> tuple[list[Piece], list[Tensor]]:
+    def _arrived(self, journey: Journey) -> list[Tensor]:
         """The pieces that came from others, once they are there."""
         if self._work is not None:
             self._work.wait()
             self._work = None
-        foreign = [piece for piece in pieces if piece.peer != self._me]
-        return foreign, _views(self._received, foreign)
-
-
-def _sizes(pieces: Sequence[Piece], ranks: tuple[int, ...], me: int) -> list[int]:
-    sizes = dict.fromkeys(ranks, 0)
-    for piece in pieces:
-        if piece.peer != me:
-            sizes[piece.peer] += piece.count
-    return list(sizes.values())
-
-
-def _views(flat: Tensor, pieces: Sequence[Piece]) -> list[Tensor]:
-    """The pieces that lie in `flat` one behind the other."""
-    parts = flat[: sum(piece.count for piece in pieces)].split([piece.count for piece in pieces])
-    return [part.view(piece.part.sizes) for part, piece in zip(parts, pieces, strict=True)]
+        return journey.views(self._received)
 
 
 def _copy(to: list[Tensor], values: list[Tensor]) -> None:

@@ -7,9 +7,11 @@ All of it follows from shapes, placements and meshes, so every rank finds the sa
 
 from __future__ import annotations
 
+import heapq
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import cached_property
 from itertools import product
 from typing import Any
 
@@ -19,6 +21,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp.params.boxes import Box, Holding, holdings
+from hsdp.params.shares import Share
 from hsdp.params.tensor_parallel import block_of
 
 KINDS = ("one", "stacked", "flattened")
@@ -87,19 +90,22 @@ class Target:
         param: itself.
         block: what this rank holds of it, as a plain tensor; `local` is the same memory, and wants no gradient.
         group: its group of the optimizer.
+        share: this replica's rows of `block`, of which alone it has gradients and momentum; None: it has them all.
         spec: how it is distributed; None for a plain tensor, which each rank steps by itself.
+        state_spec: the same of its momentum.
         held: what each rank has of it; None for a plain tensor.
+        given: what each rank has of its momentum, and gives to owners.
     """
 
-    def __init__(self, param: Tensor, group: dict[str, Any], known: dict[DTensorSpec, Held]) -> None:
+    def __init__(
+        self, param: Tensor, group: dict[str, Any], known: dict[DTensorSpec, Held], share: Share | None = None
+    ) -> None:
         self.param = param
         self.group = group
+        self.share = share
         self.spec: DTensorSpec | None = param._spec if isinstance(param, DTensor) else None
-        self.held: Held | None = None
-        if self.spec is not None:
-            if self.spec not in known:
-                known[self.spec] = Held(self.spec)
-            self.held = known[self.spec]
+        self.state_spec = self.spec if share is None else share.spec
+        self.held, self.given = (_held(spec, known) for spec in (self.spec, self.state_spec))
         self.block = block_of(param)
         self.local = self.block.detach()
 
@@ -114,9 +120,13 @@ class Target:
             return Box((0,) * self.param.ndim, tuple(self.param.shape))
         return self.held.by_rank[rank].box
 
+    def given_box(self, rank: int) -> Box:
+        """What a rank gives to owners: all that it holds, or its share."""
+        return self.box(rank) if self.given is None else self.given.by_rank[rank].box
+
     def shares_copy(self, rank: int, other: int) -> bool:
-        """Whether two ranks belong to one of the copies that there are of the parameter: to one replica."""
-        return self.held is None or self.held.by_rank[rank].copy == self.held.by_rank[other].copy
+        """Whether two ranks belong to one of the copies that there are of its momentum: to one replica, without shares."""
+        return self.given is None or self.given.by_rank[rank].copy == self.given.by_rank[other].copy
 
     def check(self, rank: int) -> None:
         """Compares what this rank holds with what it should.
@@ -129,6 +139,19 @@ class Target:
                 f"rank {rank} holds {tuple(self.local.shape)} of a parameter of shape {tuple(self.param.shape)}, not "
                 f"{self.box(rank).sizes} as its placements {getattr(self.spec, 'placements', ())} say"
             )
+        if self.share is not None and (self.share.rows, *self.local.shape[1:]) != self.given_box(rank).sizes:
+            raise ValueError(
+                f"rank {rank} steps {self.share.rows} rows of its part of a parameter of shape {tuple(self.param.shape)}, "
+                f"not {self.given_box(rank).sizes[0]} as placements {self.share.spec.placements} say"
+            )
+
+
+def _held(spec: DTensorSpec | None, known: dict[DTensorSpec, Held]) -> Held | None:
+    if spec is None:
+        return None
+    if spec not in known:
+        known[spec] = Held(spec)
+    return known[spec]
 
 
 @dataclass(frozen=True)
@@ -154,7 +177,7 @@ class Piece:
     part: Box
     place: Box
 
-    @property
+    @cached_property
     def count(self) -> int:
         """Number of elements."""
         return math.prod(self.part.sizes)
@@ -167,7 +190,7 @@ class Bucket:
     Attributes:
         matrices: all of theirs.
         dtype: that of pieces and of what owners compute with.
-        gives: pieces of this rank's parts that go to owners; comes: pieces of matrices that this rank owns. Both by peer.
+        gives: pieces of what this rank has to give, to owners; comes: pieces of matrices that this rank owns. Both by peer.
         returns, gets: the same pieces, updated, on the way back: to all that hold them, replicas included.
         batches: numbers of the matrices that this rank owns, by shape and group.
     """
@@ -190,14 +213,15 @@ class Bucket:
             if common is not None:
                 mine = Piece(owner, number, common.inside(matrix.box), common.inside(target.box(rank)))
                 self.gets.append(mine)
-                if target.shares_copy(rank, owner):
-                    self.gives.append(mine)
+            given = matrix.box.common(target.given_box(rank))
+            if given is not None and target.shares_copy(rank, owner):
+                self.gives.append(Piece(owner, number, given.inside(matrix.box), given.inside(target.given_box(rank))))
             if owner == rank:
                 batches.setdefault((matrix.rows, matrix.cols, id(target.group)), []).append(number)
-                if target.held is not None:
-                    holdings_ = target.held.by_rank.values()
-                    self.comes += _pieces(number, matrix, [h for h in holdings_ if target.shares_copy(rank, h.rank)])
-                    self.returns += _pieces(number, matrix, holdings_)
+                if target.held is not None and target.given is not None:
+                    givers = [h for h in target.given.by_rank.values() if target.shares_copy(rank, h.rank)]
+                    self.comes += _pieces(number, matrix, givers)
+                    self.returns += _pieces(number, matrix, target.held.by_rank.values())
                 elif common is not None:
                     self.comes.append(mine)
                     self.returns.append(mine)
@@ -215,8 +239,8 @@ def _pieces(number: int, matrix: Matrix, held: Iterable[Holding]) -> list[Piece]
 
 
 def _holders(target: Target, box: Box) -> list[int]:
-    """The ranks that hold this part of a target, if one rank can: none where they are all the same."""
-    by_box = {} if target.held is None or len(target.held.by_box) == 1 else target.held.by_box
+    """The ranks that have this part of a target to give, if one rank can: none where they are all the same."""
+    by_box = {} if target.given is None or len(target.given.by_box) == 1 else target.given.by_box
     return next((ranks for held, ranks in by_box.items() if box.common(held) == box), [])
 
 
@@ -229,8 +253,8 @@ def deal(
 ) -> list[Bucket]:
     """The buckets of some parameters, each matrix with its owner.
 
-    The dearest matrix comes first, and goes to the rank that has least to do so far: ranks differ by one matrix at most.
-    A matrix that one rank holds whole (an expert) goes to such a rank, as long as that costs no balance.
+    A matrix that one rank has whole (an expert) stays there, as long as that costs no balance. Of the others the dearest
+    comes first, and goes to the rank that has least to do so far: ranks differ by one matrix at most.
 
     Args:
         targets: the parameters.
@@ -242,16 +266,10 @@ def deal(
     cuts = [cut(t.param.shape, t.group.get("matrices", "one"), t.group.get("split_sizes")) for t in targets]
     flat = [(at, *found) for at, all_of in enumerate(cuts) for found in all_of]
     costs = [cost(rows, cols, targets[at].group) for at, _, rows, cols in flat]
-    loads = dict.fromkeys(ranks, 0.0)
-    made: dict[int, list[tuple[int, Matrix]]] = {}
-    for number in sorted(range(len(flat)), key=lambda i: (-costs[i], i)):
-        at, box, rows, cols = flat[number]
-        least = min(ranks, key=loads.__getitem__)
-        near = _holders(targets[at], box)
-        if near and loads[best := min(near, key=loads.__getitem__)] < loads[least] + costs[number]:
-            least = best
-        loads[least] += costs[number]
-        made.setdefault(at, []).append((number, Matrix(targets[at], box, rows, cols, least)))
+    owners = owners_of(ranks, costs, [_holders(targets[at], box) for at, box, _, _ in flat])
+    made: dict[int, list[Matrix]] = {}
+    for (at, box, rows, cols), owner in zip(flat, owners, strict=True):
+        made.setdefault(at, []).append(Matrix(targets[at], box, rows, cols, owner))
     buckets: list[Bucket] = []
     size, most = 0, bucket_bytes * len(ranks)
     for at, target in enumerate(targets):
@@ -261,5 +279,26 @@ def deal(
             size = 0
         buckets[-1].targets.append(target)
         size += target.param.numel() * dtype.itemsize
-        buckets[-1].matrices += [matrix for _, matrix in sorted(made.get(at, ()), key=lambda pair: pair[0])]
+        buckets[-1].matrices += made.get(at, ())
     return buckets
+
+
+def owners_of(ranks: tuple[int, ...], costs: Sequence[float], near: Sequence[list[int]]) -> list[int]:
+    """An owner for each matrix, by its cost and the ranks that have it whole: see `deal`."""
+    loads = dict.fromkeys(ranks, 0.0)
+    fair = max(sum(costs) / len(ranks), *costs, 0.0) * (1 + 1e-9)
+    dearest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))
+    owners: dict[int, int] = {}
+    for i in dearest_first:  # what needs no journey stays, up to a rank's fair part of the work, or the dearest matrix
+        if near[i] and loads[best := min(near[i], key=loads.__getitem__)] + costs[i] <= fair:
+            owners[i] = best
+            loads[best] += costs[i]
+    least = [(load, at) for at, load in enumerate(loads.values())]
+    heapq.heapify(least)
+    for i in dearest_first:
+        if i not in owners:
+            load, at = heapq.heappop(least)
+            owners[i] = ranks[at]
+            loads[ranks[at]] = load + costs[i]
+            heapq.heappush(least, (load + costs[i], at))
+    return [owners[i] for i in range(len(costs))]

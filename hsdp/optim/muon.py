@@ -52,9 +52,14 @@ class Muon(WholeMatrix, torch.optim.Muon):
             sqrt(max(1, A / B)); "match_rms_adamw", times 0.2 sqrt(max(A, B)).
         ns_dtype: dtype in which matrices travel and are iterated with; None: that of each parameter.
         bucket_bytes: about how many bytes of matrices an owner works on while others travel.
+        over_replicas: share gradients and momentum out among replicas, as `hsdp.optim.local(over_replicas=True)` does: each
+            of R replicas gets the sums of 1/R of each shard's gradient, in the place of an all-reduce, and has the momentum
+            of that alone; owners get pieces from all replicas. `.grad` is a DTensor that both axes shard from now on. AdamW
+            groups are stepped so, too.
 
     Raises:
         ValueError: a setting makes no sense, or a parameter is no matrix as its group says.
+        StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
 
     def __init__(
@@ -71,6 +76,7 @@ class Muon(WholeMatrix, torch.optim.Muon):
         *,
         ns_dtype: torch.dtype | None = torch.bfloat16,
         bucket_bytes: int = BUCKET_BYTES,
+        over_replicas: bool = False,
     ) -> None:
         if isinstance(lr, Tensor) and lr.numel() != 1:
             raise ValueError(f"Muon(lr=...): a tensor must have one element, not shape {tuple(lr.shape)}")
@@ -88,6 +94,7 @@ class Muon(WholeMatrix, torch.optim.Muon):
             raise ValueError(f"Muon(bucket_bytes={bucket_bytes}): it must be at least 1")
         self._ns_dtype = ns_dtype
         self._bucket_bytes = bucket_bytes
+        self._over_replicas = over_replicas
         defaults = {
             "lr": lr,
             "weight_decay": weight_decay,

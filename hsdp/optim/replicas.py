@@ -1,4 +1,4 @@
-"""An optimizer's step shared out among replicas: each steps 1/R of every shard, and gets the rest from the others.
+"""An elementwise step shared out among replicas: each steps 1/R of every shard, and gets the rest from the others.
 
     gradients        reduce-scattered over replicas: each gets its share of the sums (hsdp/unit/sharing.py)
     step             of its share, whose states it has alone
@@ -17,8 +17,10 @@ from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp import debug
+from hsdp.params.dtensors import cut_as
 from hsdp.params.shares import Share, share_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.schedule.optimizer_hooks import check_communicated
@@ -40,8 +42,29 @@ def share_of_param(param: Any) -> Share | None:
     return share_of(param._spec, block_of(param), unit.axes)
 
 
-def share_gradients_of(params: Iterable[Any]) -> None:
-    """Has gradients of these parameters reduce-scattered over replicas from now on.
+def part_of_grad(grad: Any, spec: DTensorSpec, share: Share | None) -> Tensor | None:
+    """What is stepped with on this rank of a gradient: a plain tensor, or None where the rank does not hold all of it.
+
+    Args:
+        grad: sharded as the parameter is, as its shares are, or in fewer parts than either.
+        spec: the parameter's.
+        share: what this replica steps of it; None: all that this rank holds.
+    """
+    if not isinstance(grad, DTensor):
+        return None
+    if share is not None and alike(grad._spec, share.spec):
+        return block_of(grad)
+    local = block_of(grad) if alike(grad._spec, spec) else cut_as(grad, spec)
+    return local if local is None or share is None else share.of(local)
+
+
+def alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
+    """Whether two specs cut tensors of one shape alike."""
+    return spec.placements == other.placements and spec.mesh == other.mesh
+
+
+def share_gradients_of(params: Iterable[Any], what: str) -> None:
+    """Has gradients of these parameters reduce-scattered over replicas from now on. `what` names the optimizer in errors.
 
     Raises:
         StateError: sums are pending for one of them.
@@ -52,7 +75,7 @@ def share_gradients_of(params: Iterable[Any]) -> None:
         if unit is not None and unit.axes.replicate_size > 1:
             units.setdefault(unit, []).append(param)
     for unit, own in units.items():
-        check_communicated(unit, "hsdp.optim.local(over_replicas=True)")
+        check_communicated(unit, f"{what}(over_replicas=True)")
         share_gradients(unit, own)
 
 

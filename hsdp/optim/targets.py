@@ -1,8 +1,13 @@
-"""What an elementwise optimizer steps in the place of its parameters: plain tensors, and where parameters lie in them."""
+"""What an elementwise optimizer steps in the place of its parameters: plain tensors, and where parameters lie in them.
+
+by itself      a parameter's local tensor, or a replica's share of it
+flat           a stretch of a unit's shard buffer: parameters that lie side by side
+flat shares    these lie apart in that buffer: they are copied beside each other while they are stepped
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -10,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.flat_buffer import with_own_storage
+from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
 from hsdp.params.shares import Share
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import memory_of, unit_of
@@ -28,6 +33,8 @@ class Member:
     start: int
     count: int
     share: Share | None = None
+    place: Tensor | None = None
+    """The memory of a share that is copied to be stepped."""
     accepted: object = None
     """The spec of the last gradient that was sharded as the parameter is: it is the same object step after step."""
 
@@ -36,12 +43,13 @@ class Member:
 class Target:
     """A plain tensor that is stepped, and the parameters in it: one, or with flat buffers several.
 
-    `gaps` are ranges between them, which are stepped along with zeros.
+    `gaps` are ranges between them, which are stepped along with zeros. `memory` is that of a tensor of copies.
     """
 
     tensor: Tensor
     members: list[Member]
     gaps: list[tuple[int, int]]
+    memory: FlatBuffer | None = None
 
     @property
     def alone(self) -> bool:
@@ -55,6 +63,27 @@ class Target:
         part = value[member.start : member.start + member.count]
         # With a storage of its own, as `DtypeGroup.local` makes them: code that copies storages does not know offsets.
         return with_own_storage(part).view(member.shape)
+
+    def bring(self) -> None:
+        """Before a step: copies what is stepped in copies."""
+        if self.memory is not None:
+            self.memory.alloc()
+            torch._foreach_copy_(*self._pairs())
+
+    def take_back(self) -> None:
+        """Behind a step: copies are put back."""
+        if self.memory is not None:
+            copies, places = self._pairs()
+            torch._foreach_copy_(places, copies)
+
+    def free(self) -> None:
+        """Lets the memory of copies go."""
+        if self.memory is not None:
+            self.memory.free()
+
+    def _pairs(self) -> tuple[list[Tensor], list[Tensor]]:
+        copies = [self.tensor[m.start : m.start + m.count].view(m.shape) for m in self.members]
+        return copies, [m.place for m in self.members if m.place is not None]
 
 
 def single(param: Any, share: Share | None = None) -> Target:
@@ -73,8 +102,22 @@ class _Place(NamedTuple):
     stop: int
 
 
-def flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> list[Target]:
-    """One target for each run of parameters that lie side by side in a shard buffer and step alike."""
+def flat_targets(
+    params: Sequence[Any],
+    used: dict[int, bool],
+    state: Any,
+    shares: dict[int, Share | None],
+    gradient_of: Callable[[Member], Tensor],
+) -> list[Target]:
+    """One target for each run of parameters that lie side by side in a shard buffer and step alike.
+
+    Args:
+        params: the parameters of a group.
+        used: by identity, whether they have gradients: the others are stepped by themselves.
+        state: the optimizer's.
+        shares: by identity, what this replica steps of them: those of one buffer make one target.
+        gradient_of: a member's gradient now.
+    """
     places: dict[int, _Place] = {}
     for unit in dict.fromkeys(unit_of(param) for param in params):
         for dtype_group in unit.dtype_groups if unit is not None else ():
@@ -85,13 +128,18 @@ def flat_targets(params: Sequence[Any], used: dict[int, bool], state: Any) -> li
                 stop = next((stop for stop in stops if stop > piece.offset), dtype_group.layout.numel)
                 places[id(managed.sharded)] = _Place(dtype_group.shard, piece.offset, stop)
     targets: list[Target] = []
-    runs: dict[tuple[int, object], list[Any]] = {}
+    runs: dict[tuple[int, bool, object], list[Any]] = {}
     for param in params:
-        if id(param) not in places or not used[id(param)] or not param._local_tensor.numel():
-            targets.append(single(param))
+        share = shares.get(id(param))
+        nothing = not param._local_tensor.numel() or (share is not None and not share.rows)
+        if id(param) not in places or not used[id(param)] or nothing:
+            targets.append(single(param, share))
         else:
-            runs.setdefault((id(places[id(param)].buffer), _numbers(state.get(param))), []).append(param)
-    for run in runs.values():
+            runs.setdefault((id(places[id(param)].buffer), share is None, _numbers(state.get(param))), []).append(param)
+    for (_, wholes, _), run in runs.items():
+        if not wholes:
+            targets.append(_copied([single(param, shares[id(param)]) for param in run], gradient_of))
+            continue
         run.sort(key=lambda param: places[id(param)].start)
         part: list[Any] = []
         for param in run:
@@ -113,6 +161,24 @@ def _flat_target(params: list[Any], places: dict[int, _Place]) -> Target:
         if place.start + count < place.stop:
             gaps.append((start + count, place.stop - first.start))
     return Target(first.buffer.detach()[first.start : last.stop], members, gaps)
+
+
+def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Target:
+    """One target of several shares, side by side in the order in which their gradients lie."""
+    if len(alone) == 1:
+        return alone[0]
+    order = {id(target): int(gradient_of(target.members[0]).storage_offset()) for target in alone}
+    alone = sorted(alone, key=lambda target: order[id(target)])
+    members, start = [], 0
+    for target in alone:
+        count = target.tensor.numel()
+        member = target.members[0]
+        members.append(Member(member.param, member.shape, start, count, member.share, place=target.tensor))
+        start += count
+    with torch.inference_mode(False):
+        memory = FlatBuffer(start, alone[0].tensor.dtype, alone[0].tensor.device)
+    memory.free()
+    return Target(memory.tensor, members, [], memory)
 
 
 def _numbers(state: dict[str, Any] | None) -> object:

@@ -1,6 +1,6 @@
 """Optimizers that look at matrices as a whole, with parameters sharded and replicated: each matrix is updated once.
 
-    momentum               elementwise, on each rank's shards
+    momentum               elementwise, on each rank's shards; with over_replicas=True on this replica's share of them
     update of a matrix     on its one owner among all ranks, replicas included (matrices.py, exchange.py)
     learning rate, decay   elementwise, on each rank's shards
 
@@ -18,14 +18,14 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import Comm, comm_among
 from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, Target, cut, deal
-from hsdp.params.dtensors import as_dtensor, cut_as, with_dtype
+from hsdp.optim.replicas import alike, part_of_grad, share_gradients_of, share_of_param
+from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import unit_of
 
@@ -43,6 +43,7 @@ class WholeMatrix(torch.optim.Optimizer):
     """
 
     _bucket_bytes = BUCKET_BYTES
+    _over_replicas = False
     _plans: dict[tuple[object, ...], list[_Plan]]
     _comms: dict[tuple[int, ...], Comm]
     _adamw: AdamWGroups | None
@@ -65,6 +66,11 @@ class WholeMatrix(torch.optim.Optimizer):
 
     # -- groups and state ------------------------------------------------------------------------------------------------
 
+    @property
+    def _hsdp_steps_shares(self) -> bool:
+        """For the hook before a step: whether this optimizer knows of replicas' shares of gradients."""
+        return self._over_replicas
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """As torch's. Groups with `algorithm="adamw"` are stepped by AdamW, and have its settings and defaults.
 
@@ -73,6 +79,7 @@ class WholeMatrix(torch.optim.Optimizer):
 
         Raises:
             ValueError: a parameter cannot be read as matrices by the group's settings.
+            StateError: `over_replicas`, and sums of earlier micro-batches are pending.
         """
         algorithm = param_group.get("algorithm")
         if algorithm not in (None, "adamw"):
@@ -92,6 +99,8 @@ class WholeMatrix(torch.optim.Optimizer):
             except ValueError as error:
                 self.param_groups.pop()
                 raise ValueError(f"{type(self).__name__} cannot step {name_of(param)}: {error}") from None
+        if self._over_replicas:
+            share_gradients_of(group["params"], type(self).__name__)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what was loaded; groups keep the settings that say how this optimizer reads parameters."""
@@ -103,8 +112,8 @@ class WholeMatrix(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made of: as torch's, and this object's own settings, without plans and process groups."""
-        own = {key: value for key, value in self.__dict__.items() if key in ("_bucket_bytes", "_ns_dtype")}
-        return {**super().__getstate__(), **own}
+        own = ("_bucket_bytes", "_ns_dtype", "_over_replicas")
+        return {**super().__getstate__(), **{key: value for key, value in self.__dict__.items() if key in own}}
 
     def _forget(self) -> None:
         self._plans, self._comms, self._adamw = {}, {}, None
@@ -132,12 +141,12 @@ class WholeMatrix(torch.optim.Optimizer):
         if "_plans" not in self.__dict__:
             self._forget()
         plans = self._planned()
-        for target in [target for plan in plans for bucket in plan.buckets for target in bucket.targets]:
+        for target in [target for plan in plans for one in plan.exchanges for target in one.bucket.targets]:
             self._grad(target)  # refuses before anything is changed
         for plan in plans:
             self._run(plan)
         if any(group.get("algorithm") == "adamw" for group in self.param_groups):
-            self._adamw = self._adamw or AdamWGroups()
+            self._adamw = self._adamw or AdamWGroups(self._over_replicas)
             self._adamw.step(self)
         return loss
 
@@ -156,7 +165,7 @@ class WholeMatrix(torch.optim.Optimizer):
         known: dict[Any, Held] = {}
         by_ranks: dict[tuple[int, ...], list[Target]] = {}
         for param, group in pairs:
-            target = Target(param, group, known)
+            target = Target(param, group, known, share_of_param(param) if self._over_replicas else None)
             by_ranks.setdefault(target.ranks, []).append(target)
         return [self._plan_among(ranks, targets) for ranks, targets in by_ranks.items()]
 
@@ -177,26 +186,27 @@ class WholeMatrix(torch.optim.Optimizer):
         for bucket in buckets:
             bucket.route(me)
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
-        told = repr((matrices, [target.param.grad is not None for target in targets]))
+        told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas))
         label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters")
-        return _Plan(comm, ranks, buckets, label, zlib.crc32(told.encode()) << 16)
+        op = zlib.crc32(told.encode()) << 16
+        exchanges = [Exchange(bucket, comm, ranks, label, op + 4 * at) for at, bucket in enumerate(buckets)]
+        return _Plan(comm, exchanges, label, op)
 
     def _run(self, plan: _Plan) -> None:
         """Steps the buckets of a plan, each a stage behind the next."""
-        if not plan.buckets:
+        if not plan.exchanges:
             plan.comm.agree(plan.label, plan.op)
-        under_way: list[Exchange] = []
-        for at in range(len(plan.buckets) + 2):
-            if at < len(plan.buckets):
-                under_way.append(Exchange(plan.buckets[at], plan.comm, plan.ranks, plan.label, plan.op + 4 * at))
-                under_way[at].start(self._prepared(plan.buckets[at]))
-            if 0 < at <= len(plan.buckets):
-                under_way[at - 1].compute(self.transform)
+        exchanges = plan.exchanges
+        for at in range(len(exchanges) + 2):
+            if at < len(exchanges):
+                exchanges[at].start(self._prepared(exchanges[at].bucket))
+            if 0 < at <= len(exchanges):
+                exchanges[at - 1].compute(self.transform)
             if at > 1:
-                self._apply(under_way[at - 2])
+                self._apply(exchanges[at - 2])
 
     def _prepared(self, bucket: Bucket) -> dict[int, Tensor]:
-        """What is to become an update, by target: the gradients with momentum."""
+        """What is to become an update, by target: the gradients with momentum, of all that this rank has of them."""
         found: dict[int, Tensor] = {}
         for group, targets in _by_group(bucket.targets):
             grads = [self._grad(target) for target in targets]
@@ -212,26 +222,33 @@ class WholeMatrix(torch.optim.Optimizer):
             raise RuntimeError(
                 f"{type(self).__name__} does not support sparse gradients, as {name_of(target.param)} has one"
             )
-        spec = target.spec
-        if spec is None:
+        if target.spec is None:
             return grad  # type: ignore[no-any-return]
-        if isinstance(grad, DTensor) and (grad._spec.placements, grad._spec.mesh) == (spec.placements, spec.mesh):
-            return block_of(grad)
-        local = cut_as(grad, spec)
-        if local is not None:
-            return local
+        part = part_of_grad(grad, target.spec, target.share)
+        if part is not None:
+            return part
         raise StateError(
             f"{type(self).__name__}: the gradient of {name_of(target.param)} is not sharded as the parameter is; set it to "
-            f"None, or to a DTensor with placements {spec.placements}"
+            f"None, or to a DTensor with placements {target.spec.placements}"
         )
 
     def _buffer(self, target: Target) -> Tensor:
-        state = self.state[target.param]
-        if "momentum_buffer" not in state:
+        state, spec, share = self.state[target.param], target.state_spec, target.share
+        held = state.get("momentum_buffer")
+        found = getattr(held, "_spec", None)
+        if held is None:
             value = torch.zeros_like(self._grad(target))
-            spec = target.spec
-            state["momentum_buffer"] = value if spec is None else as_dtensor(value, with_dtype(spec, value.dtype))
-        return block_of(state["momentum_buffer"])
+        elif spec is None or (found is not None and alike(found, spec)):
+            return block_of(held)
+        elif share is not None and found is not None and target.spec is not None and alike(found, target.spec):
+            value = share.of(block_of(held)).clone()  # as it was loaded, perhaps from a run without shares
+        else:
+            raise StateError(
+                f"{type(self).__name__}: the momentum of {name_of(target.param)} is not sharded as its gradient is "
+                f"({getattr(held, 'placements', type(held).__name__)}); load it with placements {spec.placements}"
+            )
+        state["momentum_buffer"] = value if spec is None else as_dtensor(value, with_dtype(spec, value.dtype))
+        return value
 
     def _apply(self, exchange: Exchange) -> None:
         """Decay and the scaled updates, where their pieces belong."""
@@ -253,15 +270,14 @@ class _Plan:
     """How the parameters of one set of ranks are stepped.
 
     Attributes:
-        comm: among `ranks`, the global ranks in order.
-        buckets: in the order in which they are stepped.
+        comm: among the ranks that hold them.
+        exchanges: of their buckets, in the order in which these are stepped.
         label: what it is called where ranks disagree.
         op: stands for what ranks must do alike: the same on those that step the same matrices.
     """
 
     comm: Comm
-    ranks: tuple[int, ...]
-    buckets: list[Bucket]
+    exchanges: list[Exchange]
     label: Label
     op: int
 
@@ -281,7 +297,7 @@ def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any
     multiplied by the learning rate and subtracted, of the same shape; weight decay is decoupled. Its keyword arguments with
     defaults are settings of the optimizer, which groups may have values of their own for. The class takes `params`, `lr`
     (1e-3), `weight_decay` (0), `momentum` (0.95), `nesterov` (True) and these settings; parameters' groups take `matrices`,
-    `split_sizes` and `algorithm` as those of `hsdp.optim.Muon` do.
+    `split_sizes` and `algorithm` as those of `hsdp.optim.Muon` do. Its `over_replicas` (False) is that of `Muon`, too.
 
     Args:
         update_fn: the function. It must compute the same whoever calls it, and remember nothing: owners may change.
@@ -303,9 +319,10 @@ def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any
     common = {"lr": 1e-3, "weight_decay": 0.0, "momentum": 0.95, "nesterov": True}
     defaults = {**common, **own, **settings}
 
-    def construct(self: Any, params: Iterable[Any], **given: Any) -> None:
+    def construct(self: Any, params: Iterable[Any], *, over_replicas: bool = False, **given: Any) -> None:
         if unknown := sorted(given.keys() - defaults.keys()):
             raise TypeError(f"{function.__name__}() has no setting {unknown[0]!r}; its settings are {', '.join(defaults)}")
+        self._over_replicas = over_replicas
         WholeMatrix.__init__(self, params, {**defaults, **given})
 
     def transform(self: Any, matrices: Tensor, group: dict[str, Any]) -> Tensor:

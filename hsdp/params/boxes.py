@@ -8,6 +8,7 @@ A part is a box: where it begins in each tensor dim, and its size there.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 from itertools import product
 
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
@@ -21,7 +22,7 @@ class Box:
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
 
-    @property
+    @cached_property  # asked for in every step
     def slices(self) -> tuple[slice, ...]:
         """The part as an index."""
         return tuple(slice(start, start + size) for start, size in zip(self.offsets, self.sizes, strict=True))

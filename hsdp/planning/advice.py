@@ -136,11 +136,19 @@ def _without_waits(plan: PlanData) -> Iterator[dict[str, Any]]:
         yield from ({"recompute": what} for what in (False, "selective") if what != told.recompute)
     if plan.time.optimizer > HIDDEN * plan.time.step:
         yield from ({"mesh": mesh} for mesh in _other_meshes(plan))
+    yield from _shares(plan)
+
+
+def _shares(plan: PlanData) -> Iterator[dict[str, Any]]:
+    """Sharing the optimizer's step out among replicas, or no longer."""
+    if plan.replicas > 1:
+        yield {"over_replicas": not plan.assumptions.over_replicas}
 
 
 def _with_waits(plan: PlanData, kind: str) -> Iterator[dict[str, Any]]:
     yield from _more_tokens(plan, kind)
     yield from ({"mesh": mesh} for mesh in _other_meshes(plan))
+    yield from _shares(plan)
     if kind == "all-reduce":
         yield from _more_micro_batches(plan)
     elif kind == "all-gather" and not all(unit.keeps for unit in plan.units):
@@ -238,7 +246,11 @@ def _in_words(plan: PlanData, options: dict[str, Any]) -> str:
         elif name == "micro_batches":
             said.append(f"accumulate {value} micro-batches per step, which share one all-reduce")
         elif name == "over_replicas":
-            said.append("share the optimizer's step out among replicas with hsdp.optim.local(..., over_replicas=True)")
+            by = "hsdp.optim.Muon" if plan.assumptions.optimizer == "muon" else "hsdp.optim.local"
+            shared = f"share the optimizer's step out among replicas with {by}(..., over_replicas=True)"
+            said.append(
+                shared if value else "let every replica take the whole optimizer's step, without over_replicas=True"
+            )
         elif name == "reshard_after_forward":
             said.append("keep parameters whole with reshard_after_forward=False")
         elif name == "recompute":

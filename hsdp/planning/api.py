@@ -18,6 +18,7 @@ from hsdp.planning.activations import Recompute
 from hsdp.planning.data import Assumptions
 from hsdp.planning.facts import facts_of
 from hsdp.planning.machines import MACHINES, Machine, machine_of
+from hsdp.planning.optimizers import Kind
 from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
@@ -40,6 +41,7 @@ def plan(
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
     micro_batches: int = 1,
+    optimizer: Kind = "elementwise",
     optimizer_states: int = 2,
     over_replicas: bool = False,
     activations: int | None = None,
@@ -71,7 +73,8 @@ def plan(
         mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
             replicate_params: as for `fully_shard`. For a sharded model the first four replace its own. The time
             that offloaded shards take on their way to the device is not modelled.
-        micro_batches, optimizer_states, over_replicas, activations, seq_len, memory, recompute: see `Assumptions`.
+        micro_batches, optimizer, optimizer_states, over_replicas, activations, seq_len, memory, recompute: see
+            `Assumptions`.
         machine: what ranks run on, a `Machine` or the name of one of `hsdp.planning.MACHINES`. None: "cpu" where the
             backend is gloo, else "h100".
         link, flops, bandwidth: see `Assumptions`; None: those of the machine.
@@ -98,6 +101,7 @@ def plan(
     told = Assumptions(
         tokens_per_rank=tokens_per_rank,
         micro_batches=micro_batches,
+        optimizer=optimizer,
         optimizer_states=optimizer_states,
         over_replicas=over_replicas,
         activations=activations,

@@ -14,6 +14,7 @@ import torch
 from hsdp.params.placement import least_padding
 from hsdp.planning.data import Assumptions
 from hsdp.planning.machines import MACHINES
+from hsdp.planning.optimizers import KINDS
 from hsdp.planning.plans import Comparison, Plan, meshes_of
 from hsdp.planning.presets import PRESETS, preset
 from hsdp.planning.traffic import Link
@@ -65,6 +66,7 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
     told = Assumptions(
         tokens_per_rank=args.tokens_per_rank,
         micro_batches=args.micro_batches,
+        optimizer=args.optimizer,
         optimizer_states=args.optimizer_states,
         over_replicas=args.over_replicas,
         activations=None if args.activations is None else int(args.activations * 2**30),
@@ -131,6 +133,7 @@ def _parser() -> argparse.ArgumentParser:
         metavar="GIB",
         help="alive when a forward ends (default: estimated from the model)",
     )
+    step.add_argument("--optimizer", choices=KINDS, default=KINDS[0], help="muon: for the matrices of blocks")
     step.add_argument("--optimizer-states", type=_whole, default=2, metavar="N", help="tensors per parameter")
     step.add_argument("--over-replicas", action="store_true", help="replicas share the optimizer's step, and its states")
     policy = parser.add_argument_group("policy")

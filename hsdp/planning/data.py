@@ -19,6 +19,7 @@ from hsdp.planning.facts import UnitFacts, placed
 from hsdp.planning.layouts import UnitPlan, plan_unit
 from hsdp.planning.machines import MACHINES
 from hsdp.planning.memory import MemoryPlan, replay
+from hsdp.planning.optimizers import KINDS, Kind, OptimizerPlan
 from hsdp.planning.schedule import Event, rehearse
 from hsdp.planning.timing import Predicted, TimePlan, clock
 from hsdp.planning.traffic import Collective, Link, Wires, add_up
@@ -33,10 +34,12 @@ class Assumptions:
     Attributes:
         tokens_per_rank: tokens of one micro-batch on one rank.
         micro_batches: forwards and backwards per step, each within `accumulate(last=...)`.
-        optimizer_states: tensors of optimizer state per parameter, in its dtype (AdamW: 2). Its own temporaries are not
-            counted: a fused optimizer has none.
+        optimizer: "elementwise" (SGD, AdamW, ...), or "muon": `hsdp.optim.Muon` for the matrices of blocks, which have one
+            state, and an elementwise one for the rest.
+        optimizer_states: tensors of elementwise optimizer state per parameter, in its dtype (AdamW: 2). Its own
+            temporaries are not counted: a fused optimizer has none.
         over_replicas: gradients and the optimizer's step are shared out among replicas
-            (`hsdp.optim.local(over_replicas=True)`).
+            (`hsdp.optim.local(over_replicas=True)`, `hsdp.optim.Muon(over_replicas=True)`).
         activations: bytes that autograd holds when a forward ends; None: estimated from the shapes of weights (see
             `hsdp.planning.activations`).
         seq_len: tokens of one sequence, for attention; None: all of the rank's, but at most 8,192.
@@ -53,6 +56,7 @@ class Assumptions:
 
     tokens_per_rank: int
     micro_batches: int = 1
+    optimizer: Kind = "elementwise"
     optimizer_states: int = 2
     over_replicas: bool = False
     activations: int | None = None
@@ -78,6 +82,8 @@ class Assumptions:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"plan({name}={value!r}): expected {unit} per second, a number above 0")
+        if self.optimizer not in KINDS:
+            raise ValueError(f"plan(optimizer={self.optimizer!r}): expected one of {', '.join(map(repr, KINDS))}")
         if not isinstance(self.recompute, bool) and self.recompute != "selective":
             raise ValueError(f'plan(recompute={self.recompute!r}): expected False, True or "selective"')
 
@@ -140,6 +146,9 @@ class PlanData(ABC):
         found: list[list[Collective]] = [[] for _ in self.units]
         for event in self.events:
             found[event.units[0]] += self._wires.of(event, self.units)
+        stepping = _optimizer(self.units, self._wires, self.assumptions)
+        for index, unit in enumerate(self.units):
+            found[index] += stepping.arriving(unit)
         return tuple(map(add_up, found))
 
     @property
@@ -179,9 +188,7 @@ class PlanData(ABC):
         now = replace(told, **assumptions)
         same = (mesh, reshard_after_forward, shard_placement_fn) == (None, None, None)
         if same and assumptions.keys() <= _KEEP_UNITS:
-            sharers = self.replicas if now.over_replicas else 1
-            held = _activations(self.units, now)
-            memory = replay(self.events, self.units, now.optimizer_states, held, now.backend, sharers)
+            memory = _memory(self.events, self.units, self._wires, now)
             return replace(self, assumptions=now, memory=memory, time=_time(self.events, self.units, self._wires, now))
         facts = [unit.facts for unit in self.units]
         if reshard_after_forward is not None:
@@ -211,9 +218,8 @@ class PlanData(ABC):
         events = tuple(rehearse(units, told.micro_batches, told.streams))
         wires = Wires(replicas, shards, told.link, told.backend, told.over_replicas)
         collectives = [one for event in events for one in wires.of(event, units)]
-        sharers = replicas if told.over_replicas else 1
-        if sharers > 1:
-            collectives += [one for unit in units for one in wires.stepped(unit)]
+        stepping = _optimizer(units, wires, told)
+        collectives += [*(one for unit in units for one in stepping.arriving(unit)), *stepping.exchanged]
         return cls(
             name,
             replicas,
@@ -221,7 +227,7 @@ class PlanData(ABC):
             told,
             units,
             add_up(collectives),
-            replay(events, units, told.optimizer_states, _activations(units, told), told.backend, sharers),
+            _memory(events, units, wires, told),
             _time(events, units, wires, told),
             events,
         )
@@ -237,14 +243,22 @@ def _activations(units: Sequence[UnitPlan], told: Assumptions) -> list[UnitActiv
     return estimate(units, told.tokens_per_rank, told.recompute)
 
 
+def _optimizer(units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> OptimizerPlan:
+    return OptimizerPlan(told.optimizer, units, wires, told.optimizer_states, told.flops, told.bandwidth)
+
+
+def _memory(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> MemoryPlan:
+    stepping = _optimizer(units, wires, told)
+    held = _activations(units, told)
+    return replay(events, units, stepping.state_bytes, held, told.backend, stepping.sharers)
+
+
 def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> TimePlan:
-    """Forwards, backwards and the optimizer, which reads parameters, gradients and states, and writes all but gradients."""
+    """Forwards, backwards and the optimizer; what it stepped travels to other replicas beside the next step."""
     predicted = Predicted(units, wires, told.tokens_per_rank, told.sequence, told.flops, told.recompute)
-    local = sum(group.local_bytes for unit in units for group in unit.dtype_groups if not group.offloaded)
-    optimizer = local * (3 + 2 * told.optimizer_states) / told.bandwidth
-    if told.over_replicas and wires.replicas > 1:
-        optimizer = optimizer / wires.replicas + sum(one.seconds for unit in units for one in wires.stepped(unit))
-    return clock(events, predicted, told.streams).with_optimizer(optimizer)
+    stepping = _optimizer(units, wires, told)
+    arriving = [sum(one.seconds for one in stepping.arriving(unit)) for unit in units]
+    return clock(events, predicted, told.streams, arriving).with_optimizer(stepping.seconds)
 
 
 @dataclass(frozen=True)

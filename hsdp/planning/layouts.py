@@ -6,6 +6,7 @@ This is the planner that `fully_shard` itself uses; nothing is estimated here. A
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
@@ -79,8 +80,12 @@ class GroupPlan:
     @property
     def local_bytes(self) -> int:
         """The shards of the first rank, which holds most: what an optimizer's state is shaped like."""
+        return self.local_bytes_of(lambda param: param.trainable)
+
+    def local_bytes_of(self, chosen: Callable[[ParamFacts], bool]) -> int:
+        """The same of some of its parameters."""
         pieces = zip(self.layout.pieces, self.params, strict=True)
-        numel = sum(ParamSpec(piece.local_shape(0), None).numel for piece, param in pieces if param.trainable)
+        numel = sum(ParamSpec(piece.local_shape(0), None).numel for piece, param in pieces if chosen(param))
         return numel * self.kind.storage.itemsize
 
     @property

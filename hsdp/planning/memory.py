@@ -58,7 +58,7 @@ class MemoryPlan:
 def replay(
     events: Sequence[Event],
     units: Sequence[UnitPlan],
-    optimizer_states: int,
+    state_bytes: Callable[[UnitPlan, GroupPlan], int],
     activations: Sequence[UnitActivations],
     backend: str,
     sharers: int = 1,
@@ -68,21 +68,19 @@ def replay(
     Args:
         events: the step.
         units: its units.
-        optimizer_states: tensors of optimizer state per parameter, in its storage dtype.
+        state_bytes: of the optimizer's state for a dtype group.
         activations: of each unit.
         backend: "gloo" receives reduce-scatters beside their inputs.
         sharers: how many replicas share the optimizer's state of a shard, and its gradients.
     """
     ledger = _Ledger(units, backend, sharers)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
-    dtype_groups = [group for unit in units for group in unit.dtype_groups]
-    ledger.now["optimizer"] = sum(
-        _state_bytes(group, optimizer_states, sharers) for group in dtype_groups if not group.offloaded
-    )
-    away = [group for group in dtype_groups if group.offloaded]
+    dtype_groups = [(unit, group) for unit in units for group in unit.dtype_groups]
+    ledger.now["optimizer"] = sum(state_bytes(unit, group) for unit, group in dtype_groups if not group.offloaded)
     host = sum(
-        group.shard_bytes + _state_bytes(group, optimizer_states, sharers) + group.gradient_bytes // sharers
-        for group in away
+        group.shard_bytes + state_bytes(unit, group) + group.gradient_bytes // sharers
+        for unit, group in dtype_groups
+        if group.offloaded
     )
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
@@ -92,10 +90,6 @@ def replay(
         for index in event.units:
             ledger.play(event.verb, index)
     return MemoryPlan(ledger.peak, ledger.at, ledger.largest, host)
-
-
-def _state_bytes(group: GroupPlan, optimizer_states: int, sharers: int) -> int:
-    return optimizer_states * -(-group.local_bytes // sharers)
 
 
 class _Ledger:

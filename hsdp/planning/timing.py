@@ -59,7 +59,7 @@ class TimePlan:
         return replace(self, step=self.step + seconds, optimizer=seconds)
 
 
-def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePlan:
+def clock(events: Sequence[Event], durations: Durations, device: bool, arriving: Sequence[float] = ()) -> TimePlan:
     """Runs a step: computing goes on until it has to wait, collectives of a link run one after the other.
 
     Args:
@@ -67,6 +67,8 @@ def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePl
         durations: of its parts.
         device: whether streams order the work; else an all-reduce is started by the host, when it has seen the
             reduce-scatter done.
+        arriving: of each unit, how long other replicas' parts of its shards travel that the optimizer stepped just before:
+            one behind the other from the start, and a unit's gather is behind its own.
     """
     now = compute = 0.0
     free = {"shard": 0.0, "replicate": 0.0}
@@ -89,10 +91,20 @@ def clock(events: Sequence[Event], durations: Durations, device: bool) -> TimePl
         exposed[kind] += max(0.0, end - now)
         now = max(now, end)
 
+    landed: dict[int, float] = {}
+    link = "shard" if durations.shared else "replicate"
+    for unit, duration in enumerate(arriving):
+        free[link] += duration
+        busy["all-gather"] += duration
+        landed[unit] = free[link] if duration else 0.0
     for event in events:
         verb, unit = event.verb, event.units[0]
         if verb in (Verb.GATHER, Verb.REGATHER):
-            start("all-gather", event, now)
+            ready = landed.pop(unit, 0.0)
+            if not device:  # the host waits before it starts
+                exposed["all-gather"] += max(0.0, ready - now)
+                now = max(now, ready)
+            start("all-gather", event, max(now, ready))
         elif verb is Verb.OPEN:
             wait("all-gather", unit)
         elif verb in (Verb.FORWARD, Verb.BACKWARD):

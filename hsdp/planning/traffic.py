@@ -82,8 +82,9 @@ class Collective:
     """Calls of one kind.
 
     Attributes:
-        kind: "all-gather", "reduce-scatter" or "all-reduce".
-        axis: the group: "shard", "part" (neighbours that keep the whole parameters after forward) or "replicate".
+        kind: "all-gather", "reduce-scatter", "all-reduce", or "all-to-all" (of matrices and their owners).
+        axis: the group: "shard", "part" (neighbours that keep the whole parameters after forward), "replicate" or "all
+            ranks".
         size: ranks in it.
         calls: how often a collective is started.
         transfers: tensors that move, more than one per call when coalesced.
@@ -148,10 +149,21 @@ class Wires:
             return self._all_reduce("replicate", self.replicas, operands, involved[0].in_tree)
         return []
 
-    def stepped(self, unit: UnitPlan) -> list[Collective]:
-        """The collective that brings what each replica has stepped of a unit's shards to the others."""
-        parts = [-(-group.local_bytes // self.replicas) for group in unit.dtype_groups if group.local_bytes]
+    def stepped(self, parts: list[int]) -> list[Collective]:
+        """The collective that brings what each replica has stepped to the others; `parts`: its bytes."""
         return self._gather("replicate", self.replicas, parts)
+
+    def exchange(self, inside: float, across: float, calls: int) -> list[Collective]:
+        """All-to-alls among all ranks, in which a rank sends so much inside its replica, and across to others."""
+        link, size = self.link, self.replicas * self.shards
+        near = link.members("shard", self.replicas, self.shards)
+        far = (self.shards - near) / (self.shards - 1) if self.shards > 1 else 0.0
+        beside = max(link.in_a_node(size) // self.shards, 1) - 1  # other replicas in the node
+        apart = 1 - beside / (self.replicas - 1) if self.replicas > 1 else 0.0
+        slow = inside * far + across * apart
+        fast = inside + across - slow
+        seconds = calls * link.latency + max(fast / link.fast, slow / link.slow)
+        return [Collective("all-to-all", "all ranks", size, calls, calls, inside + across, fast, slow, seconds)]
 
     def _share_out(self, operands: Sequence[tuple[torch.dtype, int]]) -> list[Collective]:
         """The reduce-scatter of gradients over replicas, as if all could be cut evenly."""

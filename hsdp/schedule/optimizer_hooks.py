@@ -88,8 +88,8 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated.
 
-    An optimizer that steps replicas' shares has `_hsdp_steps_shares`, by `optim.local(over_replicas=True)`. Another one
-    gets whole gradients.
+    An optimizer that steps replicas' shares has `_hsdp_steps_shares`, by its `over_replicas=True`. Another one gets whole
+    gradients.
     """
     units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
     refuse_assigned(units, "the optimizer's step")

@@ -74,6 +74,6 @@ def refuse_shared(unit: Unit, what: str) -> None:
     """Raises StateError if replicas have shares of the unit's gradients, which `what` would not know of."""
     if unit.gradients.shared:
         raise StateError(
-            f"{what}: gradients of unit {unit.name!r} are reduce-scattered over replicas, as "
-            f"hsdp.optim.local(over_replicas=True) has it; call {what} before the optimizer is made"
+            f"{what}: gradients of unit {unit.name!r} are reduce-scattered over replicas, as an optimizer with "
+            f"over_replicas=True has it; call {what} before the optimizer is made"
         )

@@ -8,11 +8,13 @@ from typing import Any
 from unittest import mock
 
 import hsdp.optim.matrices
-from hsdp.optim.matrices import Bucket
+from hsdp.optim.matrices import Bucket, Target
 from hsdp.optim.replicas import Exchange, Share
+from hsdp.optim.targets import Target as StepTarget
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_muon as muon
+from tests.optim import test_muon_replicas as shares
 from tests.optim import test_pending_shards as pending
 from tests.optim import test_replicas as replicas
 from tests.support.rig import RankEnv
@@ -22,9 +24,15 @@ def trains(env: RankEnv, shape: tuple[int, ...]) -> None:
     muon._trains(env, shape, muon.expected(env.world_size), {})
 
 
+def trains_shares(env: RankEnv, shape: tuple[int, ...]) -> None:
+    shares._trains(env, shape, muon.expected(env.world_size), {})
+
+
 REPLICAS = Check(trains, ((2, 1),))
+MOMENTA = Check(trains_shares, ((2, 1),))
 SHARDS = Check(trains, ((2,),))
 SHARED = Check(replicas._equals_repeated, ((2, 1),))
+FLAT = Check(replicas._equals_repeated, ((2, 1), True))
 READ = Check(pending._is_read, ((2, 1),))
 HELD = Check(pending._is_held, (), world=4)
 
@@ -68,6 +76,16 @@ def puts_pieces_where_they_do_not_belong() -> Any:
     return replaced(hsdp.optim.matrices, "_pieces", change)
 
 
+@mutant(MOMENTA, kill="differ|is not finite|nan")
+def brings_owners_the_shares_of_their_own_replica_alone() -> Any:
+    return mock.patch.object(Target, "shares_copy", lambda self, rank, other: rank == other)
+
+
+@mutant(MOMENTA, kill="differ")
+def has_the_momentum_of_the_first_rows_on_every_replica() -> Any:
+    return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
+
+
 @mutant(SHARED, kill="differs")
 def keeps_what_it_stepped_to_itself() -> Any:
     return mock.patch.object(Exchange, "run", return_value=None)
@@ -76,6 +94,11 @@ def keeps_what_it_stepped_to_itself() -> Any:
 @mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")
 def steps_the_first_rows_on_every_replica() -> Any:
     return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
+
+
+@mutant(FLAT, kill="differs")
+def leaves_stepped_copies_where_they_are() -> Any:
+    return mock.patch.object(StepTarget, "take_back", lambda self: None)
 
 
 @mutant(READ, kill="nothing waits|read by")

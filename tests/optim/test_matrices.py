@@ -10,11 +10,14 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.optim.matrices import Bucket, Target, cut, deal
 from hsdp.params.boxes import holdings
 from hsdp.params.dtensors import as_dtensor, spec_of
+from hsdp.params.shares import Share
+from hsdp.params.tensor_parallel import over_replicas
 from tests.support.rig import fake_world
 
 WORLD = 8
@@ -51,9 +54,12 @@ def _placements(mesh_ndim: int, ndim: int, how: int) -> tuple[Placement, ...]:
 
 
 @settings(max_examples=60, suppress_health_check=[HealthCheck.too_slow])
-@given(_parameters(), st.sampled_from(MESHES), st.sampled_from([1, 200, 10**9]))
+@given(_parameters(), st.sampled_from(MESHES), st.sampled_from([1, 200, 10**9]), st.booleans())
 def test_pieces_of_all_ranks_fit_together(
-    parameters: list[tuple[tuple[int, ...], dict[str, Any], int]], mesh_shape: tuple[int, ...], bucket_bytes: int
+    parameters: list[tuple[tuple[int, ...], dict[str, Any], int]],
+    mesh_shape: tuple[int, ...],
+    bucket_bytes: int,
+    shares: bool,
 ) -> None:
     with fake_world(WORLD):
         mesh = init_device_mesh("cpu", mesh_shape, mesh_dim_names=("replicate", "shard", "tp")[: len(mesh_shape)])
@@ -63,7 +69,9 @@ def test_pieces_of_all_ranks_fit_together(
             if len(mesh_shape) == 3 and how % len(shape) > 1:
                 how = how % 2
             spec = spec_of(mesh, _placements(len(mesh_shape), len(shape), how), shape, torch.float32)
-            targets.append(Target(as_dtensor(torch.empty(holdings(spec)[0].box.sizes), spec), group, known))
+            share = _first_share(spec) if shares else None
+            targets.append(Target(as_dtensor(torch.empty(holdings(spec)[0].box.sizes), spec), group, known, share))
+            targets[-1].check(0)
             wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).view(shape))
         buckets = deal(targets, tuple(range(WORLD)), _cost, lambda _: torch.float32, bucket_bytes)
     matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
@@ -73,6 +81,15 @@ def test_pieces_of_all_ranks_fit_together(
     for bucket in buckets:
         values = {id(target): whole for target, whole in zip(targets, wholes, strict=True)}
         _check_trip(bucket, values)
+
+
+def _first_share(spec: DTensorSpec) -> Share | None:
+    """Rank 0's share of a parameter, where its placements allow shares."""
+    cut_ = over_replicas(spec, 0) if spec.mesh.ndim > 1 else None
+    if cut_ is None:
+        return None
+    rows = holdings(cut_)[0].box.sizes[0]
+    return Share(cut_, 0, rows, rows)
 
 
 def _cost(rows: int, cols: int, group: Any) -> float:
@@ -93,7 +110,7 @@ def _check_trip(bucket: Bucket, wholes: dict[int, Tensor]) -> None:
             assert [(p.matrix, p.part, p.place) for p in given_] == [(p.matrix, p.part, p.place) for p in come]
             for piece in come:
                 target = bucket.matrices[piece.matrix].target
-                local = wholes[id(target)][target.box(peer).slices]
+                local = wholes[id(target)][target.given_box(peer).slices]
                 part = gathered[piece.matrix][piece.part.slices]
                 assert (part == -1).all(), "an element comes once"
                 part.copy_(local[piece.place.slices])
@@ -122,6 +139,19 @@ def test_experts_stay_where_they_are() -> None:
         one = Bucket(bucket.targets, bucket.matrices, bucket.dtype)
         one.route(rank)
         assert [piece.peer for piece in one.comes] == [rank], "a matrix that one rank holds is not sent to its owner"
+
+
+def test_several_experts_stay_too_and_others_level_the_work() -> None:
+    with fake_world(4):
+        mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
+        experts, dense = (spec_of(mesh, (Replicate(), Shard(0)), s, torch.float32) for s in ((8, 6, 5), (40, 10)))
+        targets = [
+            Target(as_dtensor(torch.empty(2, 6, 5), experts), {"matrices": "stacked"}, {}),
+            *(Target(as_dtensor(torch.empty(10, 10), dense), {}, {}) for _ in range(4)),
+        ]
+        buckets = deal(targets, tuple(range(4)), _cost, lambda _: torch.float32, 10**9)
+    owners = [matrix.owner for bucket in buckets for matrix in bucket.matrices]
+    assert owners[:8] == [0, 0, 1, 1, 2, 2, 3, 3] and sorted(owners[8:]) == [0, 1, 2, 3]
 
 
 def test_plain_tensors_are_stepped_where_they_are() -> None:

@@ -13,13 +13,13 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 from hsdp.comm.collectives import Comm
 from hsdp.optim import local
 from tests.optim.test_local import CASE, KINDS, _groups
-from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_sharded, mesh_id, pool_for, shard
 from tests.support.twin import Twin, adamw, assert_close_to_twin, full_params, train, twin_of
 
@@ -45,12 +45,12 @@ def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int,
     optimizer.zero_grad()
 
 
-def _equals_repeated(env: RankEnv, shape: tuple[int, ...]) -> None:
+def _equals_repeated(env: RankEnv, shape: tuple[int, ...], flat: bool = False) -> None:
     for name, make in KINDS.items():
         models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
         models[0].set_replica_reduce(InRankOrder())  # type: ignore[operator]
         repeated = local(make(_groups(models[0])))
-        shared = local(make(_groups(models[1])), over_replicas=True)
+        shared = local(make(_groups(models[1])), flat=flat, over_replicas=True)
         for step in range(3):
             # Of order inf: a sum of squares over both axes has another order than one over shards, and so other bits.
             _step(env, models[0], repeated, step, math.inf)
@@ -76,9 +76,10 @@ def _same(mine: Tensor, theirs: Tensor, name: str, what: str) -> None:
         assert torch.equal(mine, theirs), f"{name} {what}"
 
 
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
-def test_equals_the_repeated_step_bit_for_bit(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
-    pool_for(request, shape).run(_equals_repeated, shape)
+def test_equals_the_repeated_step_bit_for_bit(request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool) -> None:
+    pool_for(request, shape).run(_equals_repeated, shape, flat)
 
 
 def _equals_twin(env: RankEnv, shape: tuple[int, ...], twin: Twin) -> None:
@@ -122,9 +123,9 @@ def test_states_and_bytes_are_one_replica_s_part(pool4: Pool) -> None:
 
 
 def _round_trips(env: RankEnv, folder: str) -> None:
-    def fresh(shape: tuple[int, ...], over_replicas: bool) -> tuple[Any, torch.optim.Optimizer]:
+    def fresh(shape: tuple[int, ...], over_replicas: bool, flat: bool = True) -> tuple[Any, torch.optim.Optimizer]:
         model = shard(CASE.model(), env.mesh(shape))
-        return model, local(torch.optim.AdamW(_groups(model), lr=0.01), over_replicas=over_replicas)
+        return model, local(torch.optim.AdamW(_groups(model), lr=0.01), flat=flat, over_replicas=over_replicas)
 
     model, optimizer = fresh((2, 2), True)
     _step(env, model, optimizer, 0)
@@ -162,8 +163,73 @@ def test_checkpoints_go_onto_any_mesh(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(_round_trips, str(tmp_path))
 
 
-def test_flat_tensors_are_not_shared_out() -> None:
-    with fake_world(4) as env:
-        model = shard(CASE.model(), env.mesh((2, 2)))
-        with pytest.raises(ValueError, match="turn one of them off"):
-            local(torch.optim.SGD(model.parameters(), lr=0.1), flat=True, over_replicas=True)
+def _flat(env: RankEnv) -> None:
+    blocks = [nn.Sequential(*(nn.Linear(16, 16, bias=False) for _ in range(3))) for _ in range(2)]
+    for block in blocks:
+        hsdp.fully_shard(block, mesh=env.mesh((2, 2)))
+    model: Any = hsdp.fully_shard(nn.Sequential(*blocks), mesh=env.mesh((2, 2)))
+    optimizer: Any = local(torch.optim.AdamW(model.parameters()), flat=True, over_replicas=True)
+    copied: list[int] = []
+    copy_ = torch._foreach_copy_
+    for _ in range(2):
+        model(torch.ones(2, 16)).sum().backward()
+        copied.clear()
+        with mock.patch("torch._foreach_copy_", lambda to, values: (copied.append(len(to)), copy_(to, values))):
+            optimizer.step()
+        assert copied == [3, 3, 3, 3], "shares go to the copies and come back; gradients lie side by side"
+        optimizer.zero_grad()
+    targets = [target for group in optimizer._hsdp_stepper._groups for target in group]
+    assert [len(target.members) for target in targets] == [3, 3], "one for each unit"
+    assert not any(target.memory.held for target in targets), "copies take memory in a step alone"
+    moments = [value for entries in optimizer.state.values() for value in entries.values() if isinstance(value, DTensor)]
+    assert sum(value.to_local().numel() for value in moments) == 2 * 6 * 16 * 16 // 4, "states are of shares alone"
+
+
+def test_flat_copies_are_few_and_leave_nothing(pool4: Pool) -> None:
+    pool4.run(_flat)
+
+
+def _whole(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Gradients as users may set them: whole shards, each in memory of its own; places in it differ between replicas."""
+    models = [hsdp.fully_shard(nn.Sequential(nn.Linear(16, 32), nn.Linear(32, 4)), mesh=env.mesh(shape)) for _ in range(2)]
+    for mine, theirs in zip(*(model.parameters() for model in models), strict=True):
+        mine.detach().copy_(theirs.detach())
+    optimizers = [
+        local(torch.optim.SGD(_groups(model), lr=0.1, momentum=0.9), flat=flat, over_replicas=flat)
+        for model, flat in zip(models, (True, False), strict=True)
+    ]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for at, param in enumerate(model.parameters()):
+                generator = torch.Generator().manual_seed(100 * step + at)
+                whole = torch.randn(param.shape, generator=generator, dtype=param.dtype)
+                param.grad = distribute_tensor(whole, param.device_mesh, param.placements, src_data_rank=None)  # type: ignore[attr-defined]
+            optimizer.step()
+        for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+            assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=mesh_id)
+def test_flat_copies_of_gradients_that_users_set(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(_whole, shape)
+
+
+def _fails(env: RankEnv) -> None:
+    """A step that raised has left the parameters as they were, and the next one is right."""
+    models = [shard(CASE.model(), env.mesh((2, 1))) for _ in range(2)]
+    optimizers = [local(torch.optim.SGD(m.parameters(), lr=0.1), flat=True, over_replicas=True) for m in models]
+    for model in models:
+        CASE.loss(model, CASE.batch(0, env.rank)).backward()
+    lr = optimizers[0].param_groups[0]["lr"]
+    optimizers[0].param_groups[0]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        optimizers[0].step()
+    optimizers[0].param_groups[0]["lr"] = lr
+    for optimizer in optimizers:
+        optimizer.step()
+    for mine, theirs in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(mine.to_local(), theirs.to_local())  # type: ignore[operator]
+
+
+def test_a_flat_step_that_raises_changes_nothing(pool2: Pool) -> None:
+    pool2.run(_fails)

@@ -1,0 +1,158 @@
+"""What an optimizer's step takes: states, time, and bytes; elementwise on shards or on replicas' shares of them, or Muon.
+
+    elementwise     reads parameters, gradients and states, writes all but gradients; other replicas get what was stepped
+    Muon            momentum on shards (or shares); pieces to owners, iterations there, pieces back (hsdp/optim/exchange.py)
+
+Muon steps the matrices of blocks, an elementwise optimizer beside it what is none, and the root's embedding and head.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Literal, NamedTuple
+
+from hsdp.optim.matrices import owners_of
+from hsdp.optim.whole_matrix import BUCKET_BYTES
+from hsdp.planning.facts import ParamFacts
+from hsdp.planning.layouts import GroupPlan, UnitPlan
+from hsdp.planning.traffic import Collective, Wires
+
+Kind = Literal["elementwise", "muon"]
+KINDS: tuple[Kind, ...] = ("elementwise", "muon")
+
+WIRE_BYTES = 2
+"""Of an element of a matrix on its way: Muon's default is bf16."""
+
+ITERATIONS = 5
+"""Of Newton and Schulz, Muon's default."""
+
+
+class Travel(NamedTuple):
+    """Bytes that a rank sends in the mean: to ranks of its replica, and to those of others."""
+
+    inside: float
+    across: float
+
+
+@dataclass(frozen=True)
+class OptimizerPlan:
+    """An optimizer's step of a model on a mesh.
+
+    Attributes:
+        kind: of the optimizer.
+        units, wires: of the step; with `wires.over_replicas` replicas share gradients and states out.
+        states: tensors of state for each parameter that is stepped elementwise. A matrix that Muon steps has one.
+        flops, bandwidth: of a rank, per second.
+    """
+
+    kind: Kind
+    units: Sequence[UnitPlan]
+    wires: Wires
+    states: int
+    flops: float
+    bandwidth: float
+
+    @property
+    def sharers(self) -> int:
+        """How many replicas share a state."""
+        return self.wires.replicas if self.wires.over_replicas else 1
+
+    # -- memory --------------------------------------------------------------------------------------------------
+
+    def state_bytes(self, unit: UnitPlan, group: GroupPlan) -> int:
+        """Of the states that a rank has for a dtype group."""
+        matrices, others = self._local_bytes(unit, group)
+        return -(-matrices // self.sharers) + self.states * -(-others // self.sharers)
+
+    def _local_bytes(self, unit: UnitPlan, group: GroupPlan) -> tuple[int, int]:
+        """Of the shards of what Muon steps, and of what is stepped elementwise."""
+        matrices = group.local_bytes_of(lambda param: param.trainable and self._is_matrix(unit, param))
+        return matrices, group.local_bytes - matrices
+
+    def _is_matrix(self, unit: UnitPlan, param: ParamFacts) -> bool:
+        in_block = unit.facts.parent is not None and not param.looked_up and not param.name.endswith("bias")
+        return self.kind == "muon" and in_block and len(param.shape) > 1
+
+    # -- bytes ---------------------------------------------------------------------------------------------------
+
+    def arriving(self, unit: UnitPlan) -> list[Collective]:
+        """The gather that brings what each replica has stepped elementwise of a unit to the others, behind the step."""
+        if self.sharers == 1:
+            return []
+        parts = [-(-others // self.sharers) for group in unit.dtype_groups if (others := self._local_bytes(unit, group)[1])]
+        return self.wires.stepped(parts)
+
+    @cached_property
+    def exchanged(self) -> list[Collective]:
+        """Pieces of matrices to owners and back, in which all ranks take part, inside of the step."""
+        if not self._matrices or self.wires.replicas * self.wires.shards == 1:
+            return []
+        travels = [self._travel(param) for param in self._matrices]
+        inside, across = (WIRE_BYTES * sum(side) for side in zip(*travels, strict=True))
+        return self.wires.exchange(inside, across, 2 * self._buckets)
+
+    def _travel(self, param: ParamFacts) -> Travel:
+        """Elements of a parameter, there and back; owners are dealt evenly over all ranks."""
+        replicas, shards, numel = self.wires.replicas, self.wires.shards, param.numel
+        ranks = replicas * shards
+        back = Travel(numel * (shards - 1) / (ranks * shards), numel * (replicas - 1) / ranks)
+        if param.dim is None:  # every rank holds all of it
+            return Travel(numel * (shards - 1) / ranks, numel * (replicas - 1) / replicas)
+        stacked = len(param.shape) > 2 and not param.convolution and param.dim == 0 and param.merged == 1
+        if stacked and param.shape[0] % (shards * self.sharers) == 0:  # experts: ranks own what they have
+            return Travel(0.0, back.across)
+        if self.sharers == 1:
+            return Travel(2 * back.inside, back.across)
+        there = Travel(numel * (shards - 1) / ranks**2, numel * (replicas - 1) / (ranks * replicas))
+        return Travel(there.inside + back.inside, there.across + back.across)
+
+    # -- time ----------------------------------------------------------------------------------------------------
+
+    @cached_property
+    def seconds(self) -> float:
+        """Until the step returns. Iterations of one bucket of matrices hide the travels of those beside it."""
+        resident = [(unit, group) for unit in self.units for group in unit.dtype_groups if not group.offloaded]
+        sizes = [self._local_bytes(unit, group) for unit, group in resident]
+        matrices, others = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
+        elementwise = others * (3 + 2 * self.states) / self.sharers
+        # Of gradients the momentum and what becomes an update; then weights, of which each rank has the whole shards.
+        elementwise += matrices * (4 / self.sharers + 3)
+        travel = sum(one.seconds for one in self.exchanged)
+        compute, buckets = self.iterations, self._buckets
+        return elementwise / self.bandwidth + max(compute + travel / buckets, travel + compute / buckets)
+
+    @cached_property
+    def iterations(self) -> float:
+        """Seconds of the rank with most to iterate."""
+        costs = tuple(cost for param in self._matrices for cost in _costs(param))
+        return _most(self.wires.replicas * self.wires.shards, costs) / self.flops
+
+    @cached_property
+    def _matrices(self) -> list[ParamFacts]:
+        return [p for unit in self.units for p in unit.facts.params if p.trainable and self._is_matrix(unit, p)]
+
+    @property
+    def _buckets(self) -> int:
+        most = BUCKET_BYTES * self.wires.replicas * self.wires.shards
+        return max(1, -(-WIRE_BYTES * sum(param.numel for param in self._matrices) // most))
+
+
+@functools.lru_cache(maxsize=64)  # advice asks for the same again and again
+def _most(ranks: int, costs: tuple[float, ...]) -> float:
+    """What the rank has to do that has most to do."""
+    loads = dict.fromkeys(range(ranks), 0.0)
+    for rank, cost in zip(owners_of(tuple(loads), costs, [[]] * len(costs)), costs, strict=True):
+        loads[rank] += cost
+    return max(loads.values())
+
+
+def _costs(param: ParamFacts) -> list[float]:
+    """Flops of the iterations of each of a parameter's matrices."""
+    shape = param.shape
+    count, rows = (1, shape[0]) if param.convolution else (math.prod(shape[:-2]), shape[-2])
+    small, large = sorted((rows, param.numel // (count * rows)))
+    return [2.0 * ITERATIONS * small * small * (2 * large + small)] * count

@@ -16,8 +16,10 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
+from hsdp.buffers.layout import PACK_ALL
 from hsdp.comm import backends
-from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls
+from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
+from hsdp.comm.calls import start_all_to_all, start_exchange, start_gather, start_scatter
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
@@ -25,6 +27,7 @@ from hsdp.comm.labels import Named
 from hsdp.comm.observer import CommContext
 from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
+from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
 from hsdp.comm.work import CommWork, wait_for
 from hsdp.torch_private import AllgatherOptions, backend_of, is_profiling, multiplied_sum
 
@@ -94,14 +97,13 @@ class Comm:
         self._all_to_all_options = _options(dist.AllToAllOptions, context.streams)
 
     @property
-    def direct_gather_bytes(self) -> int:
-        """Measured default of `CommPolicy.direct_gather_bytes` for this backend."""
-        return direct_bytes(self.backend)[0]
+    def thresholds(self) -> tuple[int, int, int]:
+        """From how many bytes on tensors are gathered and reduced directly, and spared their padding, by default.
 
-    @property
-    def direct_reduce_bytes(self) -> int:
-        """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
-        return direct_bytes(self.backend)[1]
+        Users' collectives, and groups written in Python, know equal parts only.
+        """
+        own = type(self.group) is ProcessGroup and self.custom_all_gather is None and self.custom_reduce_scatter is None
+        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else PACK_ALL)
 
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""
@@ -119,20 +121,32 @@ class Comm:
 
     @labels
     def all_gather(
-        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None,
+        uneven: Sequence[Uneven] = (),
     ) -> CommWork:
         """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`.
+
+        The `uneven` ones are filled from the ranks' own parts, each in a call of its own.
 
         `op` stands for the call to the ranks' divergence guard, here and below.
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
         if self.custom_all_gather is not None:
+            assert not uneven, "users' collectives know equal parts only"
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
         for outs, ins in calls:
-            works += _start_gather(group, outs, ins, self._all_gather_options)
+            works += start_gather(group, outs, ins, self._all_gather_options)
+        if uneven:
+            works += start_gathers(group, self.backend, uneven, self._all_gather_options)
+            outputs, inputs = outputs + [one.whole for one in uneven], inputs + [one.own for one in uneven]
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
     @labels
@@ -145,6 +159,7 @@ class Comm:
         replicated: list[Tensor],
         finish: Callable[[], object] | None,
         factor: float = 1.0,
+        uneven: Sequence[Uneven] = (),
     ) -> CommWork:
         """Sums over ranks; then `finish`.
 
@@ -152,8 +167,10 @@ class Comm:
             outputs, inputs: each 1-D input of S * n elements is summed and this rank's n of it left in its output.
             replicated: tensors that every rank keeps whole: summed in place.
             factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
+            uneven: of the sum of each this rank gets its own part.
         """
         assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
+        assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
@@ -164,7 +181,12 @@ class Comm:
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
             for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
-                works += _start_scatter(group, outs, ins, self._sum_of(factor))
+                works += start_scatter(group, outs, ins, self._sum_of(factor))
+        if uneven:
+            started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))
+            works += started
+            finish = in_turn(then, finish)
+            outputs, inputs = outputs + [one.own for one in uneven], inputs + [one.whole for one in uneven]
         if replicated:
             self._sum_in_place(group, works, replicated)
         return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
@@ -189,11 +211,24 @@ class Comm:
 
     @labels
     def all_to_all(
-        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None = None
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None = None,
+        uneven: Sequence[tuple[Tensor, Uneven]] = (),
     ) -> CommWork:
-        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`."""
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`.
+
+        Of the second of each `uneven` pair it gets every rank's part number r, into the first.
+        """
         group = self._ready(op, "all-to-all", owner)
-        works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        works = start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        for received, one in uneven:
+            sizes = [one.own.numel()] * self.size, list(one.sizes)
+            works += start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
+            outputs, inputs = [*outputs, received], [*inputs, one.whole]
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
     @labels
@@ -208,7 +243,7 @@ class Comm:
         # As bytes, because not every backend knows every dtype.
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
-        works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
+        works = start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
         return CommWork(self, "all-to-all", owner, works, ([output], [sent]))
 
     def agree(self, owner: Named, op: int) -> None:
@@ -236,7 +271,7 @@ class Comm:
         # move what is needed, and sum in a fixed order over ranks.
         received = [torch.empty_like(tensor) for tensor in inputs]
         size = self.size
-        works += _start_all_to_all(group, received, inputs, self._all_to_all_options)
+        works += start_all_to_all(group, received, inputs, self._all_to_all_options)
 
         def sum_locally() -> None:
             for output, parts in zip(outputs, received, strict=True):
@@ -357,48 +392,6 @@ def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: li
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
-
-
-def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = names_in(group.__class__)
-    single = names["gather"]
-    if single and len(inputs) == 1:
-        return [getattr(group, single)(outputs[0], inputs[0], options)]
-    if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
-        return [getattr(group, coalesced)(outputs, inputs, options)]
-    pairs = zip(outputs, inputs, strict=True)
-    if single:
-        return [getattr(group, single)(output, mine, options) for output, mine in pairs]
-    return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
-
-
-def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    names = names_in(group.__class__)
-    single = names["scatter"]
-    if single and len(inputs) == 1:
-        return [getattr(group, single)(outputs[0], inputs[0], options)]
-    if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
-        return [getattr(group, coalesced)(outputs, inputs, options)]
-    pairs = zip(outputs, inputs, strict=True)
-    if single:
-        return [getattr(group, single)(output, whole, options) for output, whole in pairs]
-    return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
-
-
-def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    pairs = zip(outputs, inputs, strict=True)
-    if single := names_in(group.__class__)["all_to_all"]:
-        return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
-    size = group.size()
-    return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
-
-
-def _start_exchange(
-    group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
-) -> list[Any]:
-    if single := names_in(group.__class__)["all_to_all"]:
-        return [getattr(group, single)(output, sent, received, sizes, options)]
-    return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
 
 
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:

@@ -18,6 +18,7 @@ from torch import Tensor
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Layout, plan
 from hsdp.buffers.views import row_views, whole_views
+from hsdp.comm.uneven import Uneven
 from hsdp.torch_private import chunk_cat, storage_uses
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
@@ -80,18 +81,24 @@ class ReducePlan(GradLayout):
             alone=group.shards == 1,
         )
         shared = tuple(i for i, param in zip(trainable, params, strict=True) if param.share is not None)
+        uneven = [(i, piece) for i, piece in enumerate(layout.pieces) if piece.uneven]
+        self._uneven = [(i, piece, tuple(piece.sizes(self.shards))) for i, piece in uneven]
         self.op = hash((trainable, shared)) if shared else hash(trainable)
+        if self._uneven:
+            self.op = hash((self.op, *(sizes for _, _, sizes in self._uneven)))
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
-        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
+        self._rank = group.rank
+        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce and not layout.pieces[i].uneven]
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
         # What each transfer leaves in the reduction buffer: the direct ones in order, then the packed one.
         numels = [*(layout.pieces[i].numel for i in self._direct), self.packed]
         offsets = [*(layout.pieces[i].offset for i in self._direct), layout.reduce_packed_start]
         self._outputs = [(numel,) for numel in numels], [(1,)] * len(numels), offsets
+        self._in_parts = layout.reduce_packed_start > 0
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
-        numel = self.shards * self.packed + sum(layout.pieces[i].spec.numel for i in self._direct)
+        numel = self.shards * self.packed + sum(p.spec.numel for p in layout.pieces if p.direct_reduce)
         self.scatter_bytes = numel * self.kind.reduce.itemsize if self.shards > 1 else 0
         self._tiles = self._tiled()
         with torch.inference_mode(False):
@@ -122,8 +129,22 @@ class ReducePlan(GradLayout):
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
-        outputs = list(map(buffer.as_strided, *self._outputs)) if self._direct else [buffer]
-        return GroupReduction(self, inputs, outputs, [buffer], used, rows)
+        outputs = list(map(buffer.as_strided, *self._outputs)) if self._in_parts else [buffer]
+        reduction = GroupReduction(self, inputs, outputs, [buffer], used, rows)
+        if self._uneven:
+            reduction.uneven = self._parts(grads, buffer)
+        return reduction
+
+    def _parts(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
+        """What is reduced to the ranks that hold it: each gets its own rows, and zeros behind them if others hold more."""
+        found = []
+        for i, piece, sizes in self._uneven:
+            (whole,) = self._flat(grads, (i,))
+            own = cut(buffer, piece.offset, sizes[self._rank])
+            if own.numel() < piece.numel:
+                cut(buffer, piece.offset + own.numel(), piece.numel - own.numel()).zero_()
+            found.append(Uneven(whole, sizes, own))
+        return found
 
     def _flat(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
         """Takes gradients out of `grads`: 1-D, of the reduce dtype, ours to sum and scale; copied only where need be."""
@@ -215,6 +236,7 @@ class GroupReduction:
 
     Attributes:
         inputs, outputs: the transfers of the reduce-scatter, 1-D (none with one shard rank).
+        uneven: those of gradients of which ranks get different parts.
         operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
             gradient and the flags.
         used: which parameters this rank used.
@@ -240,6 +262,7 @@ class GroupReduction:
         "stage",
         "sums",
         "undoable",
+        "uneven",
         "used",
         "void",
     )
@@ -259,6 +282,7 @@ class GroupReduction:
         self.outputs = outputs
         self.operands = operands
         self.used = used
+        self.uneven: list[Uneven] = []
         self.rows = rows
         self.dropped: set[int] = set()
         self.void = self.undoable = False
@@ -271,6 +295,7 @@ class GroupReduction:
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
+        self.uneven = []
         rows = self.rows
         if rows is not None and ended:
             # Their memory goes, their views stay for the next reduction.
@@ -280,7 +305,7 @@ class GroupReduction:
 
     def held_bytes(self) -> int:
         """Bytes of its inputs, until they are released, and of its operands."""
-        return sum(tensor.nbytes for tensor in (*self.inputs, *self.operands))
+        return sum(tensor.nbytes for tensor in (*self.inputs, *(one.whole for one in self.uneven), *self.operands))
 
     def join(self) -> None:
         """Adds deferred sums to the operands, if there are any. Runs on the stream of these."""

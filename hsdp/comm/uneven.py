@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from hsdp.comm.backends import UNEVEN_LISTS
+from hsdp.comm import backends
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,7 @@ class Uneven:
 
 def start_gathers(group: Any, backend: str, tensors: Sequence[Uneven], options: Any) -> list[Any]:
     """Starts to fill each `whole` from the ranks' parts of it; returns the works."""
-    if backend in UNEVEN_LISTS:
+    if backend in backends.UNEVEN_LISTS:
         return [group.allgather([one.parts], [one.own], options) for one in tensors]
     works = []
     for one in tensors:
@@ -65,7 +65,7 @@ def start_reductions(
 
     Each `whole` may be overwritten.
     """
-    if backend in UNEVEN_LISTS:
+    if backend in backends.UNEVEN_LISTS:
         return [group.reduce_scatter([one.own], [one.parts], options) for one in tensors], None
     works: list[Any] = []
     summed: list[tuple[Tensor, Tensor]] = []

@@ -19,6 +19,7 @@ import hsdp.checkpoint
 from hsdp import CommPolicy, MixedPrecisionPolicy
 from hsdp.comm import backends
 from hsdp.comm.mesh import MeshAxes
+from tests.support import device as emulator
 from tests.support.models import Case, mse
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, check_sharded, mesh_id, pool_for
@@ -260,6 +261,39 @@ def check_offload(env: RankEnv, shape: tuple[int, ...], kind: str, directory: st
 @pytest.mark.parametrize("kind", ["cpu", "disk"])
 def test_offloaded_shards(pool4: Pool, kind: str, tmp_path: Any) -> None:
     pool4.run(check_offload, (2, 2), kind, str(tmp_path), twin(4))
+
+
+def check_lists(env: RankEnv, shape: tuple[int, ...], mode: str, options: dict[str, Any], expected: Twin) -> None:
+    """On streams, by lists of tensors of different sizes, as on NCCL."""
+    lists = frozenset({"emulccl"})
+    with (
+        patch.object(backends, "UNEVEN_LISTS", lists),
+        patch.object(backends, "UNEVEN", lists),
+        patch.object(backends, "MULTIPLIES", lists),
+        emulator.watched(mode, 5),
+    ):
+        model = build(env, shape, CASE.model().to(env.device), **options)
+        assert uneven_names(model)
+        losses = train(model, CASE, env.rank, len(expected.losses), sgd(model.parameters()), device=str(env.device))
+        torch.testing.assert_close(losses, expected.losses[:, env.rank], rtol=1e-11, atol=1e-11)
+        assert_close_to_twin(model, expected, grads=True)
+        check_rest(model)
+
+
+LISTS: dict[str, tuple[tuple[int, ...], str, dict[str, Any]]] = {
+    "1-D": ((4,), "comm", {}),
+    "2-D": ((2, 2), "all", {}),
+    "slow": ((4,), "slow comm", {"comm_policy": replace(DIRECT, prefetch=2, max_inflight_reduce_scatters=2)}),
+    "tree": ((2, 2), "side", {"comm_policy": replace(DIRECT, reduction="tree")}),
+    "kept in parts": ((4,), "comm", {"reshard_after_forward": 2}),
+    "offloaded": ((2, 2), "compute", {"offload_policy": hsdp.CPUOffloadPolicy()}),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_lists_on_a_device(device4: Pool, name: str) -> None:
+    shape, mode, options = LISTS[name]
+    device4.run(check_lists, shape, mode, options, twin(4))
 
 
 # -- what stands in the way ---------------------------------------------------------------------------------------------

@@ -10,11 +10,11 @@ A *dtype group* is the set of a unit's parameters that share dtypes. For one dty
     whole             [ whole A | whole B ] [ whole C | whole d | whole e ]            same order, whole sizes
                         there when their gather starts   when it has ended
 
-Pieces are ordered so that what is packed forms one contiguous range: first those that are gathered and reduced
-directly, then those gathered directly but reduced packed, then those packed in both. A piece is *padded* to the size of
-the largest rank's, so that every rank's buffer has the same length and collectives need no per-rank sizes. Where that
-would multiply what travels (8 experts on 64 ranks), a large piece goes *unevenly*: directly, and of every rank what it
-holds.
+Pieces are ordered so that what is packed forms one contiguous range: first those that go unevenly, then those that are
+gathered and reduced directly, then those gathered directly but reduced packed, then those packed in both. A piece is
+*padded* to the size of the largest rank's, so that every rank's buffer has the same length and collectives need no per-rank
+sizes. Where that would multiply what travels (8 experts on 64 ranks), a large piece goes *unevenly*: directly, and of every
+rank what it holds.
 """
 
 from __future__ import annotations
@@ -177,7 +177,10 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
         The layout; the same on every rank, as it depends on the arguments alone.
     """
     drafts = [_draft(spec, shards, thresholds) for spec in specs]
-    order = sorted(range(len(specs)), key=lambda i: (not drafts[i].direct_reduce, not drafts[i].direct_gather))
+    order = sorted(
+        range(len(specs)),
+        key=lambda i: (not drafts[i].uneven, not drafts[i].direct_reduce, not drafts[i].direct_gather),
+    )
     pieces = list(drafts)
     offset = whole_offset = 0
     starts: dict[str, int] = {}

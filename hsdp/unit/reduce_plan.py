@@ -10,7 +10,7 @@ gradients: replica_shares.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -125,15 +125,13 @@ class ReducePlan(GradLayout):
         buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         rows.flat_buffer.alloc()
+        uneven = self._parts(grads, buffer) if self._uneven else ()
         inputs = self._flat(grads, self._direct)
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
         outputs = list(map(buffer.as_strided, *self._outputs)) if self._in_parts else [buffer]
-        reduction = GroupReduction(self, inputs, outputs, [buffer], used, rows)
-        if self._uneven:
-            reduction.uneven = self._parts(grads, buffer)
-        return reduction
+        return GroupReduction(self, inputs, outputs, [buffer], used, rows, uneven)
 
     def _parts(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
         """What is reduced to the ranks that hold it: each gets its own rows, and zeros behind them if others hold more."""
@@ -275,6 +273,7 @@ class GroupReduction:
         operands: list[Tensor],
         used: list[bool],
         rows: Rows | None = None,
+        uneven: Sequence[Uneven] = (),
     ) -> None:
         self.plan = plan
         self.lies: GradLayout = plan
@@ -282,7 +281,7 @@ class GroupReduction:
         self.outputs = outputs
         self.operands = operands
         self.used = used
-        self.uneven: list[Uneven] = []
+        self.uneven = uneven
         self.rows = rows
         self.dropped: set[int] = set()
         self.void = self.undoable = False
@@ -295,7 +294,7 @@ class GroupReduction:
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
-        self.uneven = []
+        self.uneven = ()
         rows = self.rows
         if rows is not None and ended:
             # Their memory goes, their views stay for the next reduction.

@@ -62,11 +62,11 @@ def _huge() -> nn.Module:
 
 
 class Experts(nn.Linear):
-    """A linear layer beside the stacked weights of three experts, of two megabytes each."""
+    """A linear layer beside the stacked weights of three experts, of four megabytes each."""
 
     def __init__(self) -> None:
         super().__init__(8, 8)
-        self.experts = nn.Parameter(torch.randn(3, 512, 1024))
+        self.experts = nn.Parameter(torch.randn(3, 1024, 1024))
         self.gate = nn.Parameter(torch.randn(3, 8))
 
     def forward(self, x: Tensor) -> Tensor:

@@ -6,7 +6,8 @@ model and number of ranks:
 
     mean        what a rank receives (and sends) on average in two gathers and one reduction of all units, over that
     most sent   what the rank that sends most does, over the same: rings carry NCCL's collectives; gloo's broadcasts go
-                down a binary tree. Where one rank holds nothing of a tensor, no way to move it has less than S / (S - 1)
+                down a binary tree
+    most got    what the rank that receives most does: one that holds nothing receives all, S / (S - 1) of the average
     padded      the mean of `CommPolicy(fusion="packed")`, which pads each parameter to equal parts, as FSDP2 does
 
 Two tables: `planned` asks the planner, `fully_shard`'s own, and runs nothing. `counted` steps one block of each model on a
@@ -29,7 +30,7 @@ from benchmarks.harness import progress, publish
 from hsdp.comm import backends
 from hsdp.planning import PRESETS
 from hsdp.planning.facts import UnitFacts
-from hsdp.planning.layouts import GroupPlan, UnitPlan, plan_unit
+from hsdp.planning.layouts import UnitPlan, plan_unit
 from hsdp.planning.presets import Block, Shapes, preset
 from tests.support.counting import CollectiveCounter
 from tests.support.rig import fake_world
@@ -53,6 +54,7 @@ class Ratios:
     scatter: float
     mean: float
     most_sent: float
+    most_got: float
     padded: float
 
 
@@ -66,17 +68,22 @@ def planned(name: str, shards: int, backend: str) -> Ratios:
     gathers, scatters = (
         _mean([one for unit in units for one in sends(unit, backend)], kind) for kind in ("gather", "scatter")
     )
+    every = [one for unit in units for one in sends(unit, backend)]
+    most_sent, most_got = (
+        max(map(sum, zip(*each, strict=True))) for each in ([one.by_rank for one in every], [one.got for one in every])
+    )
+    gathers, scatters = (_mean(every, kind) for kind in ("gather", "scatter"))
     fewest_gather, fewest_scatter = fewest(units)
     padding = [one for unit in padded for one in sends(unit, backend)]
     whole = GATHERS * fewest_gather + fewest_scatter
-    most = max(map(sum, zip(*(one.by_rank for unit in units for one in sends(unit, backend)), strict=True)))
     return Ratios(
         name,
         shards,
         gathers / GATHERS / fewest_gather,
         scatters / fewest_scatter,
         (gathers + scatters) / whole,
-        most / whole,
+        most_sent / whole,
+        most_got / whole,
         (_mean(padding, "gather") + _mean(padding, "scatter")) / whole,
     )
 
@@ -97,37 +104,36 @@ def fewest(units: Sequence[UnitPlan]) -> tuple[float, float]:
 
 @dataclass(frozen=True)
 class Sends:
-    """What each rank sends in all transfers of a kind ("gather", "scatter") of a dtype group in a step."""
+    """What each rank sends, and gets, in all transfers of a kind ("gather", "scatter") of a dtype group in a step."""
 
     kind: str
     by_rank: list[float]
+    got: list[float]
+
+    def add(self, nbytes: float, copies: Sequence[int], skipped: int) -> None:
+        """A tensor that each rank sends so often and, but for one, receives."""
+        for rank, times in enumerate(copies):
+            self.by_rank[rank] += times * nbytes
+            self.got[rank] += (rank != skipped) * nbytes
 
 
 def sends(unit: UnitPlan, backend: str) -> Iterator[Sends]:
     """Of a unit's step."""
     for group in unit.dtype_groups:
-        yield Sends("gather", [GATHERS * sent for sent in _gathered(group, unit.shards, backend)])
-        yield Sends("scatter", _scattered(group, unit.shards))
-
-
-def _gathered(group: GroupPlan, shards: int, backend: str) -> list[float]:
-    sent = [float(sum(group.gather_inputs) * (shards - 1))] * shards
-    for piece in group.layout.pieces:
-        if piece.uneven:
-            for root, numel in enumerate(piece.sizes(shards)):
-                for rank, copies in enumerate(broadcast_sends(root, shards, backend)):
-                    sent[rank] += copies * numel * group.kind.compute.itemsize
-    return sent
-
-
-def _scattered(group: GroupPlan, shards: int) -> list[float]:
-    sent = [sum(group.scatter_inputs) * (shards - 1) / shards] * shards
-    for piece in group.trained.pieces if group.trained is not None else ():
-        if piece.uneven:  # around a ring to the rank that holds it, which sends nothing
-            for root, numel in enumerate(piece.sizes(shards)):
-                for rank in range(shards):
-                    sent[rank] += (rank != root) * numel * group.kind.reduce.itemsize
-    return sent
+        even, width = sum(group.gather_inputs) * (unit.shards - 1), group.kind.compute.itemsize
+        found = Sends("gather", [float(GATHERS * even)] * unit.shards, [float(GATHERS * even)] * unit.shards)
+        for piece in group.layout.pieces:
+            for root, numel in enumerate(piece.sizes(unit.shards) if piece.uneven else []):
+                found.add(GATHERS * numel * width, broadcast_sends(root, unit.shards, backend), skipped=root)
+        yield found
+        scattered = sum(group.scatter_inputs) * (unit.shards - 1) / unit.shards
+        found = Sends("scatter", [scattered] * unit.shards, [scattered] * unit.shards)
+        for piece in group.trained.pieces if group.trained is not None else ():
+            for root, numel in enumerate(piece.sizes(unit.shards) if piece.uneven else []):
+                # Around a ring, from the rank behind the one that holds it.
+                copies = [int(rank != root) for rank in range(unit.shards)]
+                found.add(numel * group.kind.reduce.itemsize, copies, skipped=(root + 1) % unit.shards)
+        yield found
 
 
 def broadcast_sends(root: int, shards: int, backend: str) -> list[int]:
@@ -205,11 +211,11 @@ def planned_table(rows: Sequence[Ratios], backend: str) -> str:
     """As text."""
     lines = [
         f"planned, whole models, bf16 reduced in fp32, {backend}: bytes over the fewest possible",
-        f"{'':14} ranks  gathers  reductions    mean  most sent  padded",
+        f"{'':14} ranks  gathers  reductions    mean  most sent  most got  padded",
     ]
     for row in rows:
-        told = f"{row.gather:8.4f} {row.scatter:11.4f} {row.mean:7.4f} {row.most_sent:10.3f} {row.padded:7.3f}"
-        lines.append(f"{row.model:14} {row.shards:5} {told}")
+        means = f"{row.gather:8.4f} {row.scatter:11.4f} {row.mean:7.4f}"
+        lines.append(f"{row.model:14} {row.shards:5} {means} {row.most_sent:10.3f} {row.most_got:9.3f} {row.padded:7.3f}")
     return "\n".join(lines)
 
 

@@ -7,7 +7,6 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
-from hsdp.buffers.layout import PACK_ALL
 from hsdp.torch_private import compares_arguments
 
 GATHER_ALONE_BYTES = 512 * 1024
@@ -21,6 +20,9 @@ UNEVEN_LISTS = frozenset({"nccl", "xccl"})
 
 UNEVEN = UNEVEN_LISTS | {"gloo", "fake"}
 """With those for which that is spelled out: a broadcast, and a reduction, for each rank that holds a part."""
+
+NEVER = 1 << 62
+"""A threshold in bytes that no tensor reaches."""
 
 UNEVEN_BYTES = 1024 * 1024
 """Padding is spared from so many bytes on for each rank that holds a part: what a fast link sends in the time that one more
@@ -69,8 +71,8 @@ def direct_bytes(backend: str) -> tuple[int, int]:
 def uneven_bytes(backend: str) -> int:
     """From how many bytes of padding on a parameter goes unevenly, see `Thresholds.uneven_bytes`."""
     if backend != "gloo" and compares_arguments():
-        return PACK_ALL  # torch compares what ranks pass to lists of tensors, and takes other sizes for a mistake
-    return UNEVEN_BYTES if backend in UNEVEN else PACK_ALL
+        return NEVER  # torch compares what ranks pass to lists of tensors, and takes other sizes for a mistake
+    return UNEVEN_BYTES if backend in UNEVEN else NEVER
 
 
 def share_calls(sizes: list[int], alone: int) -> list[list[int]]:

@@ -16,7 +16,6 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
-from hsdp.buffers.layout import PACK_ALL
 from hsdp.comm import backends
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
 from hsdp.comm.calls import start_all_to_all, start_exchange, start_gather, start_scatter
@@ -103,7 +102,7 @@ class Comm:
         Users' collectives, and groups written in Python, know equal parts only.
         """
         own = type(self.group) is ProcessGroup and self.custom_all_gather is None and self.custom_reduce_scatter is None
-        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else PACK_ALL)
+        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else backends.NEVER)
 
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""

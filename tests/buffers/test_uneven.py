@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
@@ -11,12 +12,15 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import example, given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.distributed.tensor import Shard, distribute_tensor
 
 import hsdp
 import hsdp.checkpoint
 from hsdp import CommPolicy, MixedPrecisionPolicy
+from hsdp.buffers.layout import ParamSpec, Thresholds, plan
 from hsdp.comm import backends
 from hsdp.comm.mesh import MeshAxes
 from tests.support import device as emulator
@@ -122,6 +126,46 @@ def check_training(env: RankEnv, shape: tuple[int, ...], expected: Twin, options
     assert_close_to_twin(model, expected, grads=True)
     check_sharded(model)
     check_rest(model)
+
+
+# -- layout -------------------------------------------------------------------------------------------------------------
+
+
+SHAPES = st.lists(st.integers(0, 40), min_size=1, max_size=3).map(tuple)
+LIMITS = st.sampled_from([0, 64, 1024])
+
+
+@given(st.lists(st.tuples(SHAPES, st.sampled_from([0, 0, 0, 1])), max_size=6), st.integers(1, 12), LIMITS, LIMITS, LIMITS)
+@example([((3, 4), 0), ((4, 4), 0), ((3, 3), 0), ((0, 4), 0)], 4, 0, 0, 0)
+def test_uneven_pieces(drawn: list[tuple[Any, int]], shards: int, gather: int, reduce: int, least: int) -> None:
+    """They hold torch.chunk's rows in memory order; nothing large that is cut on dim 0 is padded much."""
+    specs = [ParamSpec(shape, min(dim, len(shape) - 1)) for shape, dim in drawn]
+    limits = Thresholds(gather, 4, reduce, 8)
+    layout = plan(specs, shards, replace(limits, uneven_bytes=least))
+    padded = plan(specs, shards, limits)
+    assert not any(piece.uneven for piece in padded.pieces), "who does not ask for it gets none"
+    for piece, other in zip(layout.pieces, padded.pieces, strict=True):
+        rows, row = piece.spec.cut, piece.spec.numel // max(1, piece.spec.cut)
+        extra = (shards * piece.chunk - rows) * row
+        if not piece.uneven:
+            assert replace(piece, offset=0, whole_offset=0) == replace(other, offset=0, whole_offset=0)
+            large = piece.numel * 4 >= gather and piece.numel * 8 >= reduce and row * 4 % 16 == 0
+            holders = -(-rows // piece.chunk) if piece.chunk else 0
+            assert piece.spec.dim != 0 or not large or 64 * extra <= piece.spec.numel or extra * 4 < holders * least
+            continue
+        assert piece.direct_gather and piece.direct_reduce and not piece.even and extra > 0
+        parts = torch.arange(piece.spec.numel).view(piece.spec.shape).chunk(shards)
+        sizes = piece.sizes(shards)
+        assert sizes == [part.numel() for part in parts] + [0] * (shards - len(parts))
+        flat = torch.arange(piece.spec.numel).split(sizes)
+        assert all(torch.equal(part.flatten(), own) for part, own in zip(parts, flat, strict=False))
+        assert max(sizes) == piece.numel == sizes[0]
+        assert piece.offset + piece.numel <= min(layout.reduce_packed_start, layout.gather_packed_start)
+    starts = sorted((piece.offset, piece.offset + piece.numel) for piece in layout.pieces if piece.numel)
+    assert all(before[1] <= after[0] for before, after in itertools.pairwise(starts))
+
+
+# -- training -----------------------------------------------------------------------------------------------------------
 
 
 MESHES = [(2,), (4,), (2, 2), (1, 2), (1, 4), (4, 1)]

@@ -349,7 +349,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     if in_sum and not replicated and len(factors) == 1:
         # The unused-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
         return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop(), uneven)
-    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, uneven=uneven)
+    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, 1.0, uneven)
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
-import struct
-import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -18,17 +15,16 @@ from torch.distributed import ProcessGroup
 
 from hsdp.comm import backends
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
-from hsdp.comm.calls import start_all_to_all, start_exchange, start_gather, start_scatter
+from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
-from hsdp.comm.groups import backend_name, shared_group, timeout_of
+from hsdp.comm.groups import backend_name, shared_group
 from hsdp.comm.labels import Named
 from hsdp.comm.observer import CommContext
-from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
 from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
 from hsdp.comm.work import CommWork, wait_for
-from hsdp.torch_private import AllgatherOptions, backend_of, is_profiling, multiplied_sum
+from hsdp.torch_private import AllgatherOptions, is_profiling, multiplied_sum
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -142,7 +138,7 @@ class Comm:
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
         for outs, ins in calls:
-            works += start_gather(group, outs, ins, self._all_gather_options)
+            works += _start_gather(group, outs, ins, self._all_gather_options)
         if uneven:
             works += start_gathers(group, self.backend, uneven, self._all_gather_options)
             outputs, inputs = outputs + [one.whole for one in uneven], inputs + [one.own for one in uneven]
@@ -180,7 +176,7 @@ class Comm:
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
             for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
-                works += start_scatter(group, outs, ins, self._sum_of(factor))
+                works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
             started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))
             works += started
@@ -223,10 +219,10 @@ class Comm:
         Of the second of each `uneven` pair it gets every rank's part number r, into the first.
         """
         group = self._ready(op, "all-to-all", owner)
-        works = start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         for received, one in uneven:
             sizes = [one.own.numel()] * self.size, list(one.sizes)
-            works += start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
+            works += _start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
             outputs, inputs = [*outputs, received], [*inputs, one.whole]
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
@@ -242,7 +238,7 @@ class Comm:
         # As bytes, because not every backend knows every dtype.
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
-        works = start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
+        works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
         return CommWork(self, "all-to-all", owner, works, ([output], [sent]))
 
     def agree(self, owner: Named, op: int) -> None:
@@ -270,7 +266,7 @@ class Comm:
         # move what is needed, and sum in a fixed order over ranks.
         received = [torch.empty_like(tensor) for tensor in inputs]
         size = self.size
-        works += start_all_to_all(group, received, inputs, self._all_to_all_options)
+        works += _start_all_to_all(group, received, inputs, self._all_to_all_options)
 
         def sum_locally() -> None:
             for output, parts in zip(outputs, received, strict=True):
@@ -335,62 +331,53 @@ class Comm:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
-# -- what ranks compare ------------------------------------------------------------------------------------------------
-
-
-def digest_of(value: object) -> int:
-    """62 bits that stand for plain data."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
-
-
-def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> DivergenceGuard:
-    """The divergence guard of a group: one, however many units and models use the group."""
-    # Groups written in Python may know no other reduction than the sum, and may sum without being asked to.
-    in_group = type(group) is ProcessGroup and backend_name(group, device) in backends.ASK_IN_GROUP
-    this = weakref.ref(group)
-
-    def compare(divergence_guard: DivergenceGuard, values: list[int], answer: Answer) -> list[int]:
-        alive = this()
-        assert alive is not None, "units hold their groups"
-        if not in_group:
-            return _differing_in_gathered(alive, device, values)
-        question = Greatest(alive, device, [*values, *(-value for value in values)])
-        wait_for(question.work, backend_name(alive, device), divergence_guard, answer.number, answer.what, "", answer.op)
-        greatest = question.values()
-        return [i for i in range(len(values)) if greatest[i] != -greatest[i + len(values)]]
-
-    return DivergenceGuard.of(group, rank, size, timeout_of(group, device), compare, in_group)
-
-
-class Greatest:
-    """The greatest of all ranks' 64-bit integers, place by place: starts at once.
-
-    It goes to the backend itself: modes and traces that watch a model's operators are not to see it.
-    """
-
-    def __init__(self, group: ProcessGroup, device: torch.device, values: list[int]) -> None:
-        self._memory = bytearray(struct.pack(f"{len(values)}q", *values))
-        here = torch.frombuffer(self._memory, dtype=torch.int64)
-        self._tensor = here if device.type == "cpu" else here.to(device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        self.work: Any = backend_of(group, device).allreduce([self._tensor], options)
-
-    def values(self) -> list[int]:
-        """They, once `work` has ended."""
-        if self._tensor.device.type != "cpu":
-            return list(map(int, self._tensor.tolist()))
-        return list(struct.unpack(f"{self._tensor.numel()}q", self._memory))
-
-
-def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: list[int]) -> list[int]:
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(told, mine, group=group)
-    return [i for i, of_ranks in enumerate(zip(*(one.tolist() for one in told), strict=True)) if len(set(of_ranks)) > 1]
-
-
 # -- process groups ----------------------------------------------------------------------------------------------------
+
+
+def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Gathers each input of every rank into its output, in rank order."""
+    names = names_in(group.__class__)
+    single = names["gather"]
+    if single and len(inputs) == 1:
+        return [getattr(group, single)(outputs[0], inputs[0], options)]
+    if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single:
+        return [getattr(group, single)(output, mine, options) for output, mine in pairs]
+    return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
+
+
+def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Sums each input over ranks and leaves this rank's part, one of equal ones, in its output."""
+    names = names_in(group.__class__)
+    single = names["scatter"]
+    if single and len(inputs) == 1:
+        return [getattr(group, single)(outputs[0], inputs[0], options)]
+    if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
+        return [getattr(group, coalesced)(outputs, inputs, options)]
+    pairs = zip(outputs, inputs, strict=True)
+    if single:
+        return [getattr(group, single)(output, whole, options) for output, whole in pairs]
+    return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
+
+
+def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Sends the r-th of equal parts of each input to rank r."""
+    pairs = zip(outputs, inputs, strict=True)
+    if single := names_in(group.__class__)["all_to_all"]:
+        return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
+    size = group.size()
+    return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
+
+
+def _start_exchange(
+    group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
+) -> list[Any]:
+    """Sends `sizes[r]` elements to rank r, behind those for the ranks before it; `received[r]` come from there."""
+    if single := names_in(group.__class__)["all_to_all"]:
+        return [getattr(group, single)(output, sent, received, sizes, options)]
+    return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
 
 
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:

@@ -60,7 +60,8 @@ class CommPolicy:
         fusion: which path parameters take. A *direct* parameter is gathered from its shard straight into its place and
             reduced straight from the gradient that autograd made; *packed* ones share one transfer and cost one copy.
             "auto" sends large, evenly divisible `Shard(0)` parameters the direct way and packs the rest; "packed"
-            packs all; "direct" sends directly whatever can be.
+            packs all; "direct" sends directly whatever can be. Packed parameters are padded to equal parts. Large ones that
+            this would multiply (8 experts on 64 ranks) are direct and not padded, unless all are to be packed.
         direct_gather_bytes: smallest size of a rank's piece, in bytes, that "auto" gathers directly.
         direct_reduce_bytes: smallest size of a rank's piece, in bytes, that "auto" reduces directly.
         prefetch: how many units beyond the current one may be gathered ahead (0: none). A bound on memory too: small units

@@ -150,6 +150,11 @@ multiplied_sum: Callable[[float], Any] = c10d._make_nccl_premul_sum
 gradients so; without it a kernel of its own follows each reduction."""
 
 
+def compares_arguments() -> bool:
+    """Whether torch compares what ranks pass to collectives, as TORCH_DISTRIBUTED_DEBUG=DETAIL makes it do."""
+    return bool(c10d.get_debug_level() == c10d.DebugLevel.DETAIL)
+
+
 def own_client() -> tuple[Any, bool]:
     """The store of the default group, with a client of its own if it has such; and whether nobody else uses the client."""
     store: Any = dist.distributed_c10d._get_default_store()

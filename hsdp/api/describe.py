@@ -91,6 +91,8 @@ def _path(group: DtypeGroup, index: int, unit: Unit) -> str:
         how = "nothing to gather, all-reduced where autograd made it"
     else:
         gather, reduce = (("direct" if direct else "packed") for direct in (piece.direct_gather, piece.direct_reduce))
+        if piece.uneven and not kind.extension:
+            gather = reduce = "direct, without padding"
         how = f"gathered {'as its subclass says' if kind.extension else gather}, reduced {reduce}"
     frozen = "" if group.params[index].sharded.requires_grad else ", frozen"
     return f"{where:<12} {dtypes:<20} {group.held_bytes(index):>12,} B  {how}{frozen}"

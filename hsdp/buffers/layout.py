@@ -10,9 +10,11 @@ A *dtype group* is the set of a unit's parameters that share dtypes. For one dty
     whole             [ whole A | whole B ] [ whole C | whole d | whole e ]            same order, whole sizes
                         there when their gather starts   when it has ended
 
-Pieces are ordered so that what is packed forms one contiguous range: first those that are gathered and reduced
-directly, then those gathered directly but reduced packed, then those packed in both. A piece is *padded* to the size of
-the largest rank's, so that every rank's buffer has the same length and collectives need no per-rank sizes.
+Pieces are ordered so that what is packed forms one contiguous range: first those that go unevenly, then those that are
+gathered and reduced directly, then those gathered directly but reduced packed, then those packed in both. A piece is
+*padded* to the size of the largest rank's, so that every rank's buffer has the same length and collectives need no per-rank
+sizes. Where that would multiply what travels (8 experts on 64 ranks), a large piece goes *unevenly*: directly, and of every
+rank what it holds.
 """
 
 from __future__ import annotations
@@ -61,18 +63,27 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
+PACK_ALL = 1 << 62
+"""A threshold that no piece reaches."""
+
+
 @dataclass(frozen=True)
 class Thresholds:
-    """When a piece goes direct: at least this many bytes per rank, counted in `itemsize`-byte elements."""
+    """When a piece goes direct: at least this many bytes per rank, counted in `itemsize`-byte elements.
+
+    And when one with padding goes unevenly: if for each rank that holds rows it spares `uneven_bytes` of those gathered.
+    """
 
     gather_bytes: int
     gather_itemsize: int
     reduce_bytes: int
     reduce_itemsize: int
+    uneven_bytes: int = PACK_ALL
 
 
-PACK_ALL = 1 << 62
-"""A threshold that no piece reaches."""
+SMALL_PADDING = 1 / 64
+"""Of a parameter: what is padded by no more goes evenly. All ranks take part in one transfer then, and not in one for each
+rank that holds rows."""
 
 
 @dataclass(frozen=True)
@@ -87,6 +98,8 @@ class Piece:
         chunk: rows (along the sharded dim) of a full rank; later ranks may hold fewer, or none.
         even: rank r's piece is exactly the r-th of S equal parts of the whole parameter in memory order.
         direct_gather, direct_reduce: whether it is transferred on its own, without a copy.
+        uneven: it is, in both, and each rank gives and gets its rows without padding. They lie in the whole parameter in
+            memory order, as those of even pieces do.
     """
 
     spec: ParamSpec
@@ -97,10 +110,16 @@ class Piece:
     even: bool
     direct_gather: bool
     direct_reduce: bool
+    uneven: bool = False
 
     def rows(self, rank: int) -> int:
         """Rows along the sharded dim that `rank` holds (torch.chunk's rule, as DTensor's `Shard` has it)."""
         return max(0, min(self.chunk, self.spec.cut - rank * self.chunk))
+
+    def sizes(self, shards: int) -> list[int]:
+        """Elements of each rank's rows, without padding."""
+        each = self.numel // self.chunk if self.chunk else 0
+        return [self.rows(rank) * each for rank in range(shards)]
 
     def local_shape(self, rank: int) -> tuple[int, ...]:
         """Shape of the shard that `rank` holds."""
@@ -158,7 +177,10 @@ def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Lay
         The layout; the same on every rank, as it depends on the arguments alone.
     """
     drafts = [_draft(spec, shards, thresholds) for spec in specs]
-    order = sorted(range(len(specs)), key=lambda i: (not drafts[i].direct_reduce, not drafts[i].direct_gather))
+    order = sorted(
+        range(len(specs)),
+        key=lambda i: (not drafts[i].uneven, not drafts[i].direct_reduce, not drafts[i].direct_gather),
+    )
     pieces = list(drafts)
     offset = whole_offset = 0
     starts: dict[str, int] = {}
@@ -203,9 +225,33 @@ def _draft(spec: ParamSpec, shards: int, thresholds: Thresholds) -> Piece:
 
     gather = goes_direct(thresholds.gather_bytes, thresholds.gather_itemsize)
     reduce = gather and goes_direct(thresholds.reduce_bytes, thresholds.reduce_itemsize)
+    if uneven := not even and spec.dim == 0 and numel > 0 and _goes_unevenly(spec, shards, thresholds):
+        gather = reduce = True
     return Piece(
-        spec, offset=0, numel=numel, whole_offset=0, chunk=chunk, even=even, direct_gather=gather, direct_reduce=reduce
+        spec,
+        offset=0,
+        numel=numel,
+        whole_offset=0,
+        chunk=chunk,
+        even=even,
+        direct_gather=gather,
+        direct_reduce=reduce,
+        uneven=uneven,
     )
+
+
+def _goes_unevenly(spec: ParamSpec, shards: int, thresholds: Thresholds) -> bool:
+    """Whether a parameter of which ranks hold different numbers of rows goes without its padding."""
+    rows, chunk = spec.cut, -(-spec.cut // shards)
+    padding, row = shards * chunk - rows, spec.numel // rows
+    gathered, reduced = row * thresholds.gather_itemsize, row * thresholds.reduce_itemsize
+    if gathered % DIRECT_MULTIPLE_BYTES or reduced % DIRECT_MULTIPLE_BYTES:
+        return False
+    if chunk * gathered < thresholds.gather_bytes or chunk * reduced < thresholds.reduce_bytes:
+        return False
+    # Each rank that holds rows sends to all others in a transfer of its own, which must be worth its latency.
+    holders = -(-rows // chunk)
+    return padding > SMALL_PADDING * rows and padding * gathered >= holders * thresholds.uneven_bytes
 
 
 def _align(numel: int, multiple: int = ALIGN) -> int:

@@ -3,6 +3,8 @@
     mesh.py              a DeviceMesh as one axis of shards and one of replicas
     streams.py           a device's side streams and events
     collectives.py       starts collectives on a process group: start reading here
+    compare.py           how ranks compare what they are about to do
+    uneven.py            collectives of tensors of which ranks hold different parts
     backends.py          backends' habits: names, sizes, what they can do
     work.py              a collective under way
     divergence.py        ranks that are about to start different collectives get an error instead of a hang

@@ -7,11 +7,26 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from hsdp.torch_private import compares_arguments
+
 GATHER_ALONE_BYTES = 512 * 1024
 """Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
 
 REDUCE_ALONE_BYTES = 1024 * 1024
 """The same for all-reduces."""
+
+UNEVEN_LISTS = frozenset({"nccl", "xccl"})
+"""Backends of torch's own groups that gather and reduce lists of tensors of different sizes (uneven.py)."""
+
+UNEVEN = UNEVEN_LISTS | {"gloo", "fake"}
+"""With those for which that is spelled out: a broadcast, and a reduction, for each rank that holds a part."""
+
+NEVER = 1 << 62
+"""A threshold in bytes that no tensor reaches."""
+
+UNEVEN_BYTES = 1024 * 1024
+"""Padding is spared from so many bytes on for each rank that holds a part: what a fast link sends in the time that one more
+transfer takes to start on all ranks."""
 
 UNGUARDED = frozenset({"fake"})
 """Backends behind which there are no other ranks."""
@@ -51,6 +66,13 @@ def direct_bytes(backend: str) -> tuple[int, int]:
     """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
     # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
     return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
+
+
+def uneven_bytes(backend: str) -> int:
+    """From how many bytes of padding on a parameter goes unevenly, see `Thresholds.uneven_bytes`."""
+    if backend != "gloo" and compares_arguments():
+        return NEVER  # torch compares what ranks pass to lists of tensors, and takes other sizes for a mistake
+    return UNEVEN_BYTES if backend in UNEVEN else NEVER
 
 
 def share_calls(sizes: list[int], alone: int) -> list[list[int]]:

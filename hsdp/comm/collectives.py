@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import ast
-import hashlib
-import struct
-import weakref
 from collections.abc import Callable, Sequence
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
@@ -17,16 +14,17 @@ from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from hsdp.comm import backends
-from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls
+from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
+from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
-from hsdp.comm.groups import backend_name, shared_group, timeout_of
+from hsdp.comm.groups import backend_name, shared_group
 from hsdp.comm.labels import Named
 from hsdp.comm.observer import CommContext
-from hsdp.comm.questions import Answer
 from hsdp.comm.streams import Streams
+from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
 from hsdp.comm.work import CommWork, wait_for
-from hsdp.torch_private import AllgatherOptions, backend_of, is_profiling, multiplied_sum
+from hsdp.torch_private import AllgatherOptions, is_profiling, multiplied_sum
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -94,14 +92,13 @@ class Comm:
         self._all_to_all_options = _options(dist.AllToAllOptions, context.streams)
 
     @property
-    def direct_gather_bytes(self) -> int:
-        """Measured default of `CommPolicy.direct_gather_bytes` for this backend."""
-        return direct_bytes(self.backend)[0]
+    def thresholds(self) -> tuple[int, int, int]:
+        """From how many bytes on tensors are gathered and reduced directly, and spared their padding, by default.
 
-    @property
-    def direct_reduce_bytes(self) -> int:
-        """Measured default of `CommPolicy.direct_reduce_bytes` for this backend."""
-        return direct_bytes(self.backend)[1]
+        Users' collectives, and groups written in Python, know equal parts only.
+        """
+        own = type(self.group) is ProcessGroup and self.custom_all_gather is None and self.custom_reduce_scatter is None
+        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else backends.NEVER)
 
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""
@@ -119,20 +116,32 @@ class Comm:
 
     @labels
     def all_gather(
-        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None,
+        uneven: Sequence[Uneven] = (),
     ) -> CommWork:
         """Gathers each 1-D input of n elements into its 1-D output of S * n, all in one call; then `finish`.
+
+        The `uneven` ones are filled from the ranks' own parts, each in a call of its own.
 
         `op` stands for the call to the ranks' divergence guard, here and below.
         """
         group = self._ready(op, "all-gather", owner)
         works: list[Any] = []
         if self.custom_all_gather is not None:
+            assert not uneven, "users' collectives know equal parts only"
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
         for outs, ins in calls:
             works += _start_gather(group, outs, ins, self._all_gather_options)
+        if uneven:
+            works += start_gathers(group, self.backend, uneven, self._all_gather_options)
+            outputs, inputs = outputs + [one.whole for one in uneven], inputs + [one.own for one in uneven]
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
     @labels
@@ -145,6 +154,7 @@ class Comm:
         replicated: list[Tensor],
         finish: Callable[[], object] | None,
         factor: float = 1.0,
+        uneven: Sequence[Uneven] = (),
     ) -> CommWork:
         """Sums over ranks; then `finish`.
 
@@ -153,8 +163,10 @@ class Comm:
                 dim 0 of an input has S equal parts.
             replicated: tensors that every rank keeps whole: summed in place.
             factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
+            uneven: of the sum of each this rank gets its own part.
         """
         assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
+        assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
         group = self._ready(op, "reduce-scatter", owner)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
@@ -166,6 +178,11 @@ class Comm:
         else:
             for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
+        if uneven:
+            started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))
+            works += started
+            finish = in_turn(then, finish)
+            outputs, inputs = outputs + [one.own for one in uneven], inputs + [one.whole for one in uneven]
         if replicated:
             self._sum_in_place(group, works, replicated)
         return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
@@ -190,11 +207,24 @@ class Comm:
 
     @labels
     def all_to_all(
-        self, owner: Named, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Callable[[], object] | None = None
+        self,
+        owner: Named,
+        op: int,
+        outputs: list[Tensor],
+        inputs: list[Tensor],
+        finish: Callable[[], object] | None = None,
+        uneven: Sequence[tuple[Tensor, Uneven]] = (),
     ) -> CommWork:
-        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`."""
+        """Each rank r gets the r-th of S equal parts of every rank's 1-D input, in rank order; then `finish`.
+
+        Of the second of each `uneven` pair it gets every rank's part number r, into the first.
+        """
         group = self._ready(op, "all-to-all", owner)
         works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        for received, one in uneven:
+            sizes = [one.own.numel()] * self.size, list(one.sizes)
+            works += _start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
+            outputs, inputs = [*outputs, received], [*inputs, one.whole]
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
     @labels
@@ -302,65 +332,11 @@ class Comm:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
-# -- what ranks compare ------------------------------------------------------------------------------------------------
-
-
-def digest_of(value: object) -> int:
-    """62 bits that stand for plain data."""
-    return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
-
-
-def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> DivergenceGuard:
-    """The divergence guard of a group: one, however many units and models use the group."""
-    # Groups written in Python may know no other reduction than the sum, and may sum without being asked to.
-    in_group = type(group) is ProcessGroup and backend_name(group, device) in backends.ASK_IN_GROUP
-    this = weakref.ref(group)
-
-    def compare(divergence_guard: DivergenceGuard, values: list[int], answer: Answer) -> list[int]:
-        alive = this()
-        assert alive is not None, "units hold their groups"
-        if not in_group:
-            return _differing_in_gathered(alive, device, values)
-        question = Greatest(alive, device, [*values, *(-value for value in values)])
-        wait_for(question.work, backend_name(alive, device), divergence_guard, answer.number, answer.what, "", answer.op)
-        greatest = question.values()
-        return [i for i in range(len(values)) if greatest[i] != -greatest[i + len(values)]]
-
-    return DivergenceGuard.of(group, rank, size, timeout_of(group, device), compare, in_group)
-
-
-class Greatest:
-    """The greatest of all ranks' 64-bit integers, place by place: starts at once.
-
-    It goes to the backend itself: modes and traces that watch a model's operators are not to see it.
-    """
-
-    def __init__(self, group: ProcessGroup, device: torch.device, values: list[int]) -> None:
-        self._memory = bytearray(struct.pack(f"{len(values)}q", *values))
-        here = torch.frombuffer(self._memory, dtype=torch.int64)
-        self._tensor = here if device.type == "cpu" else here.to(device)
-        options = dist.AllreduceOptions()
-        options.reduceOp = dist.ReduceOp.MAX  # type: ignore[assignment]
-        self.work: Any = backend_of(group, device).allreduce([self._tensor], options)
-
-    def values(self) -> list[int]:
-        """They, once `work` has ended."""
-        if self._tensor.device.type != "cpu":
-            return list(map(int, self._tensor.tolist()))
-        return list(struct.unpack(f"{self._tensor.numel()}q", self._memory))
-
-
-def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: list[int]) -> list[int]:
-    mine = torch.tensor(values, dtype=torch.int64, device=device)
-    told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(told, mine, group=group)
-    return [i for i, of_ranks in enumerate(zip(*(one.tolist() for one in told), strict=True)) if len(set(of_ranks)) > 1]
-
-
 # -- process groups ----------------------------------------------------------------------------------------------------
 
 
 def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Gathers each input of every rank into its output, in rank order."""
     names = names_in(group.__class__)
     single = names["gather"]
     if single and len(inputs) == 1:
@@ -374,6 +350,7 @@ def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], optio
 
 
 def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Sums each input over ranks and leaves this rank's part, one of equal ones, in its output."""
     names = names_in(group.__class__)
     single = names["scatter"]
     if single and len(inputs) == 1:
@@ -387,6 +364,7 @@ def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], opti
 
 
 def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
+    """Sends the r-th of equal parts of each input to rank r."""
     pairs = zip(outputs, inputs, strict=True)
     if single := names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
@@ -397,6 +375,7 @@ def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], o
 def _start_exchange(
     group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
 ) -> list[Any]:
+    """Sends `sizes[r]` elements to rank r, behind those for the ranks before it; `received[r]` come from there."""
     if single := names_in(group.__class__)["all_to_all"]:
         return [getattr(group, single)(output, sent, received, sizes, options)]
     return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]

@@ -26,6 +26,7 @@ class AllGather(Protocol):
         """Gathers `input_tensor` (1-D, n elements) of every rank of `group` into `output_tensor` (1-D, S * n), by rank.
 
         Called once for each transfer of a unit (each large parameter, and the packed rest), with tensors of bytes (uint8).
+        All parts are equal: a unit that has its own all-gather or reduce-scatter pads all that does not go evenly.
         With `async_op` it may return a work to wait for; without, or if it returns None, the output is there, on a device
         in the order of the current stream.
         """

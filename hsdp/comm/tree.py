@@ -14,7 +14,7 @@ tree over replicas is what is above it: a reduction over shards and one over rep
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hsdp.comm.collectives import Comm
 from hsdp.comm.custom import in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, TwoPhases
 
 _EVEN = 64
@@ -78,17 +79,22 @@ def reduce_scatter(
     inputs: list[Tensor],
     replicated: list[Tensor],
     finish: Callable[[], object] | None,
+    uneven: Sequence[Uneven] = (),
 ) -> CommWork:
     """`Comm.reduce_scatter` in the order of the tree, with the same arguments."""
     received = [torch.empty_like(tensor) for tensor in inputs]
+    of_uneven = [(one.own.new_empty(comm.size * one.own.numel()), one) for one in uneven]
 
     def add() -> None:
         for output, parts in zip(outputs, received, strict=True):
             fold(parts.view(comm.size, -1), output.view(-1))
+        for parts, one in of_uneven:
+            if one.own.numel():
+                fold(parts.view(comm.size, -1), one.own)
 
     if not replicated:
-        return comm.all_to_all(owner, op, received, inputs, in_turn(add, finish))
-    scattered = [comm.all_to_all(owner, op, received, inputs, add)] if inputs else []
+        return comm.all_to_all(owner, op, received, inputs, in_turn(add, finish), of_uneven)
+    scattered = [comm.all_to_all(owner, op, received, inputs, add, of_uneven)] if inputs else []
     return _all_reduce(comm, "reduce-scatter", owner, hash((op, 2)), replicated, scattered, finish)
 
 

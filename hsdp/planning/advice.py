@@ -273,9 +273,10 @@ def _padding(plan: PlanData) -> Diagnosis | None:
     ]
     if not pairs:  # one rank holds everything: what is left are the flat buffers' alignments
         return None
-    _, param = max(pairs, key=lambda pair: pair[0].numel * plan.shards - pair[1].numel)
+    piece, param = max(pairs, key=lambda pair: pair[0].numel * plan.shards - pair[1].numel)
     trouble = (
-        f"{padding / held:.0%} of the shards, and of what is sent, is padding, most of it of {param.name!r} {param.shape} "
+        f"{padding / held:.0%} of the shards{', and of what is sent,' * (not piece.uneven)} is padding, most of it of "
+        f"{param.name!r} {param.shape} "
         f"in unit {worst.facts.name!r}, whose dim {param.dim} does not go evenly on {plan.shards} ranks"
     )
     less = sum(unit.total("padding_bytes") for unit in plan.changed(shard_placement_fn=least_padding).units)

@@ -9,8 +9,8 @@ import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
-from hsdp.buffers.layout import Layout, ParamSpec, Thresholds, plan
-from hsdp.comm.backends import direct_bytes
+from hsdp.buffers.layout import Layout, ParamSpec, Piece, Thresholds, plan
+from hsdp.comm.backends import direct_bytes, uneven_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
@@ -121,9 +121,14 @@ class GroupPlan:
         """What this rank gives to each transfer of the gather."""
         if self.alone:
             return []
-        direct = [piece.numel for piece in self.layout.pieces if piece.direct_gather]
+        direct = [piece.numel for piece in self.layout.pieces if piece.direct_gather and not piece.uneven]
         packed = self.layout.numel - self.layout.gather_packed_start
         return [numel * self.kind.compute.itemsize for numel in (*direct, packed) if numel]
+
+    @property
+    def uneven_gathers(self) -> list[tuple[int, int]]:
+        """What is gathered from parts of different sizes: bytes of the whole, and how many ranks hold some."""
+        return [_uneven(piece, self.kind.compute.itemsize) for piece in self.layout.pieces if piece.uneven]
 
     # -- gradients -----------------------------------------------------------------------------------------------
 
@@ -166,8 +171,25 @@ class GroupPlan:
         """The inputs of the reduce-scatter: gradients that go directly, then the packed rows."""
         if self.trained is None or self.alone:
             return []
-        direct = [piece.spec.numel * self.kind.reduce.itemsize for piece in self.trained.pieces if piece.direct_reduce]
-        return [*direct, self.scatter_rows]
+        even = [piece for piece in self.trained.pieces if piece.direct_reduce and not piece.uneven]
+        return [*(piece.spec.numel * self.kind.reduce.itemsize for piece in even), self.scatter_rows]
+
+    @property
+    def uneven_scatters(self) -> list[tuple[int, int]]:
+        """What is reduced to parts of different sizes: bytes of the whole, and how many ranks get some."""
+        pieces = self.trained.pieces if self.trained is not None else ()
+        return [_uneven(piece, self.kind.reduce.itemsize) for piece in pieces if piece.uneven]
+
+    @property
+    def uneven_inputs(self) -> list[int]:
+        """Bytes of those."""
+        return [nbytes for nbytes, _ in self.uneven_scatters]
+
+    @property
+    def received_parts(self) -> list[int]:
+        """What the first rank receives of them in an all-to-all: its part from every rank."""
+        pieces = self.trained.pieces if self.trained is not None else ()
+        return [self.layout.shards * piece.numel * self.kind.reduce.itemsize for piece in pieces if piece.uneven]
 
     @property
     def operands(self) -> list[int]:
@@ -260,6 +282,11 @@ class UnitPlan:
         # A group of one, too, holds everything.
         return policy is False or (policy is None and self.facts.parent is None) or (type(policy) is int and policy == 1)
 
+    @property
+    def scattered_bytes(self) -> int:
+        """The whole gradients in its reduction, and the packed rows."""
+        return self.total("scatter_inputs") + self.total("uneven_inputs")
+
     def total(self, name: str) -> int:
         """The sum of a size over its dtype groups."""
         values = (getattr(group, name) for group in self.dtype_groups)
@@ -296,12 +323,16 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device
         groups.setdefault(kind, []).append(param)
     dtype_groups = []
     for kind, params in groups.items():
-        thresholds = thresholds_for(facts.comm_policy, *direct_bytes(backend), kind)
+        thresholds = thresholds_for(facts.comm_policy, kind, *direct_bytes(backend), uneven_bytes(backend))
         ranks = 1 if kind.replicated else shards
         trainable = [param for param in params if param.trainable]
         layout, trained = (_layout_of(which, ranks, thresholds) for which in (params, trainable))
         dtype_groups.append(GroupPlan(kind, tuple(params), layout, trained if trainable else None, parts, offloaded))
     return UnitPlan(facts, replicas, shards, tuple(dtype_groups))
+
+
+def _uneven(piece: Piece, itemsize: int) -> tuple[int, int]:
+    return piece.spec.numel * itemsize, -(-piece.spec.cut // piece.chunk)
 
 
 def _layout_of(params: list[ParamFacts], shards: int, thresholds: Thresholds) -> Layout:

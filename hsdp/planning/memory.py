@@ -235,10 +235,15 @@ class _Ledger:
             self._add(held, -group.packed_numel * dtype.itemsize)
 
     def _scatter(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs"))
+        self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs") + self._received_parts(unit))
 
     def _release(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", -self._copies * unit.total("scatter_inputs"))
+        uneven = unit.total("uneven_inputs") + self._received_parts(unit)
+        self._add("reduction", -self._copies * unit.total("scatter_inputs") - uneven)
+
+    def _received_parts(self, unit: UnitPlan) -> int:
+        """What ranks receive beside gradients that they hold in different parts: in a tree they do."""
+        return unit.total("received_parts") if unit.in_tree else 0
 
     def _sum_early(self, unit: UnitPlan, index: int) -> None:
         self._add("reduction", unit.received_bytes)

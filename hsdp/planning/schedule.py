@@ -206,7 +206,7 @@ class _Rehearsal:
         if not self._last and self._policy.accumulate == "local":
             self._emit(Verb.STASH, unit)
             return
-        self._queue.make_room(self.units[unit].total("scatter_inputs"))
+        self._queue.make_room(self.units[unit].scattered_bytes)
         self._emit(Verb.FILL, unit)
         self._queue.submit(_Reduction(unit, self.units[unit], all_reduce=self._last))
 
@@ -223,7 +223,7 @@ class _Reduction:
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
-        return self._unit.total("scatter_inputs")
+        return self._unit.scattered_bytes
 
     def reduce_bytes(self) -> int:
         """Bytes of its reduction buffers."""

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import torch
 
-from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, share_calls
+from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, UNEVEN_LISTS, share_calls
 from hsdp.comm.tree import travelling
 from hsdp.planning.layouts import UnitPlan
 from hsdp.planning.schedule import Event, Verb
@@ -135,8 +135,10 @@ class Wires:
         """The collectives that an event starts."""
         involved = [units[index] for index in event.units]
         if event.verb is Verb.GATHER:
-            inputs = [size for unit in involved for group in unit.dtype_groups for size in group.gather_inputs]
-            return self._gather("shard", self.shards, inputs)
+            groups = [group for unit in involved for group in unit.dtype_groups]
+            inputs = [size for group in groups for size in group.gather_inputs]
+            uneven = [one for group in groups for one in group.uneven_gathers]
+            return self._gather("shard", self.shards, inputs) + self._unevenly("all-gather", uneven)
         if event.verb is Verb.REGATHER:
             parts = [size for unit in involved for group in unit.dtype_groups for size in group.part_bytes]
             return self._gather("part", involved[0].parts, parts)
@@ -175,6 +177,13 @@ class Wires:
         calls = self._calls(inputs, GATHER_ALONE_BYTES)
         return self._collective("all-gather", axis, size, calls, len(inputs), sum(inputs) * (size - 1))
 
+    def _unevenly(self, kind: str, tensors: Sequence[tuple[int, int]], in_tree: bool = False) -> list[Collective]:
+        """Collectives of tensors of so many bytes, of which so many ranks hold a part: what a rank sends on average."""
+        sent = sum(nbytes for nbytes, _ in tensors) * (self.shards - 1) / self.shards
+        in_one = in_tree or self.backend in UNEVEN_LISTS
+        calls = len(tensors) if in_one else sum(holders for _, holders in tensors)
+        return self._collective(kind, "shard", self.shards, calls, calls, sent)
+
     def _scatter(self, units: list[UnitPlan]) -> list[Collective]:
         inputs = [
             (group.kind.reduce, size) for unit in units for group in unit.dtype_groups for size in group.scatter_inputs
@@ -184,6 +193,8 @@ class Wires:
         calls = len(inputs) if alone else len({dtype for dtype, _ in inputs})
         sent = sum(size for _, size in inputs) * (self.shards - 1) / self.shards
         found = self._collective("reduce-scatter", "shard", self.shards, calls, len(inputs), sent)
+        uneven = [one for unit in units for group in unit.dtype_groups for one in group.uneven_scatters]
+        found += self._unevenly("reduce-scatter", uneven, units[0].in_tree)
         return found + self._all_reduce("shard", self.shards, _operands(units, replicated=True), units[0].in_tree)
 
     def _all_reduce(

@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hsdp.comm.streams import Streams, host_wait
 from hsdp.comm.tree import reduce_scatter
+from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
@@ -316,6 +317,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     comm = first.unit.scatter_comm
     inputs: list[Tensor] = []
     outputs: list[Tensor] = []
+    uneven: list[Uneven] = []
     replicated: list[Tensor] = []
     scaled: list[tuple[GroupReduction, float]] = []
     factors: set[float] = set()
@@ -324,12 +326,13 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
         for part in reduction.parts:
             inputs += part.inputs
             outputs += part.outputs
+            uneven += part.uneven
             if part.plan.kind.replicated and comm.size > 1:
                 replicated += part.operands
             before, after = _split_factor(reduction, part)
             if before != 1.0:
                 in_sum = False
-                torch._foreach_mul_(part.inputs or part.values(), before)
+                torch._foreach_mul_([*part.inputs, *(one.whole for one in part.uneven)] or part.values(), before)
             scaled.append((part, after))
             factors.add(after)
 
@@ -342,11 +345,11 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
         return comm.local("scale", bucket, None if first.in_tree and first.replicas > 1 else scale)
     if first.in_tree:
         finish = None if first.replicas > 1 else scale
-        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish)
+        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish, uneven)
     if in_sum and not replicated and len(factors) == 1:
         # The unused-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
-        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop())
-    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale)
+        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop(), uneven)
+    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, 1.0, uneven)
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:

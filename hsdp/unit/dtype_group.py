@@ -15,7 +15,7 @@ With one shard rank nothing is transferred: unsharded parameters alias the shard
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -24,6 +24,7 @@ from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
 from hsdp.buffers.layout import PACK_ALL, Layout, Piece, Thresholds, plan
 from hsdp.buffers.views import merge_copies, row_views, whole_views
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.uneven import Uneven
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_trainable
@@ -77,6 +78,7 @@ class DtypeGroup:
         parts: size of the group over which unsharded parameters stay sharded after forward (1: none).
         shard: the shard buffer, 1-D, storage dtype.
         outputs, inputs: the transfers of its gather, as 1-D byte tensors.
+        uneven: those of parameters of which ranks hold different parts.
         wire_signature: stands for what ranks must send alike beyond what follows from the model (divergence.py).
     """
 
@@ -105,6 +107,7 @@ class DtypeGroup:
         self.offload = offload
         self.outputs: list[Tensor] = []
         self.inputs: list[Tensor] = []
+        self.uneven: list[Uneven] = []
         self._parts = parts
         self._whole: list[FlatBuffer] = []
         self._kept: list[Tensor] = []
@@ -170,6 +173,11 @@ class DtypeGroup:
         """Bytes of the shard buffer that are parameter `index`'s, padding of its rows included."""
         return self.layout.pieces[index].numel * self.kind.storage.itemsize
 
+    def lies_otherwise(self, uneven_bytes: int) -> bool:
+        """Whether its layout would be another one with this threshold."""
+        thresholds = replace(self.thresholds, uneven_bytes=uneven_bytes)
+        return thresholds != self.thresholds and plan([p.spec for p in self.params], self.shards, thresholds) != self.layout
+
     def rehearse(self) -> None:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""
 
@@ -211,7 +219,9 @@ class DtypeGroup:
             param.make_whole(self._place(piece))
         for i in layout.in_order:
             piece = layout.pieces[i]
-            if piece.direct_gather:
+            if piece.uneven:
+                self._add_uneven(self._place(piece), piece)
+            elif piece.direct_gather:
                 self._add_transfer(self._place(piece), piece.offset, piece.offset + piece.numel)
         start = layout.gather_packed_start
         packed = layout.numel - start
@@ -252,6 +262,18 @@ class DtypeGroup:
             self._fill_to.append(own)
         self.outputs.append(output.view(U8))
         self.inputs.append(own.view(U8))
+
+    def _add_uneven(self, whole: Tensor, piece: Piece) -> None:
+        """Fills a whole parameter in place: this rank's rows by a copy of its shard, the others by their holders'."""
+        sizes = piece.sizes(self.shards)
+        own = whole.split(sizes)[self.rank].data
+        if own.numel():
+            self._fill_from.append(self.shard.data[piece.offset : piece.offset + own.numel()])
+            self._fill_to.append(own)
+        data = whole.view(U8)
+        self.uneven.append(Uneven(data, tuple(size * whole.itemsize for size in sizes), own.view(U8)))
+        # Ranks that do not agree on it would start other collectives.
+        self.wire_signature = (hash((self.wire_signature, *sizes)) & 0xFFFFFFFF) << 2
 
     @property
     def whole_bytes(self) -> int:
@@ -342,8 +364,8 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
     return -(-direct // parts) * parts, -(-packed // parts) * parts
 
 
-def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: GroupKey) -> Thresholds:
-    """The sizes from which parameters of a kind go direct, given a backend's measured defaults `gather` and `reduce`."""
+def thresholds_for(policy: CommPolicy, kind: GroupKey, gather: int, reduce: int, uneven: int) -> Thresholds:
+    """The sizes from which parameters of a kind go direct, given a backend's defaults: what `Comm.thresholds` says."""
     if policy.fusion == "packed":
         gather = reduce = PACK_ALL
     elif policy.fusion == "direct":
@@ -351,4 +373,4 @@ def thresholds_for(policy: CommPolicy, gather: int, reduce: int, kind: GroupKey)
     else:
         gather = gather if policy.direct_gather_bytes is None else policy.direct_gather_bytes
         reduce = reduce if policy.direct_reduce_bytes is None else policy.direct_reduce_bytes
-    return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize)
+    return Thresholds(gather, kind.compute.itemsize, reduce, kind.reduce.itemsize, uneven)

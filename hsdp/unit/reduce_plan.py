@@ -10,7 +10,7 @@ gradients: replica_shares.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import torch
 from torch import Tensor
@@ -18,6 +18,7 @@ from torch import Tensor
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Layout, plan
 from hsdp.buffers.views import row_views, whole_views
+from hsdp.comm.uneven import Uneven
 from hsdp.torch_private import chunk_cat, storage_uses
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
@@ -80,16 +81,22 @@ class ReducePlan(GradLayout):
             alone=group.shards == 1,
         )
         shared = tuple(i for i, param in zip(trainable, params, strict=True) if param.share is not None)
+        uneven = [(i, piece) for i, piece in enumerate(layout.pieces) if piece.uneven]
+        self._uneven = [(i, piece, tuple(piece.sizes(self.shards))) for i, piece in uneven]
         self.op = hash((trainable, shared)) if shared else hash(trainable)
+        if self._uneven:
+            self.op = hash((self.op, *(sizes for _, _, sizes in self._uneven)))
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
-        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce]
+        self._rank = group.rank
+        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce and not layout.pieces[i].uneven]
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
         # Of the others, rows of dim 0 are dealt out to the ranks: a contiguous gradient is a transfer as it is.
         self._merged = {i for i in self._direct if layout.pieces[i].spec.merged > 1}
+        self._in_parts = layout.reduce_packed_start > 0
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
         self._even_rows = [(i, (self.shards, layout.pieces[i].numel)) for i in self._even]
         self._odd = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and not p.even and p.spec.numel]
-        numel = self.shards * self.packed + sum(layout.pieces[i].spec.numel for i in self._direct)
+        numel = self.shards * self.packed + sum(p.spec.numel for p in layout.pieces if p.direct_reduce)
         self.scatter_bytes = numel * self.kind.reduce.itemsize if self.shards > 1 else 0
         self._tiles = self._tiled()
         with torch.inference_mode(False):
@@ -116,17 +123,29 @@ class ReducePlan(GradLayout):
         buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         rows.flat_buffer.alloc()
+        uneven = self._parts(grads, buffer) if self._uneven else ()
         inputs = self._own(grads, self._direct)
         if not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
-        reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows)
-        if self._direct:
+        reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows, uneven)
+        if self._in_parts:
             # What a direct transfer leaves is a local gradient: one tensor serves as both.
             locals_ = reduction.cut(reduction.values())
             reduction.outputs = [locals_[i] for i in self._direct]
             reduction.outputs.append(cut(buffer, self.layout.reduce_packed_start, self.packed))
         return reduction
+
+    def _parts(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
+        """What is reduced to the ranks that hold it: each gets its own rows, and zeros behind them if others hold more."""
+        found = []
+        for i, piece, sizes in self._uneven:
+            (whole,) = self._own(grads, (i,))
+            own = cut(buffer, piece.offset, sizes[self._rank])
+            if own.numel() < piece.numel:
+                cut(buffer, piece.offset + own.numel(), piece.numel - own.numel()).zero_()
+            found.append(Uneven(whole.ravel(), sizes, own))
+        return found
 
     def _own(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
         """Takes gradients out of `grads`: contiguous, of the reduce dtype, ours to sum and scale; copied where need be."""
@@ -220,6 +239,7 @@ class GroupReduction:
 
     Attributes:
         inputs, outputs: the transfers of the reduce-scatter (none with one shard rank).
+        uneven: those of gradients of which ranks get different parts.
         operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
             gradient and the flags.
         used: which parameters this rank used.
@@ -247,6 +267,7 @@ class GroupReduction:
         "stage",
         "sums",
         "undoable",
+        "uneven",
         "used",
         "void",
     )
@@ -259,6 +280,7 @@ class GroupReduction:
         operands: list[Tensor],
         used: list[bool],
         rows: Rows | None = None,
+        uneven: Sequence[Uneven] = (),
     ) -> None:
         self.plan = plan
         self.lies: GradLayout = plan
@@ -266,6 +288,7 @@ class GroupReduction:
         self.outputs = outputs
         self.operands = operands
         self.used = used
+        self.uneven = uneven
         self.rows = rows
         self.dropped: set[int] = set()
         self.void = self.undoable = False
@@ -280,6 +303,7 @@ class GroupReduction:
     def release_inputs(self, ended: bool = True) -> None:
         """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
+        self.uneven = ()
         rows = self.rows
         if rows is not None and ended:
             # Their memory goes, their views stay for the next reduction.
@@ -289,7 +313,7 @@ class GroupReduction:
 
     def held_bytes(self) -> int:
         """Bytes of its inputs, until they are released, and of its operands."""
-        return sum(tensor.nbytes for tensor in (*self.inputs, *self.operands))
+        return sum(tensor.nbytes for tensor in (*self.inputs, *(one.whole for one in self.uneven), *self.operands))
 
     def join(self) -> None:
         """Adds deferred sums to the operands, if there are any. Runs on the stream of these."""

@@ -241,9 +241,7 @@ class Unit(UnitActivity, UnshardedParams):
         if self.params and self.params[0].sharded.is_meta:
             device = torch.device("meta")
         for kind, slots in groups.items():
-            thresholds = thresholds_for(
-                self.comm_policy, self.shard_comm.direct_gather_bytes, self.shard_comm.direct_reduce_bytes, kind
-            )
+            thresholds = thresholds_for(self.comm_policy, kind, *self.shard_comm.thresholds)
             params, axes, parts, offload = [self.params[slot] for slot in slots], self.axes, self._parts, self.offload
             if kind.extension:
                 made_of = CompositeGroup if kind.composite else ExtensionGroup
@@ -317,10 +315,12 @@ class Unit(UnitActivity, UnshardedParams):
     def gather_by(self, custom: AllGather | None) -> None:
         """Its gathers are `custom` from now on; None: the backend's."""
         self.shard_comm.custom_all_gather = custom
+        self.fit_collectives()
 
     def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
         """Its reduce-scatters are `custom` from now on; None: the backend's."""
         self.shard_comm.custom_reduce_scatter = self.scatter_comm.custom_reduce_scatter = custom
+        self.fit_collectives()
 
     def bound_reduce_scatters(self, most: int) -> None:
         """So many reductions may hold unsharded gradients, if it is a root."""

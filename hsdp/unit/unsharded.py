@@ -19,6 +19,7 @@ from hsdp import debug
 from hsdp.comm.collectives import Comm
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext
+from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.params.param import ManagedParam
@@ -99,6 +100,11 @@ class UnshardedParams:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
         raise AssertionError("a unit says how")
 
+    def fit_collectives(self) -> None:
+        """Makes the buffers anew if other parameters travel unevenly now: users' collectives know equal parts only."""
+        if any(group.lies_otherwise(self.shard_comm.thresholds[-1]) for group in self.dtype_groups):
+            self.rebuild()
+
     def launch(self, version: Version | None = None, looked: bool = False) -> None:
         """Starts the gather of the unsharded parameters: SHARDED -> GATHERING.
 
@@ -161,14 +167,16 @@ class UnshardedParams:
     def _start_whole(self) -> CommWork:
         outputs: list[Tensor] = []
         inputs: list[Tensor] = []
+        uneven: list[Uneven] = []
         for group in self.dtype_groups:
             group.fill_gather()
             outputs += group.outputs
             inputs += group.inputs
+            uneven += group.uneven
         if self._reads_host:
             self.context.streams.note_host_read()
-        if inputs:
-            return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None)
+        if inputs or uneven:
+            return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None, uneven)
         return self.shard_comm.local("cast", self)
 
     def _start_parts(self) -> CommWork:

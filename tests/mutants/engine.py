@@ -25,7 +25,8 @@ import hsdp.schedule.pipeline
 import tests.mutants.loops
 import tests.mutants.optimizers
 import tests.mutants.sides
-import tests.mutants.trees  # noqa: F401  (all register their own)
+import tests.mutants.trees
+import tests.mutants.uneven  # noqa: F401  (all register their own)
 from hsdp.api.fsdp2 import PipelineFace
 from hsdp.comm.collectives import Comm
 from hsdp.comm.divergence import DivergenceGuard

@@ -147,7 +147,7 @@ def takes_gradients_from_where_they_do_not_lie() -> Any:
 
 @mutant(Check(plans.check_on_gloo, ((4,), ("kept in parts",)), world=4), kill="AssertionError")
 def plans_parts_as_if_they_were_whole() -> Any:
-    return mock.patch.object(GroupPlan, "part_bytes", property(lambda group: group.whole_bytes))
+    return mock.patch.object(GroupPlan, "part_bytes", property(lambda group: [group.whole_bytes]))
 
 
 @mutant(Check(plans.check_on_gloo, ((2, 2), ("wide",)), world=4), kill="AssertionError")

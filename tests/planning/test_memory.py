@@ -29,6 +29,17 @@ LAYERS = 7
 """More than the queue is deep: it fills up."""
 
 
+class ExpertLayer(Layer):
+    """A layer with the weights of one expert: on four ranks one holds it, and the others nothing."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__(dtype)
+        self.expert = nn.Parameter(torch.ones(1, 512, 1024))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) + F.linear(self.probe[:, :1], self.expert.view(-1, 1)).mean()
+
+
 @dataclass(frozen=True)
 class Setup:
     """How the model is sharded and stepped; picklable."""
@@ -38,6 +49,7 @@ class Setup:
     comm: CommPolicy = field(default_factory=CommPolicy)
     reshard: bool | int | None = None
     micro_batches: int = 1
+    layer: type[Layer] = Layer
 
     @property
     def options(self) -> dict[str, Any]:
@@ -64,10 +76,17 @@ SETUPS = {
     "tree": Setup(comm=TREE),
     "tree in bf16/fp32": Setup(BF16, torch.float32, TREE, micro_batches=3),
     "tree, buckets": Setup(BF16, None, replace(TREE, all_reduce_bucket_bytes=1 << 20), micro_batches=2),
+    "expert": Setup(layer=ExpertLayer),
+    "expert in bf16/fp32": Setup(BF16, torch.float32, layer=ExpertLayer),
+    "expert in a tree": Setup(BF16, torch.float32, TREE, layer=ExpertLayer),
+    "expert, micro-batches": Setup(BF16, torch.float32, micro_batches=3, layer=ExpertLayer),
     "local micro-batches": Setup(comm=LOCAL, micro_batches=3),
     "local micro-batches in bf16/fp32": Setup(BF16, torch.float32, LOCAL, micro_batches=3),
     "local micro-batches in bf16": Setup(BF16, None, LOCAL, micro_batches=3),
 }
+
+
+EXPERTS = ("expert", "expert in bf16/fp32", "expert in a tree")
 
 
 def _step(model: nn.Module, micro_batches: int) -> None:
@@ -81,7 +100,7 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
 
     `late`: one reduce-scatter's output may be freed late.
     """
-    model = nn.Sequential(*(Layer(setup.param or torch.float32) for _ in range(LAYERS)))
+    model = nn.Sequential(*(setup.layer(setup.param or torch.float32) for _ in range(LAYERS)))
     told: dict[str, Any] = {"tokens_per_rank": 1, "micro_batches": setup.micro_batches}
     plan: Plan = hsdp.plan(model, mesh=mesh, **told, **setup.options)
     hsdp.shard_units(model, "*", mesh=mesh, **setup.options)
@@ -93,15 +112,20 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
     with LiveBytes() as live:
         _step(model, setup.micro_batches)
     told_peak = plan.memory.communication
-    slack = max(unit.total("scatter_inputs") for unit in plan.units) if late else 0
-    assert (1 - tolerance) * told_peak <= live.peak <= (1 + tolerance) * told_peak + slack, (
+    slack = max(unit.scattered_bytes for unit in plan.units) if late else 0
+    # The plan is that of the first rank: others may hold fewer rows, but as many as it of all that is even.
+    like_the_first = setup.layer is Layer or mesh.get_local_rank(-1) == 0
+    least = (1 - tolerance) * told_peak if like_the_first else 0
+    assert least <= live.peak <= (1 + tolerance) * told_peak + slack, (
         f"planned {told_peak:,} ({plan.memory.at}: {plan.memory.peak}), measured {live.peak:,}: {live.peak_sizes[:20]}"
     )
     kept = plan.memory.largest["gradients"]
     assert (1 - tolerance) * kept <= live.live <= (1 + tolerance) * kept + slack, f"planned {kept:,}, left {live.live:,}"
     shards = sum(group.shard.nbytes for unit in model._units() for group in unit.dtype_groups)  # type: ignore[operator]
     state = sum(block_of(value).nbytes for states in optimizer.state.values() for value in states.values() if value.ndim)
-    assert shards + state == pytest.approx(plan.memory.persistent, rel=0.001)
+    assert shards + state <= 1.001 * plan.memory.persistent
+    if like_the_first:
+        assert shards + state == pytest.approx(plan.memory.persistent, rel=0.001)
 
 
 # One shard rank has no parts: there the plan refuses them, as `fully_shard` does.
@@ -161,4 +185,4 @@ def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_peak_memory_is_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_on_gloo, shape, ("fp32", "bf16/fp32", "micro-batches", "tree in bf16/fp32"))
+    pool4.run(check_on_gloo, shape, ("fp32", "bf16/fp32", "micro-batches", "tree in bf16/fp32", *EXPERTS))

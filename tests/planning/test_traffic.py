@@ -22,7 +22,13 @@ from tests.support.sharded import mesh_id
 Sent = dict[tuple[str, str], tuple[int, int, int]]
 """(kind, axis) -> calls, transfers, bytes sent by a rank."""
 
-KINDS = {"all_gather": "all-gather", "reduce_scatter": "reduce-scatter", "all_to_all": "reduce-scatter"}
+KINDS = {
+    "all_gather": "all-gather",
+    "reduce_scatter": "reduce-scatter",
+    "all_to_all": "reduce-scatter",
+    "broadcast": "all-gather",
+    "reduce": "reduce-scatter",
+}
 """On an axis of replicas all are parts of an all-reduce."""
 
 
@@ -55,6 +61,29 @@ def _huge() -> nn.Module:
     return MLP((1024, 2049, 1024))
 
 
+class Experts(nn.Linear):
+    """A linear layer beside the stacked weights of three experts, of four megabytes each."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.experts = nn.Parameter(torch.randn(3, 1024, 1024))
+        self.gate = nn.Parameter(torch.randn(3, 8))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.gate.sum() + self.experts.sum())
+
+
+class ExpertBlocks(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Experts(), Experts())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
 TREE = CommPolicy(reduction="tree")
 ALL_BUT_Q = ("embedding", "norm", "head", "blocks.0", *(f"blocks.1.{name}" for name in ("n", "k", "v", "o", "g", "u", "d")))
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -80,6 +109,12 @@ SETUPS = {
     "tree": Setup(_wide, {"comm_policy": TREE}),
     "tree in bf16": Setup(_huge, {"comm_policy": TREE, "mp_policy": BF16}, micro_batches=2),
     "tree in buckets": Setup(_wide, {"comm_policy": replace(TREE, all_reduce_bucket_bytes=1 << 18)}, micro_batches=2),
+    "three experts": Setup(ExpertBlocks),
+    "three experts in bf16": Setup(ExpertBlocks, {"mp_policy": BF16}, micro_batches=2),
+    "three experts packed": Setup(ExpertBlocks, {"comm_policy": CommPolicy(fusion="packed")}),
+    "three experts in a tree": Setup(ExpertBlocks, {"comm_policy": TREE}),
+    "three experts in parts": Setup(ExpertBlocks, {"reshard_after_forward": 2}),
+    "frozen experts": Setup(ExpertBlocks, freeze=("blocks.0.experts", "blocks.1.experts")),
     "replicated norms": Setup(replicate=("blocks.0.norm1.weight", "norm.weight")),
 }
 
@@ -142,7 +177,7 @@ def check(setup: Setup, mesh: DeviceMesh) -> None:
 
 
 # One shard rank has no parts: there the plan refuses them, as `fully_shard` does.
-CASES = [(s, name) for s in ((8,), (2, 4), (8, 1), (1, 8)) for name in SETUPS if s[-1] > 1 or name != "kept in parts"]
+CASES = [(s, name) for s in ((8,), (2, 4), (8, 1), (1, 8)) for name in SETUPS if s[-1] > 1 or not name.endswith("in parts")]
 
 
 @pytest.mark.parametrize(("shape", "name"), CASES, ids=lambda part: part if isinstance(part, str) else mesh_id(part))
@@ -173,10 +208,11 @@ def test_sums_of_replicated_parameters_in_a_tree_are_an_all_to_all_and_an_all_ga
         assert totals[0] == totals[1]
 
 
+EXPERTS = ("three experts", "three experts in bf16", "three experts in a tree", "three experts in parts")
 ON_GLOO = ("transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets")
 IN_TREE = ("tree", "tree in bf16")
 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_collectives_are_as_planned_on_gloo(pool4: Pool, shape: tuple[int, ...]) -> None:
-    pool4.run(check_on_gloo, shape, (*ON_GLOO, *IN_TREE))
+    pool4.run(check_on_gloo, shape, (*ON_GLOO, *IN_TREE, *EXPERTS))

@@ -17,7 +17,7 @@ from unittest import mock
 
 from torch.distributed import HashStore, PrefixStore
 
-from hsdp.comm import backends, collectives, divergence, work
+from hsdp.comm import backends, compare, divergence, work
 from hsdp.comm.questions import Answer, Questions
 from tests.support.counted_store import CountedStore, counted
 
@@ -44,7 +44,7 @@ class Cluster:
     @contextmanager
     def guarded(self) -> Iterator[CountedStore]:
         """Groups of the fake backend that are made inside have guards, whose store operations are counted."""
-        start = collectives.Greatest.__init__
+        start = compare.Greatest.__init__
 
         def counting(question: Any, *args: Any) -> None:
             self.in_group += 1
@@ -54,7 +54,7 @@ class Cluster:
             for where, name, value in (
                 (backends, "UNGUARDED", frozenset()),
                 (backends, "ASK_IN_GROUP", frozenset({"fake"})),
-                (collectives.Greatest, "__init__", counting),
+                (compare.Greatest, "__init__", counting),
                 # Works of the fake backend never say that they have ended.
                 (work, "_ends", lambda work, backend: True),
                 (divergence, "own_client", lambda: (self._server, True)),

@@ -40,6 +40,9 @@ _WIRE: dict[str, tuple[str, Callable[[int], float]]] = {
     "reduce_scatter": ("bytes_in", lambda n: (n - 1) / n),
     "all_to_all": ("bytes_in", lambda n: (n - 1) / n),
     "all_reduce": ("bytes_in", lambda n: 2 * (n - 1) / n),
+    # On average over ranks: all but one receive it, or send it.
+    "broadcast": ("bytes_in", lambda n: (n - 1) / n),
+    "reduce": ("bytes_in", lambda n: (n - 1) / n),
 }
 
 

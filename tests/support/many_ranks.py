@@ -24,7 +24,7 @@ from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup
 
 from hsdp.comm import collectives, divergence, questions, work
-from hsdp.comm.collectives import guard_of
+from hsdp.comm.compare import guard_of
 from hsdp.comm.work import wait_for
 from tests.support.rig import fake_world
 from tests.support.simulated import AllReduce, Backend, Client, Clock, Server

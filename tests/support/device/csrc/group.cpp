@@ -182,12 +182,35 @@ struct DeviceBackend : Backend {
       for (size_t i = 0; i < out.size(); i++) gather_now(gloo, out[i].tensor(), in[i].tensor());
     });
   }
+  // Lists of tensors of different sizes are a broadcast, or a reduction, for each of them, as NCCL's are.
   WorkPtr allgather(std::vector<Tensors>& outputs, Tensors& inputs, const AllgatherOptions& o) override {
+    bool even = true;
+    for (auto& output : outputs[0]) even = even && output.sizes() == outputs[0][0].sizes();
+    if (!even)
+      return start(OpType::ALLGATHER, "all_gather", o.asyncOp, inputs, outputs[0], [out = raw(outputs[0]), in = Raw(inputs[0]), gloo = gloo] {
+        for (size_t i = 0; i < out.size(); i++) {
+          Tensors alone{out[i].tensor()};
+          if (static_cast<int>(i) == gloo->getRank() && out[i].pointer != in.pointer) alone[0].copy_(in.tensor());
+          BroadcastOptions from;
+          from.rootRank = static_cast<int64_t>(i);
+          if (alone[0].numel()) gloo->broadcast(alone, from)->wait();
+        }
+      });
     return start(OpType::ALLGATHER, "all_gather", o.asyncOp, inputs, outputs[0], [out = raw(outputs[0]), in = Raw(inputs[0]), gloo = gloo] {
       auto mine = in.tensor();
       auto all = at::empty({static_cast<int64_t>(out.size()), mine.numel()}, mine.options());
       gather_now(gloo, all, mine);
       for (size_t i = 0; i < out.size(); i++) out[i].tensor().copy_(all[i].view(mine.sizes()));
+    });
+  }
+  WorkPtr reduce_scatter(Tensors& outputs, std::vector<Tensors>& inputs, const ReduceScatterOptions& o) override {
+    TORCH_CHECK(outputs[0].sizes() == inputs[0][getRank()].sizes(), "reduce_scatter: the output has another size than its sum");
+    return start(OpType::REDUCE_SCATTER, "reduce_scatter", o.asyncOp, inputs[0], outputs, [out = Raw(outputs[0]), in = raw(inputs[0]), gloo = gloo, how = o.reduceOp] {
+      for (size_t i = 0; i < in.size(); i++) {
+        auto sum = in[i].tensor().clone();
+        reduce_now(gloo, sum, how);
+        if (static_cast<int>(i) == gloo->getRank()) out.tensor().copy_(sum);
+      }
     });
   }
   WorkPtr _reduce_scatter_base(at::Tensor& output, at::Tensor& input, const ReduceScatterOptions& o) override {

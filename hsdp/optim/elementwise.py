@@ -22,6 +22,7 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
@@ -195,6 +196,9 @@ class _Stepper:
                 for target in targets:
                     if target.tensor is not target.members[0].param:
                         target.tensor.grad = None  # or the gradients would live until the next step
+        # A graph that saved a parameter, as a penalty does, must not go backward through it any more.
+        for stepped in (self._params, self._locals):
+            increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
         if not self._held.are_those_of(self._state):
             self._show(optimizer)
         if self._exchange is not None:

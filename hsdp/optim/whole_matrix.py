@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import Comm, comm_among
@@ -132,10 +133,12 @@ class WholeMatrix(torch.optim.Optimizer):
         if "_plans" not in self.__dict__:
             self._forget()
         plans = self._planned()
-        for target in [target for plan in plans for bucket in plan.buckets for target in bucket.targets]:
+        targets = [target for plan in plans for bucket in plan.buckets for target in bucket.targets]
+        for target in targets:
             self._grad(target)  # refuses before anything is changed
         for plan in plans:
             self._run(plan)
+        increment_version([target.param for target in targets])  # which `_apply` does not touch
         if any(group.get("algorithm") == "adamw" for group in self.param_groups):
             self._adamw = self._adamw or AdamWGroups()
             self._adamw.step(self)

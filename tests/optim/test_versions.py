@@ -1,4 +1,4 @@
-"""A step is a write to the parameters for autograd, too: who saved them before it does not go backward through other ones."""
+"""To autograd a step is a write to the parameters, too: who saved them does not go backward through stepped ones."""
 
 from __future__ import annotations
 

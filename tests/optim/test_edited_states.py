@@ -39,7 +39,7 @@ def _layers() -> nn.Sequential:
 def _models(env: RankEnv, make: Callable[[Any], Any], **kind: bool) -> tuple[Any, Any, list[Any]]:
     models = [shard(copy.deepcopy(_layers()), env.mesh((2, 1))) for _ in range(2)]
     ours, stock = (make(model.parameters()) for model in models)
-    return *models, [local(ours, elementwise=True, **kind), stock]
+    return models[0], models[1], [local(ours, elementwise=True, **kind), stock]
 
 
 def _steps(env: RankEnv, models: tuple[Any, Any], optimizers: list[Any], count: int = 2) -> None:

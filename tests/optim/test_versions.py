@@ -38,7 +38,7 @@ def _penalty_goes_backward_late(env: RankEnv, name: str) -> None:
     for penalty in penalties:
         loss: Tensor = penalty.full_tensor() if isinstance(penalty, DTensor) else penalty
         with pytest.raises(RuntimeError, match="modified by an inplace operation"):
-            loss.backward()  # type: ignore[no-untyped-call]
+            loss.backward()
 
 
 @pytest.mark.parametrize("name", STEPS)

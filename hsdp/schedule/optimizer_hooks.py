@@ -22,6 +22,7 @@ from hsdp.params.param import originals
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.torch_private import leave_out_of_graphs
 from hsdp.unit.lookup import unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
@@ -36,6 +37,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     ids = list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
     held = _units_of_optimizer.get(optimizer)
     if held is None or held[1] != Root.generation or held[0] != ids:
+        leave_out_of_graphs()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         stale = next((originals[param] for param in params if param in originals), None)
         if stale is not None and (owner := stale[0]()) is not None:

@@ -6,6 +6,7 @@ Beside each: what hsdp needs it for, who else relies on it, and what breaks with
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
@@ -217,6 +218,22 @@ set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 `torch.compile` and `torch.compiler.disable` work by it. Without it everything below a sharded module inside of a compiled
 function would run uncompiled, or hsdp's own frames would be compiled.
 """
+
+
+_left_out: list[str] = []
+
+
+def leave_out_of_graphs() -> None:
+    """Has dynamo run hsdp's own frames as they are: collectives, hooks and what keeps count cannot be traced.
+
+    A function that is compiled around a backward, a clip or a step breaks its graph there. Called when dynamo may have been
+    imported since, which this does not: it takes longer than the rest of hsdp. Sharded modules break graphs by themselves,
+    and their class is in `hsdp.api`: dynamo would not compile what they call.
+    """
+    if not _left_out and "torch._dynamo" in sys.modules:
+        _left_out.extend(f"hsdp.{name}" for name in ("clip", "comm", "optim", "params", "schedule", "unit", "weights"))
+        for name in _left_out:
+            sys.modules["torch._dynamo"].trace_rules.add(name)
 
 
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:

@@ -16,7 +16,7 @@ from hsdp.api.setters import Setters
 from hsdp.params.ownership import PREFIX
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import set_compiler
+from hsdp.torch_private import leave_out_of_graphs, set_compiler
 from hsdp.unit.lookup import units_below
 from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
 from hsdp.unit.unit import Unit
@@ -253,6 +253,7 @@ def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = Non
     if that is None by what compiles at present.
     """
     compiler = set_compiler(None) or compiler
+    leave_out_of_graphs()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = set_compiler(compiler)

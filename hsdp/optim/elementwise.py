@@ -22,10 +22,12 @@ from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.optim.replicas import Exchange, part_of_grad, share_gradients_of, share_of_param
+from hsdp.optim.states import Entries
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
@@ -60,7 +62,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         optimizer: one of `ELEMENTWISE`. Its parameters may be DTensors of any mesh, and plain tensors beside them.
         flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
-            takes the memory of the gradients once more while it steps.
+            takes the memory of the gradients once more while it steps. Parameters that step as one share the numbers in
+            their state: a count of steps that is changed in place is changed for all of them.
         over_replicas: share gradients and the step out among replicas. Each of R replicas gets the sums of 1/R of each
             shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered, beside whatever
             comes until somebody reads the parameters: the next forward, unit by unit. The reduce-scatter and this gather
@@ -143,7 +146,8 @@ class _Stepper:
     """What an optimizer steps instead of its DTensors.
 
     The optimizer's own `state` has DTensors around the same memory, so it is always current. It is looked at again when
-    it, or `param_groups`, was replaced: `load_state_dict` does that. Entries that are assigned one by one are not noticed.
+    it, one of its entries or `param_groups` was replaced, as `load_state_dict` and users who reset momenta do; and it is
+    shown again when the step replaced entries of the targets' state.
     """
 
     def __init__(self, flat: bool, over_replicas: bool) -> None:
@@ -152,6 +156,7 @@ class _Stepper:
         self._exchange: Exchange | None = None
         self._groups: list[list[Target]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
+        self._held = self._shown = Entries({})  # of `_state`, and of the optimizer's own
         self._seen: tuple[object, ...] = ()
         self._params: list[Any] = []
         self._locals: list[Tensor] = []
@@ -179,7 +184,6 @@ class _Stepper:
             for group, targets in zip(optimizer.param_groups, self._groups, strict=True):
                 group["params"] = [target.tensor for target in targets]
             optimizer.state = self._state
-            known = len(self._state)
             bare(optimizer)
             for targets in self._groups if self._flat else ():
                 for target in targets:
@@ -192,7 +196,10 @@ class _Stepper:
                     if target.tensor is not target.members[0].param:
                         target.tensor.grad = None  # or the gradients would live until the next step
                     target.free()
-        if len(self._state) != known:
+        # A graph that saved a parameter, as a penalty does, must not go backward through it any more.
+        for stepped in (self._params, self._locals):
+            increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
+        if not self._held.are_those_of(self._state):
             self._show(optimizer)
         if self._exchange is not None:
             self._exchange.run()
@@ -210,6 +217,7 @@ class _Stepper:
         params = self._listed(optimizer)
         return (
             self._seen == _identity(optimizer)
+            and self._shown.are_those_of(optimizer.state)
             and len(params) == len(self._params)
             and (not (self._flat or self._over_replicas) or used == self._used)
             and all(
@@ -260,16 +268,20 @@ class _Stepper:
                 if not held:
                     continue
                 for member in target.members:
-                    optimizer.state[member.param] = {
+                    entries = {
                         name: _wrapped(member, target.cut(value, member)) if _like(name, value, target.tensor) else value
                         for name, value in held.items()
                     }
+                    shown = optimizer.state.setdefault(member.param, {})  # users may keep it
+                    shown.clear()
+                    shown.update(entries)
         self._seen = _identity(optimizer)
+        self._held, self._shown = Entries(self._state), Entries(optimizer.state)
 
 
 def _identity(optimizer: Any) -> tuple[object, ...]:
     """Changes when the optimizer's state or groups are replaced."""
-    return (id(optimizer.state), len(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
+    return (id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
 
 
 # -- gradients and state ----------------------------------------------------------------------------------------------

@@ -182,8 +182,8 @@ def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Tar
 
 
 def _numbers(state: dict[str, Any] | None) -> object:
-    """What must be equal for two parameters to step as one: the numbers in their state, their count of steps first."""
+    """What must be equal for two parameters to step as one: what their state has, and the numbers in it."""
     if not state:
         return ()
-    numbers = {k: v for k, v in state.items() if k in NUMBERS or not isinstance(v, Tensor)}
+    numbers = {k: v if k in NUMBERS or not isinstance(v, Tensor) else ... for k, v in state.items()}
     return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in numbers.items()))

@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import increment_version
 
 from hsdp.comm.collectives import Comm, comm_among
 from hsdp.errors import StateError
@@ -141,10 +142,12 @@ class WholeMatrix(torch.optim.Optimizer):
         if "_plans" not in self.__dict__:
             self._forget()
         plans = self._planned()
-        for target in [target for plan in plans for one in plan.exchanges for target in one.bucket.targets]:
+        targets = [target for plan in plans for one in plan.exchanges for target in one.bucket.targets]
+        for target in targets:
             self._grad(target)  # refuses before anything is changed
         for plan in plans:
             self._run(plan)
+        increment_version([target.param for target in targets])  # which `_apply` does not touch
         if any(group.get("algorithm") == "adamw" for group in self.param_groups):
             self._adamw = self._adamw or AdamWGroups(self._over_replicas)
             self._adamw.step(self)

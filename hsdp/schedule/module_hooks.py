@@ -23,7 +23,7 @@ from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import Moment, Pass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import NO_TASK, graph_task, is_profiling, next_node, sequence_number
+from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
 from hsdp.unit.state import IDLE, other_thread, training_state
 from hsdp.unit.unit import Unit
 
@@ -144,6 +144,7 @@ class ModuleHooks:
     def own_runtime(self) -> Runtime:
         """The runtime that its module(s) have as a root."""
         if self._own_runtime is None:
+            leave_out_of_graphs()
             modules = [module for ref in self.modules if (module := ref()) is not None]
             self._own_runtime = Runtime(self.unit, modules, self.unit.axes.device)
         return self._own_runtime

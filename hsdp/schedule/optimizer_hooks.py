@@ -9,6 +9,7 @@ import functools
 import warnings
 import weakref
 from collections.abc import Collection, Iterable
+from itertools import chain
 
 import torch
 from torch import nn
@@ -21,20 +22,22 @@ from hsdp.params.param import originals
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.torch_private import leave_out_of_graphs
 from hsdp.unit.lookup import unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
 
-_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[int, int, list[weakref.ref[Unit]]]]
+_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], int, list[weakref.ref[Unit]]]]
 _units_of_optimizer = weakref.WeakKeyDictionary()
 
 
 def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
-    """The units whose parameters the optimizer steps; looked up once."""
-    count = sum(len(group["params"]) for group in optimizer.param_groups)
+    """The units whose parameters the optimizer steps; looked up again where it has other parameters."""
+    ids = list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
     held = _units_of_optimizer.get(optimizer)
-    if held is None or held[:2] != (count, Root.generation):
+    if held is None or held[1] != Root.generation or held[0] != ids:
+        leave_out_of_graphs()
         params = [param for group in optimizer.param_groups for param in group["params"]]
         stale = next((originals[param] for param in params if param in originals), None)
         if stale is not None and (owner := stale[0]()) is not None:
@@ -46,7 +49,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
-        held = _units_of_optimizer[optimizer] = (count, Root.generation, refs)
+        held = _units_of_optimizer[optimizer] = (ids, Root.generation, refs)
     return held[2]
 
 

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 import zlib
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from hsdp.comm.work import CommWork
+from hsdp.comm.work import CommWork, abandon
 from hsdp.params.shares import Share
 from hsdp.unit.unit import Unit
 
@@ -24,9 +25,10 @@ class ReplicaGather:
     """
 
     def __init__(self, unit: Unit, what: str, shared: Sequence[tuple[int, Tensor, Share]]) -> None:
+        self._work: CommWork | None = None
         comm = unit.replicate_comm
         self._comm = comm
-        self._unit = unit
+        self._unit = weakref.ref(unit)  # which has the gather until somebody waits for it
         self._op = hash((unit.op + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
         self._direct: list[tuple[Tensor, Tensor]] = []
         self._packed: dict[torch.dtype, list[tuple[Tensor, Share]]] = {}
@@ -38,7 +40,10 @@ class ReplicaGather:
             else:
                 self._packed.setdefault(local.dtype, []).append((local, share))
         self._rows: list[Tensor] = []
-        self._work: CommWork | None = None
+
+    def __del__(self) -> None:
+        if self._work is not None:  # the model was deleted behind a step: the backend still writes
+            abandon(self._work)
 
     def start(self) -> None:
         """Starts it, behind what the compute stream has computed."""
@@ -55,11 +60,11 @@ class ReplicaGather:
             self._rows.append(rows)
             outputs.append(rows.view(-1))
             inputs.append(own)
-        if outputs:
+        if outputs and (unit := self._unit()) is not None:
             with self._comm.context.streams.on("replicate"):
                 # As bytes, so that tensors of several dtypes share a call.
                 self._work = self._comm.all_gather(
-                    self._unit,
+                    unit,
                     self._op,
                     [output.view(torch.uint8) for output in outputs],
                     [one.view(torch.uint8) for one in inputs],

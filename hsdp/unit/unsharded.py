@@ -313,9 +313,10 @@ class UnshardedParams:
         """Unsharded parameters that somebody gave other memory have theirs again; of an iteration that failed anyway.
 
         Returns whether somebody wrote to them. If they are the shards themselves, the next gather tells of it: replicas
-        may have written other values.
+        may have written other values. What users wrote to such shards, behind the gather, is no write of a forward.
         """
-        name = self._guard.written() if self.residency is UNSHARDED else None
+        looks = self.axes.shard_size > 1 or self.gathered_version == self.version
+        name = self._guard.written(content=looks) if self.residency is UNSHARDED else None
         if name is not None and self.axes.shard_size == 1:
             self._written = name
         return name is not None

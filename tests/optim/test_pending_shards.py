@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import gc
 import pickle
+import weakref
 from collections.abc import Callable
 from typing import Any
 from unittest import mock
@@ -184,3 +186,21 @@ def _fails(env: RankEnv) -> None:
 
 def test_a_gather_that_fails_is_told_to_every_reader(pool2: Pool) -> None:
     pool2.run(_fails)
+
+
+def _is_deleted(env: RankEnv) -> None:
+    gc.disable()
+    try:
+        for number in range(4):
+            mine, theirs, optimizers = _pair(env, (2, 1))
+            _step(env, (mine, theirs), optimizers, number)
+            assert any(_waiting(mine))
+            units = [weakref.ref(unit) for unit in mine._units()]
+            del mine, theirs, optimizers
+            assert not any(unit() for unit in units), "a cycle keeps the units, and all memory of the model"
+    finally:
+        gc.enable()
+
+
+def test_a_model_that_is_deleted_behind_a_step_is_freed_at_once(pool2: Pool) -> None:
+    pool2.run(_is_deleted)

@@ -238,6 +238,36 @@ def test_rule_32_a_write_of_a_forward_that_raised_is_told(
     pool_for(request, shape).run(check_failed, shape, how)
 
 
+class Reader(nn.Module):
+    """Adds what it has read to what it is given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList([nn.Embedding(5, DIM), nn.Linear(DIM, DIM)])
+
+    def forward(self, x: Tensor) -> Tensor:
+        words = torch.arange(len(x)) % 5
+        return self.blocks[1](x + self.blocks[0](words))  # type: ignore[no-any-return]
+
+
+def check_between(env: RankEnv, reshard: bool | None) -> None:
+    model, plain = (seeded(Reader) for _ in range(2))
+    shard(model, env.mesh((2, 1)), reshard_after_forward=reshard)
+    x = floats(env.rank).requires_grad_()
+    loss = model(x).square().mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    for one in (model, plain):
+        one.load_state_dict({name: 0.9 * value for name, value in one.state_dict().items()})
+    with pytest.raises(StaleParametersError):
+        (loss + grad.square().sum()).backward()
+    check_grads(model, plain, step, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("reshard", [None, False])
+def test_rule_32_a_load_before_a_backward_that_fails_is_no_write_of_the_forward(pool2: Pool, reshard: bool | None) -> None:
+    pool2.run(check_between, reshard)
+
+
 def check_max_norm(env: RankEnv, shape: tuple[int, ...]) -> None:
     model = shard(seeded(lambda: nn.Sequential(nn.Embedding(9, DIM, max_norm=0.1), nn.Linear(DIM, DIM))), env.mesh(shape))
     with pytest.raises(StateError, match="max_norm"):

@@ -341,10 +341,13 @@ class _Play:
             return [f"gradient of {name} differs from none by {off}"] if not off <= TOLERANCE else []
         if not isinstance(param.grad, DTensor):
             return [f"gradient of {name} is a {type(param.grad).__name__}"]
-        # DTensor does not shard what a penalty gives to a parameter with fewer rows than ranks.
-        outside = param.grad.placements != param.placements
-        shard = grad if outside else self.sharded.shard_of(grad, param)
-        mine_now = param.grad._local_tensor.cpu()
+        if self.program.local == "over replicas" and param.grad.placements != param.placements:
+            shard, mine_now = grad, param.grad.full_tensor().cpu()
+        else:
+            # DTensor does not shard what a penalty gives to a parameter with fewer rows than ranks.
+            outside = param.grad.placements != param.placements
+            shard = grad if outside else self.sharded.shard_of(grad, param)
+            mine_now = param.grad._local_tensor.cpu()
         return [] if _close(mine_now, shard) else [f"gradient of {name} differs by {_off(mine_now, shard)}"]
 
     def compare_replicas(self) -> None:
@@ -352,7 +355,9 @@ class _Play:
         mesh = self.sharded.mesh
         if mesh.ndim == 1:
             return
-        grads = [p.grad for p in self.sharded.params.values()]
+        grads: list[Any] = [p.grad for p in self.sharded.params.values()]
+        if self.program.local == "over replicas":  # each replica has a share of them
+            grads = []
         sums = [_bits(list(self.sharded.params.values())), _bits(grads)]
         mine = torch.tensor(sums, dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(mesh.size(0))]

@@ -14,6 +14,10 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("step",) ("raw step",) ("clip",) ("flush",) ("eval", how) ("peek",) ("load",) ("full write",)
     ("set", what, flag)                      one of `SETTINGS`
     ("unshard", who, asynchronous) ("reshard", who)
+    ("average",)                             moves averages of all weights towards them
+    ("keep", kind) ("kept",)                 holds tensors in the memory of the weights: one of `KEEPS`, and reads them
+    ("reset", kind, which)                   edits the optimizer's state: one of `RESETS`
+    ("reload",) ("rate", factor)             load_state_dict of its own state_dict; another learning rate
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -31,6 +35,10 @@ Action = tuple[Any, ...]
 
 ZEROS = ("module none", "module zero", "optimizer none", "optimizer zero", "none", "zero_", "data", "detach", "mul_")
 WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
+KEEPS = ("detach", "local", "state dict")
+RESETS = ("dict", "zeros", "in place", "count")
+LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
+"""What `hsdp.optim.local` makes of the optimizer."""
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
@@ -59,6 +67,8 @@ FEATURES = {
     "chains": "linear layers, units of their own, with ReLU(inplace=True) between them",
     "scalars": "a parameter without dims",
     "max_norm": "an embedding with max_norm",
+    "locals": "optimizers that step local tensors, and share the step out among replicas",
+    "holders": "tensors in the memory of weights, averages of weights, edits of the optimizer's state",
 }
 """What can be left out of programs."""
 
@@ -77,9 +87,11 @@ class Program:
     reshard: bool | None = None
     policy: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
+    local: str = ""
 
     def __str__(self) -> str:
-        lines = [f"seed {self.seed}, mesh {self.shape}, {self.optimizer}, reshard {self.reshard}, policy {self.policy}"]
+        optimizer = f"{self.optimizer} {self.local}".strip()
+        lines = [f"seed {self.seed}, mesh {self.shape}, {optimizer}, reshard {self.reshard}, policy {self.policy}"]
         units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
         lines.append(f"  own units: {units}, max_norm {self.max_norm}")
         lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
@@ -88,7 +100,8 @@ class Program:
 
 def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset()) -> Program:
     """The program of a seed, on a mesh; `without`: features that it must not use."""
-    return _Draw(random.Random(seed), without).program(seed, shape)
+    program = _Draw(random.Random(seed), without).program(seed, shape)
+    return _with_more(program, random.Random(f"{seed}, what came later"), without)
 
 
 class _Draw:
@@ -248,6 +261,28 @@ _OTHERS: list[tuple[str, Callable[[_Draw], Action]]] = [
 """Actions between forwards and backwards, with the feature that each belongs to."""
 
 
+_MORE: list[Callable[[_Draw], Action]] = [
+    lambda draw: ("average",),
+    lambda draw: ("average",),
+    lambda draw: ("keep", draw.rng.choice(KEEPS)),
+    lambda draw: ("keep", draw.rng.choice(KEEPS)),
+    lambda draw: ("kept",),
+    lambda draw: ("reset", draw.rng.choice(RESETS), _which(draw)),
+    lambda draw: ("reload",),
+    lambda draw: ("rate", draw.rng.choice([0.5, 2.0])),
+]
+
+
+def _with_more(program: Program, rng: random.Random, without: frozenset[str]) -> Program:
+    """With features that came later, drawn by themselves: a seed keeps the rest of its program."""
+    kind, actions, draw = rng.choice(LOCALS), list(program.actions), _Draw(rng, without)
+    if rng.random() < 0.4 and "holders" not in without:
+        for _ in range(rng.choice([1, 2, 4])):
+            actions.insert(rng.randrange(len(actions) + 1), rng.choice(_MORE)(draw))
+        actions.append(("kept",))
+    return replace(program, local=kind if "locals" not in without else "", actions=tuple(actions))
+
+
 def smaller(program: Program) -> Iterator[Program]:
     """Programs with a little less in them, the boldest first: what a shrinker tries."""
     actions = program.actions
@@ -264,6 +299,7 @@ def smaller(program: Program) -> Iterator[Program]:
         ("heads_are_units", False),
         ("embedding_is_unit", False),
         ("optimizer", "sgd"),
+        ("local", ""),
     ):
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})

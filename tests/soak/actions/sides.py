@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
 from hsdp import debug
+from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
 from tests.soak.actions.programs import Program
@@ -51,6 +52,8 @@ class Side:
             self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **{mode: True} if mode else {})
         self.slots: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.hooks: list[Any] = []
+        self.averages: list[Tensor] = []
+        self.held: list[tuple[str, Tensor]] = []
 
     # -- where the sides differ ------------------------------------------------------------------------------------
 
@@ -293,6 +296,54 @@ class Side:
 
     raw_step = step
 
+    # -- who holds weights, and the optimizer's state ----------------------------------------------------------------
+
+    @torch.no_grad()
+    def average(self, at: int) -> Values:
+        params = list(self.params.values())
+        self.averages = self.averages or [param.detach().clone() for param in params]
+        torch._foreach_lerp_(self.averages, params, 0.3)
+        return [(f"average of {name}", value.clone()) for name, value in zip(self.params, self.averages, strict=True)]
+
+    @torch.no_grad()
+    def keep(self, at: int, kind: str) -> Values:
+        tensors = self.model.state_dict() if kind == "state dict" else self.params
+        self.held = [(name, self.alias(tensor, kind)) for name, tensor in tensors.items()]
+        return []
+
+    def alias(self, tensor: Any, kind: str) -> Any:
+        """A tensor in the memory of another one."""
+        return tensor.detach()
+
+    def kept(self, at: int) -> Values:
+        return [(f"what was kept of {name}", tensor.clone()) for name, tensor in self.held]
+
+    def reset(self, at: int, kind: str, which: int | str | None) -> Values:
+        for _, param in self.chosen(which):
+            entries = self.optimizer.state.get(param)
+            if not entries:
+                continue
+            means = {name: value for name, value in entries.items() if name != "step" and isinstance(value, Tensor)}
+            if kind == "dict":
+                self.optimizer.state[param] = {}
+            elif kind == "zeros":
+                entries.update({name: torch.zeros_like(value) for name, value in means.items()})
+            elif kind == "in place":
+                for value in means.values():
+                    value.mul_(0.5)
+            elif "step" in entries:
+                entries["step"] = torch.full_like(entries["step"], 5.0)
+        return []
+
+    def reload(self, at: int) -> Values:
+        self.optimizer.load_state_dict(self.optimizer.state_dict())
+        return []
+
+    def rate(self, at: int, factor: float) -> Values:
+        for group in self.optimizer.param_groups:
+            group["lr"] *= factor
+        return []
+
     def flush(self, at: int) -> Values:
         return []
 
@@ -376,6 +427,9 @@ class Sharded(Side):
         self._shard(program, model)
         super().__init__(program, model, env)
         self.ranks, self.share = range(env.rank, env.rank + 1), 1.0
+        if program.local:
+            options = {program.local.replace(" ", "_"): True} if program.local != "local" else {}
+            hsdp.optim.local(self.optimizer, **options)
 
     def _shard(self, program: Program, model: Net) -> None:
         options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
@@ -414,6 +468,11 @@ class Sharded(Side):
         if name == "no_sync":
             return self.model.no_sync()  # type: ignore[no-any-return]
         return self.model.accumulate(last=name == "last") if name else nullcontext()
+
+    def alias(self, tensor: Any, kind: str) -> Any:
+        if kind == "local" and isinstance(tensor, DTensor):
+            return as_dtensor(tensor.to_local(), tensor._spec)
+        return tensor.detach()
 
     def squares(self, kind: str) -> Tensor:
         params: Any = [p for p in self.params.values() if p.requires_grad]

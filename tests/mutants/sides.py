@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import tempfile
 from collections.abc import Callable
@@ -127,7 +128,10 @@ def starts_with_new_state_when_it_plans_anew() -> Any:
 
 @mutant(LOADED, kill="AssertionError: (own|torch|hsdp)")
 def does_not_see_that_state_was_loaded() -> Any:
-    return mock.patch.object(hsdp.optim.elementwise, "_identity", return_value=("the same",))
+    both = contextlib.ExitStack()
+    both.enter_context(mock.patch.object(hsdp.optim.elementwise, "_identity", return_value=("the same",)))
+    both.enter_context(mock.patch.object(hsdp.optim.elementwise.Entries, "are_those_of", return_value=True))
+    return both
 
 
 @mutant(FLAT, kill="AssertionError")

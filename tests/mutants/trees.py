@@ -50,9 +50,9 @@ def adds_the_far_ranks_first() -> Any:
 def scales_below_the_root() -> Any:
     def change(start: Callable[..., Any]) -> Callable[..., Any]:
         def scaled(comm: Any, owner: Any, op: int, outputs: list[Tensor], *rest: Any) -> Any:
-            *operands, finish = rest
+            *operands, finish, uneven = rest
             assert finish is None, "replicas are still to come"
-            return start(comm, owner, op, outputs, *operands, lambda: torch._foreach_mul_(outputs, 1 / 3))
+            return start(comm, owner, op, outputs, *operands, lambda: torch._foreach_mul_(outputs, 1 / 3), uneven)
 
         return scaled
 

@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch._C._distributed_c10d import FakeProcessGroup
 from torch.distributed import ProcessGroup
 
-from hsdp.comm import collectives, divergence, questions, work
+from hsdp.comm import compare, divergence, questions, work
 from hsdp.comm.compare import guard_of
 from hsdp.comm.work import wait_for
 from tests.support.rig import fake_world
@@ -100,9 +100,9 @@ class _Job:
                 (work, "time", self.clock),
                 (divergence, "PrefixStore", lambda prefix, _: self._client(prefix)),
                 (divergence, "own_client", lambda: (None, True)),
-                (collectives, "backend_of", lambda *_: self._own.backend),
-                (collectives, "backend_name", lambda *_: "gloo"),
-                (collectives, "timeout_of", lambda *_: self._timeout),
+                (compare, "backend_of", lambda *_: self._own.backend),
+                (compare, "backend_name", lambda *_: "gloo"),
+                (compare, "timeout_of", lambda *_: self._timeout),
                 (dist, "get_process_group_ranks", lambda _: range(self._world)),
                 (dist, "get_rank", lambda: self._own.rank),
             ):

@@ -345,9 +345,9 @@ class Gradients:
                 standing = True  # they may have given a gradient to any of the parameters
             noted = len(self._undo.entries)
             if not standing and all(used):
-                grads = show(part)
+                grads, locals_ = show(part)
                 if undoable:
-                    self._undo.show(plan.params, grads, part.locals())
+                    self._undo.show(plan.params, grads, locals_)
             elif not (all(used) and self._add_flat(part, undoable)):
                 self._assign(part, used, undoable)
             if run_hooks(plan, used):

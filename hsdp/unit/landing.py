@@ -64,14 +64,14 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
             local.copy_(other.to_local())
 
 
-def show(part: GroupReduction) -> list[DTensor]:
-    """Reduced values become the gradients of parameters that have none; returns these."""
-    plan = part.lies
-    grads = as_dtensors(part.locals(), plan.grad_specs)
+def show(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
+    """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
+    plan, locals_ = part.lies, part.locals()
+    grads = as_dtensors(locals_, plan.grad_specs)
     with plain_access():
         for param, grad in zip(plan.sharded, grads, strict=True):
             param.grad = grad
-    return grads
+    return grads, locals_
 
 
 def shared_memory(plan: GradLayout) -> Tensor | None:

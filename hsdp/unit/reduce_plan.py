@@ -329,7 +329,7 @@ class GroupReduction:
         """The operands without the used-flags."""
         if self._values is None:
             operands = self.operands
-            self._values = [cut(operands[0], 0, self.lies.numel)] if len(operands) == 1 else operands[:-1]
+            self._values = [operands[0].as_strided((self.lies.numel,), (1,))] if len(operands) == 1 else operands[:-1]
         return self._values
 
     def share_out(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:

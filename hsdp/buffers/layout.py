@@ -63,7 +63,7 @@ class ParamSpec:
         return math.prod(self.shape)
 
 
-PACK_ALL = 1 << 62
+NEVER = 1 << 62
 """A threshold that no piece reaches."""
 
 
@@ -78,7 +78,7 @@ class Thresholds:
     gather_itemsize: int
     reduce_bytes: int
     reduce_itemsize: int
-    uneven_bytes: int = PACK_ALL
+    uneven_bytes: int = NEVER
 
 
 SMALL_PADDING = 1 / 64

@@ -7,6 +7,7 @@ from typing import Any
 
 from torch.distributed import ProcessGroup
 
+from hsdp.buffers.layout import NEVER
 from hsdp.torch_private import compares_arguments
 
 GATHER_ALONE_BYTES = 512 * 1024
@@ -20,9 +21,6 @@ UNEVEN_LISTS = frozenset({"nccl", "xccl"})
 
 UNEVEN = UNEVEN_LISTS | {"gloo", "fake"}
 """With those for which that is spelled out: a broadcast, and a reduction, for each rank that holds a part."""
-
-NEVER = 1 << 62
-"""A threshold in bytes that no tensor reaches."""
 
 UNEVEN_BYTES = 1024 * 1024
 """Padding is spared from so many bytes on for each rank that holds a part: what a fast link sends in the time that one more

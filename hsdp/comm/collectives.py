@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
+from hsdp.buffers.layout import NEVER
 from hsdp.comm import backends
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
 from hsdp.comm.compare import digest_of, guard_of
@@ -98,7 +99,7 @@ class Comm:
         Users' collectives, and groups written in Python, know equal parts only.
         """
         own = type(self.group) is ProcessGroup and self.custom_all_gather is None and self.custom_reduce_scatter is None
-        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else backends.NEVER)
+        return (*direct_bytes(self.backend), uneven_bytes(self.backend) if own else NEVER)
 
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""

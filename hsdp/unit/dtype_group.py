@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
-from hsdp.buffers.layout import PACK_ALL, Layout, Piece, Thresholds, plan
+from hsdp.buffers.layout import NEVER, Layout, Piece, Thresholds, plan
 from hsdp.buffers.views import merge_copies, row_views, whole_views
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.uneven import Uneven
@@ -367,7 +367,7 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
 def thresholds_for(policy: CommPolicy, kind: GroupKey, gather: int, reduce: int, uneven: int) -> Thresholds:
     """The sizes from which parameters of a kind go direct, given a backend's defaults: what `Comm.thresholds` says."""
     if policy.fusion == "packed":
-        gather = reduce = PACK_ALL
+        gather = reduce = NEVER
     elif policy.fusion == "direct":
         gather = reduce = 0
     else:

@@ -131,7 +131,7 @@ class ReducePlan(GradLayout):
         reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows, uneven)
         if self._in_parts:
             # What a direct transfer leaves is a local gradient: one tensor serves as both.
-            locals_ = reduction.cut(reduction.values())
+            locals_ = reduction.cut(reduction.values()) if self._direct else []
             reduction.outputs = [locals_[i] for i in self._direct]
             reduction.outputs.append(cut(buffer, self.layout.reduce_packed_start, self.packed))
         return reduction

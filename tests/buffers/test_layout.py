@@ -14,7 +14,7 @@ from hsdp.buffers.layout import (
     ALIGN,
     ALIGN_PACKED,
     DIRECT_MULTIPLE_BYTES,
-    PACK_ALL,
+    NEVER,
     Layout,
     ParamSpec,
     Piece,
@@ -33,9 +33,9 @@ def _specs(draw: st.DrawFn) -> ParamSpec:
 
 _THRESHOLDS = st.builds(
     Thresholds,
-    gather_bytes=st.sampled_from([0, 1, 64, 512, 4096, PACK_ALL]),
+    gather_bytes=st.sampled_from([0, 1, 64, 512, 4096, NEVER]),
     gather_itemsize=st.sampled_from([2, 4, 8]),
-    reduce_bytes=st.sampled_from([0, 1, 64, 512, 4096, PACK_ALL]),
+    reduce_bytes=st.sampled_from([0, 1, 64, 512, 4096, NEVER]),
     reduce_itemsize=st.sampled_from([2, 4, 8]),
 )
 _LANES = st.tuples(st.lists(_specs(), max_size=8), st.integers(1, 9), _THRESHOLDS)
@@ -208,7 +208,7 @@ def test_rows_hold_the_shards_and_give_the_wholes_back(group: tuple[list[ParamSp
 @pytest.mark.parametrize("rows", [3, 4095, 4097, 12287])
 def test_views_do_not_grow_with_the_ranks(rows: int) -> None:
     spec = ParamSpec((rows, 2), 0)
-    (piece,) = plan([spec], 4096, Thresholds(PACK_ALL, 4, PACK_ALL, 4)).pieces
+    (piece,) = plan([spec], 4096, Thresholds(NEVER, 4, NEVER, 4)).pieces
     views = row_views(piece, torch.zeros(4096, piece.numel))
     assert len(views) == len(whole_views(piece, _filled(spec), 4096)) <= 2
 

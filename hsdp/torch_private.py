@@ -127,11 +127,17 @@ def storage_uses(tensor: Tensor) -> int:
     return int(torch._C._storage_Use_Count(storage._cdata)) - 1
 
 
+def are_alone(tensors: Iterable[Tensor]) -> bool:
+    """Whether `storage_uses` of each is one, without a call of Python's for each: every backward asks for all gradients."""
+    storages = map(storage_key, map(Tensor.untyped_storage, tensors))
+    return max(map(torch._C._storage_Use_Count, storages), default=0) <= 2
+
+
 def _prove_storage_uses() -> None:
     # A count that is too low would let hsdp write into memory that others read: gradients would be wrong in silence.
     tensor = torch.empty(2)
     alone, view = storage_uses(tensor), tensor.view(1, 2)
-    if (alone, storage_uses(tensor), storage_uses(view)) != (1, 2, 2):
+    if (alone, storage_uses(tensor), storage_uses(view), are_alone([tensor])) != (1, 2, 2, False):
         raise ImportError(
             f"hsdp does not fit torch {torch.__version__}: the number of tensors that share a storage is counted otherwise "
             "than in the versions that it was written for; install one of those (see pyproject.toml)"

@@ -142,16 +142,27 @@ class GroupPlan:
 
     @property
     def direct_numels(self) -> list[int]:
-        """Elements of the gradients that are reduced as they are, in the order in which they are handed over."""
+        """Elements of the gradients that are reduced directly, in the order in which they are handed over."""
         if self.trained is None:
             return []
         pieces = [self.trained.pieces[i] for i in (range(self.flags) if self.alone else self.trained.in_order)]
         return [piece.spec.numel for piece in pieces if piece.direct_reduce or self.alone]
 
     @property
-    def packed_numel(self) -> int:
-        """Elements of the gradients that are packed into rows."""
-        return sum(param.numel for param in self.trainable) - sum(self.direct_numels)
+    def handed_over(self) -> list[int]:
+        """Elements of those of them that are operands as they are, or cast one by one."""
+        return [numel for numel in self.direct_numels if self.alone or not self.kind.casts_together(numel)]
+
+    @property
+    def copied_numel(self) -> int:
+        """Elements of the gradients that one operator casts, or packs into rows."""
+        return sum(param.numel for param in self.trainable) - sum(self.handed_over)
+
+    @property
+    def copies(self) -> int:
+        """Bytes of what they are copied to."""
+        cast = sum(self.direct_numels) - sum(self.handed_over)
+        return self.scatter_rows + cast * self.kind.reduce.itemsize
 
     @property
     def flags(self) -> int:

@@ -225,14 +225,15 @@ class _Ledger:
             )
         for group in unit.dtype_groups:
             dtype = group.kind.accumulate if stashed else group.kind.compute
-            self._add("reduction", group.scatter_rows + group.buffer_bytes)
-            self.note(self._here)
-            for numel in group.direct_numels:  # each is an operand as it is, or cast and let go
+            self._add("reduction", group.buffer_bytes)
+            for numel in group.handed_over:  # each is an operand as it is, or cast and let go
                 self._add("reduction", numel * group.kind.reduce.itemsize)
                 if dtype != group.kind.reduce:
                     self.note(self._here)
                 self._add(held, -numel * dtype.itemsize)
-            self._add(held, -group.packed_numel * dtype.itemsize)
+            self._add("reduction", group.copies)
+            self.note(self._here)
+            self._add(held, -group.copied_numel * dtype.itemsize)
 
     def _scatter(self, unit: UnitPlan, index: int) -> None:
         self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs") + self._received_parts(unit))

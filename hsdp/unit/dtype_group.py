@@ -33,6 +33,10 @@ U8 = torch.uint8
 NOT_OFFLOADED = OffloadPolicy()
 
 
+CAST_TOGETHER_BYTES = 256 * 1024
+"""Up to so many bytes gradients are cast together; larger ones one by one, each gone before the next is cast."""
+
+
 @dataclass(frozen=True)
 class GroupKey:
     """What parameters of one dtype group have in common."""
@@ -66,6 +70,18 @@ class GroupKey:
     def accumulate(self) -> torch.dtype:
         """Dtype of sums over micro-batches: fp32, or the reduce dtype if that is wider."""
         return torch.promote_types(self.reduce, torch.float32)
+
+    @property
+    def widens(self) -> bool:
+        """Whether gradients take more bytes when they are reduced than when autograd makes them."""
+        return self.reduce.itemsize > self.compute.itemsize
+
+    def casts_together(self, numel: int) -> bool:
+        """Whether a gradient that is reduced directly, but in another dtype, is cast by one operator with others.
+
+        It is so small that its memory does not count beside the host's time for an operator.
+        """
+        return self.reduce != self.compute and numel * self.reduce.itemsize <= CAST_TOGETHER_BYTES
 
 
 class DtypeGroup:

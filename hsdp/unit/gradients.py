@@ -95,8 +95,9 @@ class Gradients:
 
     def put(self, slot: int, grad: Tensor) -> None:
         """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
-        held = self.slots[slot]
-        self.slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
+        slots = self.slots
+        held = slots[slot]
+        slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
 
     def waiting(self) -> bool:
         """Whether gradients of the backward under way wait to be reduced."""
@@ -153,11 +154,10 @@ class Gradients:
             self.slots = [self._joined(slot) for slot in range(len(self.slots))]
             self._stash.clear()
         slots, self.slots = self.slots, [None] * len(self.slots)
+        of_plans = [[slots[slot] for slot in plan.slots] for plan in self._plans]
+        slots.clear()  # `fill` holds the last references: what it casts is not alive twice
         parts = []
-        for plan in self._plans:
-            grads = [slots[slot] for slot in plan.slots]
-            for slot in plan.slots:
-                slots[slot] = None  # `fill` holds the last reference: what it casts is not alive twice
+        for plan, grads in zip(self._plans, of_plans, strict=True):
             parts.append(part := plan.fill(grads, [grad is not None for grad in grads]))
             part.undoable = True
         self._open += parts

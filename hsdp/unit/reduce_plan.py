@@ -10,7 +10,8 @@ gradients: replica_shares.py.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
+from typing import cast
 
 import torch
 from torch import Tensor
@@ -19,7 +20,7 @@ from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Layout, plan
 from hsdp.buffers.views import row_views, whole_views
 from hsdp.comm.uneven import Uneven
-from hsdp.torch_private import chunk_cat, storage_uses
+from hsdp.torch_private import are_alone, chunk_cat, storage_uses
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
 from hsdp.unit.replica_shares import ReplicaShares, Stage
@@ -88,7 +89,10 @@ class ReducePlan(GradLayout):
             self.op = hash((self.op, *(sizes for _, _, sizes in self._uneven)))
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
         self._rank = group.rank
-        self._direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce and not layout.pieces[i].uneven]
+        direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce and not layout.pieces[i].uneven]
+        self._small = [i for i in direct if group.kind.casts_together(layout.pieces[i].spec.numel)]
+        self._large = [i for i in direct if i not in self._small]
+        self._direct = self._large + self._small
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
         # Of the others, rows of dim 0 are dealt out to the ranks: a contiguous gradient is a transfer as it is.
         self._merged = {i for i in self._direct if layout.pieces[i].spec.merged > 1}
@@ -99,6 +103,8 @@ class ReducePlan(GradLayout):
         numel = self.shards * self.packed + sum(p.spec.numel for p in layout.pieces if p.direct_reduce)
         self.scatter_bytes = numel * self.kind.reduce.itemsize if self.shards > 1 else 0
         self._tiles = self._tiled()
+        # The kernel for CUDA pads and casts at once. On the CPU each tensor is cast by itself, in five times the time.
+        self._pads_first = bool(self._tiles) and group.device.type == "cpu" and group.kind.widens
         with torch.inference_mode(False):
             # Real memory: chunk_cat's kernel is for tensors without overlaps.
             self._all_used = torch.ones(self.shards * self.flags, dtype=self.kind.compute, device=self.device)
@@ -122,10 +128,17 @@ class ReducePlan(GradLayout):
         dtype, device = self.kind.reduce, self.device
         buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
-        rows.flat_buffer.alloc()
         uneven = self._parts(grads, buffer) if self._uneven else ()
-        inputs = self._own(grads, self._direct)
-        if not self._tile(rows, grads, used):
+        inputs = self._own(grads, self._large)
+        padded = self._pad(grads) if self._pads_first else None
+        rows.flat_buffer.alloc()
+        if self._small:
+            inputs += self._cast(rows, grads)
+        if padded is not None:
+            rows.values.copy_(padded)
+            rows.flags.fill_(1.0)
+            self._mark(rows, used)
+        elif not self._tile(rows, grads, used):
             self._copy(rows, grads, used)
         inputs.append(rows.flat)
         reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows, uneven)
@@ -147,21 +160,59 @@ class ReducePlan(GradLayout):
             found.append(Uneven(whole.ravel(), sizes, own))
         return found
 
-    def _own(self, grads: list[Tensor | None], places: Iterable[int]) -> list[Tensor]:
+    def _own(self, grads: list[Tensor | None], places: Sequence[int]) -> list[Tensor]:
         """Takes gradients out of `grads`: contiguous, of the reduce dtype, ours to sum and scale; copied where need be."""
-        dtype, owned = self.kind.reduce, []
+        taken = [grads[i] for i in places]
         for i in places:
-            grad, grads[i] = grads[i], None
+            grads[i] = None
+        dtype, merged, owned = self.kind.reduce, self._merged, []
+        if not merged and all([grad is not None and grad.dtype is dtype for grad in taken]):
+            as_they_are = cast(list[Tensor], taken)
+            if all(map(Tensor.is_contiguous, as_they_are)) and are_alone(as_they_are):
+                return as_they_are
+        for at, i in enumerate(places):
+            grad, taken[at] = taken[at], None
             if grad is None:
                 grad = torch.zeros(self.layout.pieces[i].spec.shape, dtype=dtype, device=self.device)
-            elif grad.dtype != dtype:
-                grad = grad.to(dtype)
+            elif grad.dtype is not dtype:
+                grad = grad.type(dtype)  # `to` reads its arguments for as long as the cast of a small one takes
             elif storage_uses(grad) > 1:
                 grad = grad.clone()
-            if i in self._merged or not grad.is_contiguous():
+            if i in merged or not grad.is_contiguous():
                 grad = grad.ravel()
             owned.append(grad)
         return owned
+
+    def _cast(self, rows: Rows, grads: list[Tensor | None]) -> list[Tensor]:
+        """Takes small gradients out of `grads` and casts them with one operator, into memory that reductions reuse."""
+        to: list[Tensor] = []
+        sources: list[Tensor] = []
+        for i, small in zip(self._small, rows.small, strict=True):
+            grad, grads[i] = grads[i], None
+            if grad is None:
+                small.zero_()
+            else:
+                to.append(small)
+                sources.append(grad)
+        if to:
+            torch._foreach_copy_(to, sources)
+        return rows.transfers
+
+    def _pad(self, grads: list[Tensor | None]) -> Tensor | None:
+        """The rows, without flags, in the dtype of the gradients; these are gone before wide rows are there.
+
+        None if they are of another dtype: sums of earlier micro-batches.
+        """
+        assert self._tiles, "gradients tile the rows"
+        compute = self.kind.compute
+        sources = [self._zeros(i) if (grad := grads[i]) is None else grad.contiguous() for i in self._tiles]
+        if any([source.dtype != compute for source in sources]):
+            return None
+        padded = torch.empty(self.shards, self.packed - self.flags, dtype=compute, device=self.device)
+        chunk_cat(sources, 0, self.shards, out=padded)
+        for i in self._tiles:
+            grads[i] = None
+        return padded
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
         """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
@@ -217,17 +268,26 @@ class ReducePlan(GradLayout):
 
 
 class Rows:
-    """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory."""
+    """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory.
 
-    __slots__ = ("even", "flags", "flat", "flat_buffer", "odd", "wide")
+    Behind the rows are gradients that go directly but are small and cast, each as a transfer and in its own shape.
+    """
+
+    __slots__ = ("even", "flags", "flat", "flat_buffer", "odd", "small", "transfers", "values", "wide")
 
     def __init__(self, plan: ReducePlan, dtype: torch.dtype, device: torch.device) -> None:
         layout = plan.layout
         start = layout.reduce_packed_start
         with torch.inference_mode(False):
-            self.flat_buffer = FlatBuffer(layout.shards * plan.packed, dtype, device)
-            self.flat = self.flat_buffer.tensor
+            sizes = [layout.shards * plan.packed, *(layout.pieces[i].spec.numel for i in plan._small)]
+            self.flat_buffer = FlatBuffer(sum(sizes), dtype, device)
+            self.flat, *small = self.flat_buffer.tensor.split(sizes)
+            self.small = [one.view(layout.pieces[i].spec.shape) for i, one in zip(plan._small, small, strict=True)]
+            self.transfers = [
+                one.ravel() if i in plan._merged else one for i, one in zip(plan._small, self.small, strict=True)
+            ]
             rows = self.wide = self.flat.view(layout.shards, plan.packed)
+            self.values = rows[:, : plan.packed - plan.flags]
             columns = [rows[:, p.offset - start : p.offset - start + p.numel] for p in layout.pieces]
             self.flags = rows[:, plan.packed - plan.flags :]
             self.even = [columns[i] for i in plan._even]

@@ -114,6 +114,7 @@ class Unit(UnitActivity, UnshardedParams):
         super().__init__()
         self.name = name
         self.params = params
+        self._in_blocks = any(param.inner is not None for param in params)
         self.axes = axes
         self.mp_policy = mp_policy
         self.comm_policy = comm_policy
@@ -405,25 +406,23 @@ class Unit(UnitActivity, UnshardedParams):
         grad, unsharded.grad = unsharded.grad, None
         if grad is None:
             return
-        param = self.params[slot]
-        runtime = None if self.runtime_ref is None else self.runtime_ref()
-        # Whole since its forward, or entered: else the backward read memory that no gather had filled.
-        if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
-            raise unentered(self, f"parameter {param.fqn!r}")
-        if grad.layout is not _STRIDED or param.inner is not None:
-            grad = _dense_block(param, grad)
         task, remaining = graph_task(), self.remaining
-        if task not in remaining:
-            runtime.enter_task()
-            self.begin_task(task)
-        gradients = self.gradients
-        if gradients.slots[slot] is None:
-            gradients.slots[slot] = grad
-        else:
-            gradients.put(slot, grad)
+        # Whole since its forward, or entered: else the backward read memory that no gather had filled.
+        if task not in remaining or self.residency is not UNSHARDED:
+            runtime = self.runtime
+            if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
+                raise unentered(self, f"parameter {self.params[slot].fqn!r}")
+            if task not in remaining:
+                runtime.enter_task()
+                self.begin_task(task)
+        if grad.layout is not _STRIDED or self._in_blocks:
+            grad = _dense_block(self.params[slot], grad)
+        self.gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:
+            runtime = self.runtime
+            assert runtime is not None, "the root of a backward is alive"
             # Entering a unit compares versions; one that is whole since its forward may be trained without.
             if not runtime.has_entered(self) and self.version != self.forward_version:
                 raise stale(self)

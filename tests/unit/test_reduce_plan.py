@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hsdp
 from hsdp.schedule.module_hooks import own_state
 from hsdp.torch_private import chunk_cat
-from hsdp.unit import reduce_plan
+from hsdp.unit import dtype_group, reduce_plan
 from tests.support.rig import fake_world
 
 SHARDS = 2
@@ -50,18 +50,30 @@ def _gradients(shapes: list[tuple[int, int]], kind: str) -> list[Tensor | None]:
     return grads
 
 
+BF16 = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+
+
 @pytest.mark.parametrize("kind", ["plain", "transposed", "a part of another", "some missing", "of two dtypes"])
 @pytest.mark.parametrize("shapes", [TILES, GAPS], ids=["tiles", "gaps"])
+@pytest.mark.parametrize("narrow", [False, True], ids=["fp32", "bf16"])
 def test_rows_hold_every_rank_s_part_of_each_gradient(
-    shapes: list[tuple[int, int]], kind: str, monkeypatch: pytest.MonkeyPatch
+    shapes: list[tuple[int, int]], kind: str, narrow: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     torch.manual_seed(0)
     monkeypatch.setattr(reduce_plan, "chunk_cat", _as_on_cuda)
     with fake_world(SHARDS) as env:
-        model = hsdp.fully_shard(Params(shapes), mesh=env.mesh((SHARDS,)), comm_policy=hsdp.CommPolicy(fusion="packed"))
+        model = hsdp.fully_shard(
+            Params(shapes),
+            mesh=env.mesh((SHARDS,)),
+            comm_policy=hsdp.CommPolicy(fusion="packed"),
+            mp_policy=BF16 if narrow else hsdp.MixedPrecisionPolicy(),
+        )
         plan = own_state(model).unit.gradients._plans[0]
         assert (plan._tiles is None) == (shapes is GAPS)
+        assert plan._pads_first == (narrow and shapes is TILES)
         grads = _gradients(shapes, kind)
+        if narrow:
+            grads = [grad.bfloat16() if grad is not None and grad.dtype == torch.float32 else grad for grad in grads]
         part = plan.fill(list(grads), [grad is not None for grad in grads])
         rows = part.inputs[-1].view(SHARDS, -1)
         for at, (grad, piece) in enumerate(zip(grads, plan.layout.pieces, strict=True)):
@@ -71,3 +83,30 @@ def test_rows_hold_every_rank_s_part_of_each_gradient(
                 expected = whole[rank * piece.chunk :][: piece.rows(rank)].reshape(-1)
                 assert torch.equal(there, expected), (at, rank)
                 assert rows[rank, plan.layout.numel + at] == float(grad is not None), "whether it was used"
+
+
+@pytest.mark.parametrize("kind", ["plain", "transposed", "a part of another", "some missing"])
+def test_small_gradients_are_cast_together_and_large_ones_one_by_one(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(0)
+    shapes = [(16, 8), (64, 64), (8, 16), (32, 64)]  # every other one is large
+    monkeypatch.setattr(dtype_group, "CAST_TOGETHER_BYTES", 16 * 8 * 4)
+    with fake_world(SHARDS) as env:
+        policy = hsdp.CommPolicy(fusion="direct")
+        model = hsdp.fully_shard(Params(shapes), mesh=env.mesh((SHARDS,)), comm_policy=policy, mp_policy=BF16)
+        plan = own_state(model).unit.gradients._plans[0]
+        for _ in range(2):  # the second time in memory of the first
+            grads = [None if grad is None else grad.bfloat16() for grad in _gradients(shapes, kind)]
+            part = plan.fill(list(grads), [grad is not None for grad in grads])
+            *inputs, _ = part.inputs
+            *outputs, _ = part.outputs
+            locals_ = part.locals()
+            found = {}
+            for operand, output in zip(inputs, outputs, strict=True):
+                (at,) = (i for i, local in enumerate(locals_) if local is output)
+                found[at] = operand
+            assert sorted(found) == [0, 1, 2, 3], "each is scattered once, to its own part"
+            assert [found[i].untyped_storage().nbytes() == found[i].nbytes for i in range(4)] == [False, True, False, True]
+            for at, grad in enumerate(grads):
+                whole = torch.zeros(shapes[at]) if grad is None else grad.float()
+                assert torch.equal(found[at].view(shapes[at]), whole), at
+            part.release_inputs()

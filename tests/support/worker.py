@@ -36,6 +36,7 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.support import device as emulator
+from tests.support import lent_memory
 
 _AXIS_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 _CONNECT_TIMEOUT = 60.0  # for making a group: on a busy machine longer than a test's own short timeout
@@ -282,7 +283,8 @@ def worker_main(
     log = _redirect_output(log_path)
     faulthandler.enable(log, all_threads=True)  # the rig ends a hung worker by SIGABRT
     torch._C._set_print_stack_traces_on_fatal_signal(True)  # of C++, before Python's: gloo's threads have no others
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    if not os.environ.get("HSDP_KEEP_CORES"):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for pytest, which then closes the pipe
     if any(name == "lo" for _, name in socket.if_nameindex()):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the host's name may resolve to nothing
@@ -290,6 +292,8 @@ def worker_main(
         # The debug mode makes the host wait for the device, which hides races; the emulator poisons memory itself.
         os.environ["HSDP_DEBUG"] = "0"
     torch.set_num_threads(1)
+    if os.environ.get("HSDP_WATCH_LENT_MEMORY"):
+        lent_memory.watch()
     worker = _Worker(rank, world_size, port, grouped, device)
     while True:
         name, *args = commands.get()

@@ -241,10 +241,6 @@ class HSDPModule(Setters):
             found |= {name: value for fqn, value in told(unit).items() if (name := mine[fqn]) is not None}
         return found
 
-    # -- reduction -----------------------------------------------------------------------------------------------
-
-    # -- gathering -----------------------------------------------------------------------------------------------
-
 
 def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = None) -> Any:
     """A sharded module inside of what `torch.compile` traces: gathers cannot be traced, so the graph breaks around it.

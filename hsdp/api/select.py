@@ -71,12 +71,12 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        unsharded = id(param) in replicated
-        dim, merged = (None, 1) if unsharded else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
+        is_replicated = id(param) in replicated
+        dim, merged = (None, 1) if is_replicated else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes, where)
         if inner is not None:
             inner.check(axes, dim, where)
-        managed = ManagedParam(places, param, dim, merged, unsharded, inner)
+        managed = ManagedParam(places, param, dim, merged, is_replicated, inner)
         if managed.wrapper is not None:
             check_extension(managed, axes, reshard_after_forward, where)
         params.append(managed)

@@ -77,7 +77,7 @@ def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Paramet
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raises the epoch of every unit whose parameters the optimizer stepped, and tells their roots."""
+    """The weights of every unit whose parameters the optimizer stepped have a new version; tells their roots."""
     roots: dict[Runtime | None, None] = {}
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:

@@ -36,8 +36,7 @@ def check_idle(units: Iterable[Unit], what: str) -> None:
         expect(unit, what, IDLE)
         runtime = runtime_of(unit)
         if runtime is not None and runtime.depth:
-            forward = FORWARD
-            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", IDLE)
+            raise wrong_state(runtime.root, what, f"{FORWARD.name} ({FORWARD.value})", IDLE)
         if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
             raise wrong_state(unit, what, "in the middle of a backward", IDLE)
 
@@ -75,8 +74,8 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
                 )
             rows = _gather_rows(unit, group)
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
-                unsharded = _whole_of(piece, rows)
-                wholes[slot] = unsharded if dtype is None or not is_trainable(unsharded.dtype) else unsharded.to(dtype)
+                whole = _whole_of(piece, rows)
+                wholes[slot] = whole if dtype is None or not is_trainable(whole.dtype) else whole.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
@@ -119,7 +118,7 @@ def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
     """Every rank takes the unsharded parameters of the mesh's first rank; the others may pass None. All must call it."""
     if unit.axes.replicate_rank == 0:
         _keep_rows(unit, _from_first(unit, wholes))
-    spread(unit)  # raises the epoch, as often on every rank
+    spread(unit)  # gives the weights a new version, as often on every rank
 
 
 @torch.no_grad()
@@ -200,7 +199,7 @@ class Loan:
     def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
         self.unit = unit
         with torch.inference_mode(False):
-            self.params = [_as_parameter(unsharded, param) for unsharded, param in zip(wholes, unit.params, strict=True)]
+            self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
         self._now: list[Any] = list(self.params)
         self._before: list[tuple[int, Place, Any, Any]] = []
 
@@ -251,8 +250,8 @@ class Loan:
         return [block_of(now.detach()) for now in self._now]
 
 
-def _as_parameter(unsharded: Tensor, param: ManagedParam) -> nn.Parameter:
-    unsharded = unsharded if param.inner is None else param.inner.wrap(unsharded)
-    new = nn.Parameter(unsharded, requires_grad=param.sharded.requires_grad)
+def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
+    whole = whole if param.inner is None else param.inner.wrap(whole)
+    new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new

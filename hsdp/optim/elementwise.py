@@ -90,7 +90,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         raise ValueError(f"optim.local({cls.__name__}): it steps local tensors already")
     if cls not in ELEMENTWISE and not elementwise:
         raise TypeError(
-            f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at unsharded parameters "
+            f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at parameters as a whole "
             "(their norms, rows or columns, as LAMB, Adafactor and Muon do), shards would give other updates: leave it as "
             "it is. If it does not, pass elementwise=True"
         )

@@ -1,4 +1,4 @@
-"""Unsharded parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
+"""Full parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
 
 A forward shadows sharded parameters by whole ones that live in the unit's flat buffer, in its compute dtype. Here they are
 tensors of their own, in the storage dtype, and they are *registered*: `named_parameters()` and `state_dict()` are whole
@@ -48,7 +48,7 @@ def is_first(unit: Unit) -> bool:
 
 @torch.no_grad()
 def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The unsharded parameters of a unit, in its parameters' order: new tensors on the mesh's device.
+    """The full parameters of a unit, in its parameters' order: new tensors on the mesh's device.
 
     They have the storage dtype, or `dtype`. Every rank of the shard group must call it. While it runs the unit takes its
     memory twice.
@@ -115,7 +115,7 @@ def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
-    """Every rank takes the unsharded parameters of the mesh's first rank; the others may pass None. All must call it."""
+    """Every rank takes the full parameters of the mesh's first rank; the others may pass None. All must call it."""
     if unit.axes.replicate_rank == 0:
         _keep_rows(unit, _from_first(unit, wholes))
     spread(unit)  # gives the weights a new version, as often on every rank
@@ -123,7 +123,7 @@ def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
 
 @torch.no_grad()
 def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
-    """The unsharded parameters of the shard group's first rank."""
+    """The full parameters of the shard group's first rank."""
     found: dict[int, Tensor] = {}
     for group in unit.dtype_groups:
         specs = [param.spec for param in group.params]
@@ -188,7 +188,7 @@ def changed(unit: Unit) -> None:
 
 
 class Loan:
-    """Unsharded parameters registered in place of a unit's sharded ones, in every module and under every name.
+    """Full parameters registered in place of a unit's sharded ones, in every module and under every name.
 
     Args:
         unit: the unit; on no other loan.
@@ -204,7 +204,7 @@ class Loan:
         self._before: list[tuple[int, Place, Any, Any]] = []
 
     def show(self) -> None:
-        """Registers the unsharded parameters."""
+        """Registers the full parameters."""
         self.unit.lend()
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
@@ -234,7 +234,7 @@ class Loan:
         self.unit.take_back()
 
     def values(self, what: str) -> list[Tensor]:
-        """The unsharded parameters as they were when they were hidden.
+        """The full parameters as they were when they were hidden.
 
         Raises:
             StateError: one of them was replaced by something that cannot be written back.

@@ -135,7 +135,8 @@ class Comm:
             assert not uneven, "users' collectives know equal parts only"
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
-        for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
+        calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
+        for outs, ins in calls:
             works += _start_gather(group, outs, ins, self._all_gather_options)
         if uneven:
             works += start_gathers(group, self.backend, uneven, self._all_gather_options)
@@ -174,7 +175,7 @@ class Comm:
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in _by_dtype(outputs, inputs):
+            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
             started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))

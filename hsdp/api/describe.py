@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from torch import nn
 
-from hsdp.format import dotted, dtype_of, pattern_of, together
+from hsdp.format import dotted, dtype_of, pattern_of, several, together
 from hsdp.params.ownership import class_name
 from hsdp.schedule.module_hooks import state_of
 from hsdp.unit.dtype_group import DtypeGroup
@@ -61,9 +61,9 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
 
 
 def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
-    held = sum(group.shard.numel() * group.shard.itemsize for group in unit.dtype_groups)
+    held = sum(group.shard.nbytes for group in unit.dtype_groups)
     padding = sum(group.layout.padding * group.kind.storage.itemsize for group in unit.dtype_groups) // unit.axes.shard_size
-    count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
+    count = several(len(unit.params), "parameter")
     head = f"{count}, {unit.axes}, {held:,} bytes per rank ({padding:,} of them padding), {_after_forward(unit, is_root)}"
     rows = []
     for slot, param in enumerate(unit.params):

@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle
 from hsdp.api.setters import Setters
+from hsdp.format import several
 from hsdp.params.ownership import PREFIX
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, runtime_of
@@ -81,7 +82,7 @@ class HSDPModule(Setters):
             {f"{group.kind.storage} as {group.kind.compute}".replace("torch.", "") for group in unit.dtype_groups}
         )
         dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
-        count = f"{len(unit.params)} parameter{'s' * (len(unit.params) != 1)}"
+        count = several(len(unit.params), "parameter")
         told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
         return f"{own}, {told}" if own else told
 
@@ -240,10 +241,6 @@ class HSDPModule(Setters):
             # A list unit may reach beyond this module: of those parameters nothing is told here.
             found |= {name: value for fqn, value in told(unit).items() if (name := mine[fqn]) is not None}
         return found
-
-    # -- reduction -----------------------------------------------------------------------------------------------
-
-    # -- gathering -----------------------------------------------------------------------------------------------
 
 
 def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = None) -> Any:

@@ -71,12 +71,12 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        unsharded = id(param) in replicated
-        dim, merged = (None, 1) if unsharded else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
+        is_replicated = id(param) in replicated
+        dim, merged = (None, 1) if is_replicated else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes, where)
         if inner is not None:
             inner.check(axes, dim, where)
-        managed = ManagedParam(places, param, dim, merged, unsharded, inner)
+        managed = ManagedParam(places, param, dim, merged, is_replicated, inner)
         if managed.wrapper is not None:
             check_extension(managed, axes, reshard_after_forward, where)
         params.append(managed)
@@ -90,20 +90,20 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
             f"fully_shard({unit}): parameter {fqn!r} of a lazy module has no shape yet; run a forward of the module first"
         )
     where = f"fully_shard({unit}): parameter {fqn!r} of shape {tuple(param.shape)}"
-    owner = unit_of(param)
-    name = next((managed.fqn for managed in owner.params if managed.sharded is param), "?") if owner is not None else "?"
-    if owner is not None and any(place.module() is module for managed in owner.params for place in managed.places):
+    owner, name = unit_of(param), None
+    if owner is not None:
+        name = next(managed.fqn for managed in owner.params if managed.sharded is param)
+        if any(place.module() is module for managed in owner.params for place in managed.places):
+            raise ValueError(
+                f"{where} belongs to unit {owner.name!r} already, as {name!r}: that was sharded before this module inside "
+                "it; call fully_shard bottom-up: on inner modules first, then on the module that holds them"
+            )
+    elif param in originals:
+        ref, name = originals[param]
+        owner = ref()
+    if name is not None:
         raise ValueError(
-            f"{where} belongs to unit {owner.name!r} already, as {name!r}: that was sharded before this module inside "
-            "it; call fully_shard bottom-up: on inner modules first, then on the module that holds them"
-        )
-    if owner is not None or param in originals:
-        ref, other = originals.get(param, (lambda: owner, "?"))
-        held_by = owner or ref()
-        if owner is not None:
-            other = name
-        raise ValueError(
-            f"{where} is tied to {other!r} of unit {held_by.name if held_by is not None else '(freed)'!r}, which owns it; "
+            f"{where} is tied to {name!r} of unit {owner.name if owner is not None else '(freed)'!r}, which owns it; "
             "shard the smallest module that holds both names as one unit, or untie them"
         )
     if isinstance(param, DTensor) and extends(param._local_tensor):

@@ -29,8 +29,7 @@ class FlatBuffer:
     """A flat tensor whose storage comes and goes.
 
     Freeing shrinks the storage to nothing, though autograd or a module still holds views: they come back to life when
-    the flat buffer is allocated and filled again. It is born
-    allocated: views can only be made of memory that is there.
+    the flat buffer is allocated and filled again. It is born allocated: views can only be made of memory that is there.
     """
 
     __slots__ = ("_bytes", "_storage", "tensor")
@@ -87,6 +86,6 @@ class FlatBuffer:
         """A view of elements `start:stop` with a version counter of its own.
 
         Views made by plain slicing share one counter, and refilling the flat buffer would then trip autograd's check that
-        saved tensors were not modified; the runtime compares epochs instead.
+        saved tensors were not modified; units compare versions instead.
         """
         return self.tensor.data[start:stop]

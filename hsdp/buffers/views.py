@@ -37,24 +37,24 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
     return views
 
 
-def whole_views(piece: Piece, unsharded: Tensor, shards: int) -> list[Tensor]:
-    """The parts of an unsharded parameter: one stack of ranks' equal parts, and what the rank behind them holds."""
+def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
+    """The parts of a whole parameter, or gradient: one stack of ranks' equal parts, and what the rank behind them holds."""
     shape, dim = piece.spec.shape, piece.spec.dim
     if dim is None:
-        return [unsharded.reshape(1, -1).expand(shards, -1)]
+        return [whole.reshape(1, -1).expand(shards, -1)]
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
-        return [unsharded.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
+        return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]
     if not piece.spec.numel:
         return []
     full, rest = divmod(shape[dim], piece.chunk)
     before = math.prod(shape[:dim])
     views: list[Tensor] = []
     if full:
-        stack = unsharded.narrow(dim, 0, full * piece.chunk)
+        stack = whole.narrow(dim, 0, full * piece.chunk)
         views.append(stack.reshape(before, full, stack.numel() // (before * full)).transpose(0, 1))
     if rest:
-        views.append(unsharded.narrow(dim, full * piece.chunk, rest))
+        views.append(whole.narrow(dim, full * piece.chunk, rest))
     return views
 
 

@@ -16,6 +16,6 @@
     tree.py              sums over ranks in one order, whatever the mesh
     custom.py            users' own all-gather, reduce-scatter and all-reduce: one shape, with torch's works
 
-May import `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `backends.py`;
+May import `buffers`, `debug`, `errors`, `format` and `torch_private`. A new backend's habits go into `backends.py`;
 how the host waits for it, into `work.py`.
 """

@@ -10,7 +10,6 @@ from typing import Any, Concatenate, ParamSpec, TypeVar
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.autograd.profiler import record_function
 from torch.distributed import ProcessGroup
 
 from hsdp.buffers.layout import NEVER
@@ -20,7 +19,7 @@ from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group
-from hsdp.comm.labels import Named
+from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
 from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
@@ -40,10 +39,9 @@ def labels(
 
     @wraps(start)
     def call(self: SelfT, owner: Named, /, *args: P.args, **kwargs: P.kwargs) -> R:
-        if not is_profiling():
+        if not is_profiling():  # asked here, too: `labelled` is in another file
             return start(self, owner, *args, **kwargs)
-        with record_function(f"hsdp::{what} {owner.name}"):
-            return start(self, owner, *args, **kwargs)
+        return labelled(what, owner.name, start, self, owner, *args, **kwargs)
 
     return call
 
@@ -84,7 +82,7 @@ class Comm:
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
-            self.divergence_guard = guard_of(group, rank, size, device)
+            self.divergence_guard = guard_of(group, rank, device)
         self._all_gather_options = _options(AllgatherOptions, context.streams)
         self._reduce_scatter_options = _options(dist.ReduceScatterOptions, context.streams)
         self._multiplying: tuple[float, Any] | None = None  # the factor of last time

@@ -24,7 +24,7 @@ def digest_of(value: object) -> int:
     return int.from_bytes(hashlib.sha256(repr(value).encode()).digest()[:8], "big") >> 2
 
 
-def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) -> DivergenceGuard:
+def guard_of(group: ProcessGroup, rank: int, device: torch.device) -> DivergenceGuard:
     """The divergence guard of a group: one, however many units and models use the group."""
     # Groups written in Python may know no other reduction than the sum, and may sum without being asked to.
     in_group = type(group) is ProcessGroup and backend_name(group, device) in backends.ASK_IN_GROUP
@@ -40,7 +40,7 @@ def guard_of(group: ProcessGroup, rank: int, size: int, device: torch.device) ->
         greatest = question.values()
         return [i for i in range(len(values)) if greatest[i] != -greatest[i + len(values)]]
 
-    return DivergenceGuard.of(group, rank, size, timeout_of(group, device), compare, in_group)
+    return DivergenceGuard.of(group, rank, timeout_of(group, device), compare, in_group)
 
 
 class Greatest:

@@ -64,7 +64,7 @@ class DivergenceGuard:
 
     Args:
         group: the group; its ranks hold one `DivergenceGuard` each.
-        rank, size: this rank's place in it.
+        rank: this rank's number in it.
         timeout: how long to wait for the other ranks' answers, seconds.
         compare: a collective that finds out which integers differ between ranks.
         in_group: it may serve to ask, too.
@@ -72,7 +72,7 @@ class DivergenceGuard:
 
     _of_group: ClassVar[weakref.WeakKeyDictionary[ProcessGroup, DivergenceGuard]] = weakref.WeakKeyDictionary()
 
-    def __init__(self, group: ProcessGroup, rank: int, size: int, timeout: float, compare: Compare, in_group: bool) -> None:
+    def __init__(self, group: ProcessGroup, rank: int, timeout: float, compare: Compare, in_group: bool) -> None:
         self.timeout = timeout
         ranks = dist.get_process_group_ranks(group)
         self._rank = ranks[rank]
@@ -93,13 +93,11 @@ class DivergenceGuard:
         self.count = 0
 
     @classmethod
-    def of(
-        cls, group: ProcessGroup, rank: int, size: int, timeout: float, compare: Compare, in_group: bool
-    ) -> DivergenceGuard:
+    def of(cls, group: ProcessGroup, rank: int, timeout: float, compare: Compare, in_group: bool) -> DivergenceGuard:
         """The guard of a process group: one, however many units and models use the group."""
         found = cls.among(group)
         if found is None:
-            found = cls._of_group[group] = cls(group, rank, size, timeout, compare, in_group)
+            found = cls._of_group[group] = cls(group, rank, timeout, compare, in_group)
         return found
 
     @classmethod

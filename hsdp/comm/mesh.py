@@ -112,11 +112,8 @@ class MeshAxes:
 
     @property
     def device(self) -> torch.device:
-        """The device that shards of this rank live on."""
-        kind = self.mesh.device_type
-        if kind == "cpu":
-            return torch.device("cpu")
-        return torch.device(kind, torch.get_device_module(kind).current_device())
+        """The device that this rank computes on, and that its shards live on if they are not offloaded."""
+        return device_of(self.mesh)
 
     def placements(self, dim: int | None) -> tuple[Placement, ...]:
         """DTensor placements of a parameter sharded on tensor dim `dim`, or kept whole (`None`)."""
@@ -156,6 +153,12 @@ class MeshAxes:
         if self.replicate_axis is None:
             return f"{self.shard_size} shards on {self.mesh.device_type}"
         return f"{self.replicate_size} replicas x {self.shard_size} shards on {self.mesh.device_type}"
+
+
+def device_of(mesh: DeviceMesh) -> torch.device:
+    """The device of a mesh that this rank computes on."""
+    kind = mesh.device_type
+    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())
 
 
 def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = None) -> MeshAxes:

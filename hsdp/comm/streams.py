@@ -1,4 +1,4 @@
-"""Streams and events of any device behind four verbs; on the CPU they do nothing, because its work handles do the waiting.
+"""Streams and events of any device behind a few verbs; on the CPU they do nothing, because its work handles do the waiting.
 
 Three side streams per device, shared by all units of a model so that their work keeps its order:
 `gather` (all-gathers), `scatter` (reduce-scatters) and `replicate` (all-reduces across replicas). The stream that is

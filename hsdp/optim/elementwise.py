@@ -26,13 +26,13 @@ from torch.autograd.graph import increment_version
 from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
-from hsdp.optim.replicas import Exchange, part_of_grad, share_gradients_of, share_of_param
+from hsdp.optim.replicas import ReplicaGathers, part_of_grad, share_gradients_of, share_of_param
 from hsdp.optim.states import Entries
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import name_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -153,7 +153,7 @@ class _Stepper:
     def __init__(self, flat: bool, over_replicas: bool) -> None:
         self._flat = flat
         self._over_replicas = over_replicas
-        self._exchange: Exchange | None = None
+        self._replica_gathers: ReplicaGathers | None = None
         self._groups: list[list[Target]] = []
         self._state: dict[Tensor, dict[str, Any]] = defaultdict(dict)
         self._held = self._shown = Entries({})  # of `_state`, and of the optimizer's own
@@ -201,8 +201,8 @@ class _Stepper:
             increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
         if not self._held.are_those_of(self._state):
             self._show(optimizer)
-        if self._exchange is not None:
-            self._exchange.run()
+        if self._replica_gathers is not None:
+            self._replica_gathers.run()
 
     def _listed(self, optimizer: Any) -> list[Any]:
         """The parameters of all groups, looked up again only where a list changed."""
@@ -252,7 +252,7 @@ class _Stepper:
         }
         # In the order of the parameters, which all ranks have: that of targets follows from what a rank holds.
         shared = [(param, share) for param in self._params if (share := found[id(param)]) is not None]
-        self._exchange = Exchange([pair for pair in shared if is_used[id(pair[0])]]) if shared else None
+        self._replica_gathers = ReplicaGathers([pair for pair in shared if is_used[id(pair[0])]]) if shared else None
         self._state = defaultdict(dict)
         for targets in self._groups:
             for target in targets:
@@ -299,15 +299,9 @@ def _local_grad(member: Member, grad: Any) -> Tensor:
         if part is not None:
             return part
     raise StateError(
-        f"optim.local: the gradient of parameter {_name_of(param)!r} is not sharded as the parameter is; set it to None, "
-        f"or to a DTensor with placements {param.placements}"
+        f"optim.local: the gradient of {name_of(param)} is not sharded as the parameter is; set it to None, or to a "
+        f"DTensor with placements {param.placements}"
     )
-
-
-def _name_of(param: Any) -> str:
-    unit = unit_of(param)
-    names = [managed.fqn for managed in unit.params if managed.sharded is param] if unit is not None else []
-    return names[0] if names else f"of shape {tuple(param.shape)}"
 
 
 def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
@@ -374,6 +368,6 @@ def _local_state(member: Member, name: str, value: Any) -> Tensor:
         if value.placements == param.placements:  # as it was loaded, perhaps from a run that did not share it out
             return value._local_tensor if share is None else share.of(value._local_tensor).clone()
     raise StateError(
-        f"optim.local: entry {name!r} of the state of a parameter of shape {tuple(param.shape)} is not sharded as the "
-        f"parameter is ({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}"
+        f"optim.local: entry {name!r} of the state of {name_of(param)} is not sharded as the parameter is "
+        f"({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}"
     )

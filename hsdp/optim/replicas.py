@@ -79,7 +79,7 @@ def share_gradients_of(params: Iterable[Any], what: str) -> None:
         share_gradients(unit, own)
 
 
-class Exchange:
+class ReplicaGathers:
     """Hands the stepped shares of parameters to the other replicas."""
 
     def __init__(self, pairs: Sequence[tuple[Any, Share]]) -> None:

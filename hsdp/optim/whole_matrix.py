@@ -21,6 +21,7 @@ from torch import Tensor
 from torch.autograd.graph import increment_version
 
 from hsdp.comm.collectives import Comm, comm_among
+from hsdp.comm.mesh import device_of
 from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
@@ -28,7 +29,7 @@ from hsdp.optim.matrices import Bucket, Held, Target, cut, deal
 from hsdp.optim.replicas import alike, part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import name_of
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
@@ -175,9 +176,9 @@ class WholeMatrix(torch.optim.Optimizer):
     def _plan_among(self, ranks: tuple[int, ...], targets: list[Target]) -> _Plan:
         """The plan for the parameters that these ranks hold together; without ranks, for plain tensors."""
         if ranks not in self._comms:
-            device = targets[0].block.device
-            if ranks:
-                device = _device_of(targets[0].param)
+            spec = targets[0].spec
+            # That of the mesh, though shards may be offloaded.
+            device = targets[0].block.device if spec is None else device_of(spec.mesh)
             self._comms[ranks] = comm_among(ranks or (0,), device)
         comm = self._comms[ranks]
         ranks = ranks or (0,)
@@ -340,24 +341,9 @@ def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any
     return type(function.__name__, (WholeMatrix,), members)
 
 
-def name_of(param: Any) -> str:
-    """A parameter for people: its qualified name if it is in a unit, else its shape."""
-    unit = unit_of(param)
-    names = [managed.fqn for managed in unit.params if managed.sharded is param] if unit is not None else []
-    return (
-        f"parameter {names[0]!r} of unit {unit.name!r}" if unit and names else f"a parameter of shape {tuple(param.shape)}"
-    )
-
-
 def _by_group(targets: list[Target]) -> list[tuple[dict[str, Any], list[Target]]]:
     """Targets of one group and dtype each: foreach kernels want them alike."""
     found: dict[tuple[int, torch.dtype], list[Target]] = {}
     for target in targets:
         found.setdefault((id(target.group), target.local.dtype), []).append(target)
     return [(alike[0].group, alike) for alike in found.values()]
-
-
-def _device_of(param: Any) -> torch.device:
-    """Where a DTensor's matrices are computed: on its mesh's device, though its shards may be offloaded."""
-    kind = param.device_mesh.device_type
-    return torch.device(kind) if kind == "cpu" else torch.device(kind, torch.get_device_module(kind).current_device())

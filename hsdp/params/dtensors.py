@@ -36,8 +36,8 @@ def as_dtensors(locals_: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> list
 
 def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence[int], dtype: torch.dtype) -> DTensorSpec:
     """The spec of a tensor whose whole has this shape, contiguous."""
-    unsharded = torch.empty(shape, dtype=dtype, device="meta")
-    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(unsharded.shape, unsharded.stride(), dtype))
+    whole = torch.empty(shape, dtype=dtype, device="meta")
+    return DTensorSpec(mesh, placements, tensor_meta=TensorMeta(whole.shape, whole.stride(), dtype))
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:

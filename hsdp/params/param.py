@@ -58,8 +58,8 @@ class ManagedParam:
         local: that view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`).
         share: the rows whose gradient this replica gets; None: replicas all get the same.
-        whole: the unsharded parameter that forwards see at present; its storage is filled while the unit is open. None
-            until the dtype group is built. See `choose`.
+        unsharded: the unsharded parameter that forwards see at present; its storage is filled while the unit is open.
+            None until the dtype group is built. See `choose`.
         trained: the unsharded parameter of forwards that want its gradient; None as long as none did.
         node: autograd's accumulation node of `trained`, held so that it stays the same one.
     """

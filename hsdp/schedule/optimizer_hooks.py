@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
 
 import torch
@@ -32,13 +32,17 @@ _units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list
 _units_of_optimizer = weakref.WeakKeyDictionary()
 
 
+def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
+    return chain.from_iterable(group["params"] for group in optimizer.param_groups)
+
+
 def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     """The units whose parameters the optimizer steps; looked up again where it has other parameters."""
-    ids = list(map(id, chain.from_iterable(group["params"] for group in optimizer.param_groups)))
+    ids = list(map(id, _params_of(optimizer)))
     held = _units_of_optimizer.get(optimizer)
     if held is None or held[1] != Root.generation or held[0] != ids:
         leave_out_of_graphs()
-        params = [param for group in optimizer.param_groups for param in group["params"]]
+        params = list(_params_of(optimizer))
         stale = next((originals[param] for param in params if param in originals), None)
         if stale is not None and (owner := stale[0]()) is not None:
             raise StateError(
@@ -77,7 +81,7 @@ def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Paramet
 
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
-    """Raises the epoch of every unit whose parameters the optimizer stepped, and tells their roots."""
+    """The weights of every unit whose parameters the optimizer stepped have a new version; tells their roots."""
     roots: dict[Runtime | None, None] = {}
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
@@ -103,7 +107,7 @@ def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwarg
     shared = [unit for unit in units if unit.gradients.shared]
     if shared and not getattr(optimizer, "_hsdp_steps_shares", False):
         with torch.no_grad():
-            gather_gradients(shared, (param for group in optimizer.param_groups for param in group["params"]))
+            gather_gradients(shared, _params_of(optimizer))
     _warn_of_no_gradients(optimizer, units)
 
 
@@ -115,7 +119,7 @@ def _warn_of_no_gradients(optimizer: torch.optim.Optimizer, units: list[Unit]) -
     """
     if not any((runtime := runtime_of(unit)) is not None and runtime.awaits_gradients for unit in units):
         return
-    params = [param for group in optimizer.param_groups for param in group["params"] if param.requires_grad]
+    params = [param for param in _params_of(optimizer) if param.requires_grad]
     if params and all(param.grad is None for param in params):
         warnings.warn(
             f"hsdp: {type(optimizer).__name__} steps behind a forward, but no parameter has a gradient. If backward had "

@@ -158,9 +158,9 @@ class _Member:
         inputs: what it sends, as long as it is needed.
         kinds: shapes and dtypes of that.
         outputs: the memory in which what is gathered arrives.
-        whole: the unsharded parameter.
-        flat buffers: all memory that comes and goes: `outputs`, and what the subclass named along with the unsharded
-        parameter.
+        unsharded: the unsharded parameter.
+        flat_buffers: all memory that comes and goes: `outputs`, and what the subclass named along with the unsharded
+            parameter.
     """
 
     inputs: list[Tensor]
@@ -237,7 +237,7 @@ class _Member:
         assert source is not None, f"{self.fqn!r} was not gathered"
         for flat_buffer in self._inner:
             flat_buffer.alloc()
-        # Autograd must not take it for a change between forward and backward: the runtime compares epochs.
+        # Autograd must not take it for a change between forward and backward: units compare versions.
         with naming(self._unit, self.fqn, source, POST), keeping_versions((self.unsharded, *parts_of(self.unsharded))):
             getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.unsharded)
         self._metadata = None

@@ -16,6 +16,15 @@ def unit_of(param: object) -> Unit | None:
     return cast("Unit | None", owner_of(param))
 
 
+def name_of(param: Tensor) -> str:
+    """A parameter for people: its qualified name if it is in a unit, else its shape."""
+    unit = unit_of(param)
+    if unit is None:
+        return f"a parameter of shape {tuple(param.shape)}"
+    fqn = next(managed.fqn for managed in unit.params if managed.sharded is param)
+    return f"parameter {fqn!r} of unit {unit.name!r}"
+
+
 def memory_of(param: Any) -> Tensor:
     """The memory of a sharded parameter's local tensor, as a tensor that does not count among the users of its storage."""
     unit = unit_of(param)

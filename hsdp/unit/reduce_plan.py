@@ -166,7 +166,7 @@ class ReducePlan(GradLayout):
         for i in places:
             grads[i] = None
         dtype, merged, owned = self.kind.reduce, self._merged, []
-        if not merged and all([grad is not None and grad.dtype is dtype for grad in taken]):
+        if taken and not merged and all([grad is not None and grad.dtype is dtype for grad in taken]):
             as_they_are = cast(list[Tensor], taken)
             if all(map(Tensor.is_contiguous, as_they_are)) and are_alone(as_they_are):
                 return as_they_are

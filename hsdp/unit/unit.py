@@ -42,7 +42,6 @@ from hsdp.unit.write_guard import WriteGuard
 
 _requires_grad_of = attrgetter("requires_grad")
 _STRIDED = torch.strided
-_gradient_edge = torch.autograd.graph.get_gradient_edge
 
 
 class Schedule(Protocol):
@@ -280,7 +279,7 @@ class Unit(UnitActivity, UnshardedParams):
         unsharded, this = param.trained, weakref.ref(self)
         assert unsharded is not None, "only an arranged parameter is watched"
         with torch.inference_mode(False), torch.enable_grad():
-            param.node = _gradient_edge(unsharded).node
+            param.node = torch.autograd.graph.get_gradient_edge(unsharded).node
 
         def accumulated(tensor: Tensor) -> None:
             unit = this()
@@ -417,7 +416,11 @@ class Unit(UnitActivity, UnshardedParams):
                 self.begin_task(task)
         if grad.layout is not _STRIDED or self._in_blocks:
             grad = _dense_block(self.params[slot], grad)
-        self.gradients.put(slot, grad)
+        slots = self.gradients.slots
+        if slots[slot] is None:
+            slots[slot] = grad
+        else:
+            self.gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

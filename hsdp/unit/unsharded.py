@@ -130,18 +130,26 @@ class UnshardedParams:
                 version = self.version
             if self._on_meta:
                 raise self._unmaterialised()
-            if self._kept_version == version:
-                self._gather_work = self._start_parts()
-            else:
+            parts = self._kept_version == version
+            transfers: list[tuple[Tensor, Tensor]] = []
+            try:
                 # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
                 # behind whatever used that memory before.
                 for group in self.dtype_groups:
-                    group.prepare_gather()
-                if self.context.streams.active:
-                    with self.context.streams.on("gather"):
-                        self._gather_work = self._start_whole()
-                else:
+                    if parts:
+                        transfers += group.prepare_parts()
+                    else:
+                        group.prepare_gather()
+            except BaseException:  # no room for all of it, say: somebody may go on with a smaller batch
+                self._release()
+                raise
+            if parts:
+                self._gather_work = self._start_parts(transfers)
+            elif self.context.streams.active:
+                with self.context.streams.on("gather"):
                     self._gather_work = self._start_whole()
+            else:
+                self._gather_work = self._start_whole()
         except (ExtensionError, DivergenceError):  # nothing is on its way
             self._release()
             raise
@@ -179,10 +187,9 @@ class UnshardedParams:
             return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None, uneven)
         return self.shard_comm.local("cast", self)
 
-    def _start_parts(self) -> CommWork:
+    def _start_parts(self, transfers: list[tuple[Tensor, Tensor]]) -> CommWork:
         """The gather for backward, from the smaller group that the unsharded parameters stayed sharded over."""
         assert self.part_comm is not None, f"unit {self.name!r} kept parts without a group"
-        transfers = [transfer for group in self.dtype_groups for transfer in group.prepare_parts()]
         with self.context.streams.on("gather"):
             if self._reads_host:
                 self.context.streams.note_host_read()
@@ -274,7 +281,7 @@ class UnshardedParams:
         self.retained = False
         for group in self.dtype_groups:
             group.release_transients()
-            group.free_unsharded()
+        self._free()
         if self.context.observer is not None:
             self.context.observer.allocates(self)
 

@@ -136,8 +136,8 @@ def _view(func: Any, sentinel: ZeroGradSentinel, rest: tuple[Any, ...], kwargs: 
     views = func(source, *rest, **kwargs)
 
     def wrapped(view: Tensor) -> ZeroGradSentinel:
-        unsharded = not sentinel.part and view.numel() == source.numel() and "strided" not in func._schema.name
-        return ZeroGradSentinel(sentinel.standing, view, part=not unsharded)
+        part = sentinel.part or view.numel() != source.numel() or "strided" in func._schema.name
+        return ZeroGradSentinel(sentinel.standing, view, part)
 
     return tree_map_only(Tensor, wrapped, views)
 

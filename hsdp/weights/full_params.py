@@ -32,7 +32,7 @@ def full_params(
         with hsdp.full_params(model, writeback="rank0"):
             model.head.weight.data.mul_(0.5)
 
-    The unsharded parameters are plain `nn.Parameter`s of the storage dtype, on the mesh's device; tied ones are one object
+    The full parameters are plain `nn.Parameter`s of the storage dtype, on the mesh's device; tied ones are one object
     under all names. Every rank of the mesh must enter and leave together. However the body ends, the sharded parameters
     are back afterwards, the same objects as before; optimizers never notice. Takes the memory of the whole model on each
     rank that shows it. The model cannot run inside: its units gather for themselves.
@@ -43,8 +43,8 @@ def full_params(
         writeback: what becomes of changes. None: they are dropped. "rank0": every rank takes those of the mesh's first
             rank. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
             alike. After an exception nothing is written back.
-        rank0_only: only the mesh's first rank holds the unsharded parameters; the others go on seeing sharded ones.
-        cast: floating-point dtype of the unsharded parameters, for reading.
+        rank0_only: only the mesh's first rank holds the full parameters; the others go on seeing sharded ones.
+        cast: floating-point dtype of the full parameters, for reading.
 
     Yields:
         `model`.
@@ -102,7 +102,7 @@ def _check_arguments(writeback: object, rank0_only: bool, cast: object) -> None:
 
 
 def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Module:
-    """Does `model.apply(fn)` on unsharded parameters, unit by unit: the way to run an init function on a sharded model.
+    """Does `model.apply(fn)` on full parameters, unit by unit: the way to run an init function on a sharded model.
 
     `fn` is called on every module, children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of the
     module's unit, and of the units around it, are whole plain `nn.Parameter`s; those of nested units are sharded again.

@@ -1,4 +1,4 @@
-"""Unsharded parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
+"""Full parameters outside of an iteration: gathered per unit, registered under their names for a while, written back.
 
 A forward shadows sharded parameters by whole ones that live in the unit's flat buffer, in its compute dtype. Here they are
 tensors of their own, in the storage dtype, and they are *registered*: `named_parameters()` and `state_dict()` are whole
@@ -36,8 +36,7 @@ def check_idle(units: Iterable[Unit], what: str) -> None:
         expect(unit, what, IDLE)
         runtime = runtime_of(unit)
         if runtime is not None and runtime.depth:
-            forward = FORWARD
-            raise wrong_state(runtime.root, what, f"{forward.name} ({forward.value})", IDLE)
+            raise wrong_state(runtime.root, what, f"{FORWARD.name} ({FORWARD.value})", IDLE)
         if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
             raise wrong_state(unit, what, "in the middle of a backward", IDLE)
 
@@ -49,7 +48,7 @@ def is_first(unit: Unit) -> bool:
 
 @torch.no_grad()
 def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-    """The unsharded parameters of a unit, in its parameters' order: new tensors on the mesh's device.
+    """The full parameters of a unit, in its parameters' order: new tensors on the mesh's device.
 
     They have the storage dtype, or `dtype`. Every rank of the shard group must call it. While it runs the unit takes its
     memory twice.
@@ -75,8 +74,8 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
                 )
             rows = _gather_rows(unit, group)
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
-                unsharded = _whole_of(piece, rows)
-                wholes[slot] = unsharded if dtype is None or not is_trainable(unsharded.dtype) else unsharded.to(dtype)
+                whole = _whole_of(piece, rows)
+                wholes[slot] = whole if dtype is None or not is_trainable(whole.dtype) else whole.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
@@ -116,15 +115,15 @@ def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
 
 
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
-    """Every rank takes the unsharded parameters of the mesh's first rank; the others may pass None. All must call it."""
+    """Every rank takes the full parameters of the mesh's first rank; the others may pass None. All must call it."""
     if unit.axes.replicate_rank == 0:
         _keep_rows(unit, _from_first(unit, wholes))
-    spread(unit)  # raises the epoch, as often on every rank
+    spread(unit)  # gives the weights a new version, as often on every rank
 
 
 @torch.no_grad()
 def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
-    """The unsharded parameters of the shard group's first rank."""
+    """The full parameters of the shard group's first rank."""
     found: dict[int, Tensor] = {}
     for group in unit.dtype_groups:
         specs = [param.spec for param in group.params]
@@ -189,7 +188,7 @@ def changed(unit: Unit) -> None:
 
 
 class Loan:
-    """Unsharded parameters registered in place of a unit's sharded ones, in every module and under every name.
+    """Full parameters registered in place of a unit's sharded ones, in every module and under every name.
 
     Args:
         unit: the unit; on no other loan.
@@ -200,12 +199,12 @@ class Loan:
     def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
         self.unit = unit
         with torch.inference_mode(False):
-            self.params = [_as_parameter(unsharded, param) for unsharded, param in zip(wholes, unit.params, strict=True)]
+            self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
         self._now: list[Any] = list(self.params)
         self._before: list[tuple[int, Place, Any, Any]] = []
 
     def show(self) -> None:
-        """Registers the unsharded parameters."""
+        """Registers the full parameters."""
         self.unit.lend()
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
@@ -235,7 +234,7 @@ class Loan:
         self.unit.take_back()
 
     def values(self, what: str) -> list[Tensor]:
-        """The unsharded parameters as they were when they were hidden.
+        """The full parameters as they were when they were hidden.
 
         Raises:
             StateError: one of them was replaced by something that cannot be written back.
@@ -251,8 +250,8 @@ class Loan:
         return [block_of(now.detach()) for now in self._now]
 
 
-def _as_parameter(unsharded: Tensor, param: ManagedParam) -> nn.Parameter:
-    unsharded = unsharded if param.inner is None else param.inner.wrap(unsharded)
-    new = nn.Parameter(unsharded, requires_grad=param.sharded.requires_grad)
+def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
+    whole = whole if param.inner is None else param.inner.wrap(whole)
+    new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new

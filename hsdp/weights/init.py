@@ -124,7 +124,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
 @torch.no_grad()
 def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
     """Gives a unit on the meta device its shards, of values that are the same on all ranks."""
-    blank = [param.fqn for param, unsharded in zip(unit.params, wholes, strict=True) if _is_blank(unsharded)]
+    blank = [param.fqn for param, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
     if blank:
         raise StateError(
             f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or reset_parameters) "

@@ -9,7 +9,7 @@ from unittest import mock
 
 import hsdp.optim.matrices
 from hsdp.optim.matrices import Bucket, Target
-from hsdp.optim.replicas import Exchange, Share
+from hsdp.optim.replicas import ReplicaGathers, Share
 from hsdp.optim.targets import Target as StepTarget
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
@@ -88,7 +88,7 @@ def has_the_momentum_of_the_first_rows_on_every_replica() -> Any:
 
 @mutant(SHARED, kill="differs")
 def keeps_what_it_stepped_to_itself() -> Any:
-    return mock.patch.object(Exchange, "run", return_value=None)
+    return mock.patch.object(ReplicaGathers, "run", return_value=None)
 
 
 @mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")

@@ -5,12 +5,14 @@ from __future__ import annotations
 import contextlib
 import copy
 import gc
+import itertools
 import warnings
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ import torch.distributed as dist
 from torch import nn
 
 import hsdp
+from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.comm.groups import timeout_of
 from tests.support.fragile import PLACES, Fragile, Fuse, fail
 from tests.support.graphs import floats, loss, step
@@ -97,6 +100,42 @@ def _forward_failure_leaves_nothing(env: RankEnv) -> None:
 
 def test_a_failed_forward_frees_its_memory_at_once(pool2: Pool) -> None:
     pool2.run(_forward_failure_leaves_nothing)
+
+
+def _no_room_for_gathers(env: RankEnv, parts: int | bool) -> int:
+    def block() -> nn.Module:  # parameters that are gathered directly, and others that are packed
+        return nn.Sequential(nn.Linear(8, 6), nn.Tanh(), nn.Linear(6, 8)).double()
+
+    model = nn.Sequential(block(), block())
+    policy = hsdp.CommPolicy(fusion="direct")
+    hsdp.shard_units(model, "*", mesh=env.mesh(4), reshard_after_forward=parts, comm_policy=policy)
+    batch = torch.ones(2, 8, dtype=torch.float64)
+    alloc, failed = FlatBuffer.alloc, 0
+    for at in itertools.count():
+        left = iter(range(at))
+
+        def allocates(self: FlatBuffer, left: Iterator[int] = left) -> None:
+            if not self.allocated and next(left, None) is None:
+                raise torch.OutOfMemoryError
+            alloc(self)
+
+        try:
+            with mock.patch.object(FlatBuffer, "alloc", allocates):
+                model(batch).sum().backward()
+        except torch.OutOfMemoryError:
+            failed += 1
+        else:
+            return failed
+        with warnings.catch_warnings(record=True):
+            for runtime in model._runtimes():  # type: ignore[operator]
+                runtime.recover()
+        check_rest(model)
+    raise AssertionError("an iteration allocates so often, and no more")
+
+
+@pytest.mark.parametrize("parts", [True, 2], ids=["whole", "parts"])
+def test_a_gather_without_room_leaves_no_memory(pool4: Pool, parts: int | bool) -> None:
+    assert min(pool4.run(_no_room_for_gathers, parts)) >= 10
 
 
 def _fails_while_recomputing(env: RankEnv, reentrant: bool) -> None:

@@ -129,7 +129,7 @@ class _Job:
         fake = FakeProcessGroup._create_internal(outcome.rank, self._world)
         group._register_backend(CPU, ProcessGroup.BackendType.CUSTOM, fake)
         group._set_group_name("simulated")
-        guard = guard_of(group, outcome.rank, self._world, CPU)
+        guard = guard_of(group, outcome.rank, CPU)
         guard.differing(*self._about_to(-1, "set-up", "", outcome), [1])
         for number in range(4):
             guard.begin_pass(1)

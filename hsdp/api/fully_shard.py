@@ -243,6 +243,10 @@ def _watch_loads(unit: Unit) -> None:
         if (owner := this()) is not None:
             owner.shadows.unregister()  # inside a forward
 
+    def saved(*_: object) -> None:
+        if (owner := this()) is not None and owner.calls and owner.open:
+            owner.shadows.register()  # which goes on
+
     def loads(*_: object) -> None:
         if (owner := this()) is not None:
             owner.shadows.unregister()
@@ -254,6 +258,7 @@ def _watch_loads(unit: Unit) -> None:
 
     for holder in {module for param in unit.params for module, _ in param.holders()}:
         holder.register_state_dict_pre_hook(saves)
+        holder.register_state_dict_post_hook(saved)
         holder.register_load_state_dict_pre_hook(loads)
         holder.register_load_state_dict_post_hook(loaded)
         holder.register_load_state_dict_pre_hook(explain_whole_tensors)

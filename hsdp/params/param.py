@@ -1,9 +1,9 @@
 """One parameter's life: the sharded DTensor that users see, and the whole tensor that a forward computes with.
 
-While a unit is open, the whole one lies in front of the sharded one, in the module's `__dict__`, where attribute access
-finds it first. Inside a forward or backward it is also registered in the module, for models that ask `parameters()` for
-their dtype. At any other moment the sharded one is: `named_parameters()` and new optimizers see it, and `state_dict()` does
-even inside a forward.
+While a unit is open, attributes give the whole one. Inside a forward or backward it is registered in the module, for models
+that ask `parameters()` for their dtype. At any other moment the sharded one is: `named_parameters()` and new optimizers see
+it, and `state_dict()` does even inside a forward. Then the whole one lies in front of it, in the module's `__dict__`, where
+attribute access looks first.
 """
 
 from __future__ import annotations

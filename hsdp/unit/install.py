@@ -1,7 +1,8 @@
-"""Unsharded parameters in front of sharded ones: put into modules' `__dict__`, where attribute access finds them first.
+"""Unsharded parameters shown to whoever asks a module for an attribute, in one of two ways.
 
-Inside a forward they are *registered* in the place of the sharded ones too, where `parameters()` finds them: models ask
-these for their dtype or device.
+Inside forwards and backwards they are *registered* in the place of the sharded ones, where `parameters()` finds them too,
+and where `torch.func.functional_call` puts others. At other moments they lie in front of these, in modules' `__dict__`,
+where attribute access looks first.
 """
 
 from __future__ import annotations
@@ -49,6 +50,7 @@ class Shadows:
                 self._registered_as.append(name)
                 self._registered_params.append(param.sharded)
         self._expected = self._registered_params
+        self._shown = self._in_front = False
         self.choose()
         self._params = list(params)
         self._sharded = [param.sharded for param in params]
@@ -65,23 +67,26 @@ class Shadows:
         self.unregister()
         self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
         self._unsharded: list[Any] = [unsharded for _, _, unsharded in self._shadows]
+        if self._shown:
+            self._put_in_front()
+            self._refresh_rnns()
 
-    def show(self, in_front: bool = True, registered: bool = False) -> None:
-        """Puts the unsharded parameters `in_front`, and where `parameters()` finds them if they are to be `registered`."""
-        if in_front:
-            for module, name, unsharded in self._shadows:
-                if (there := module()) is not None:  # else users took it out of their model
-                    there.__dict__[name] = unsharded
-            for module, name in self._in_rnns:
-                if (there := module()) is not None:
-                    refresh_flat_weights(there, name, there.__dict__[name])
+    def show(self, registered: bool = False) -> None:
+        """Has attributes give the unsharded parameters, and `parameters()` too if they are to be `registered`."""
+        was_shown, self._shown = self._shown, True
         if registered:
             self.register()
+        elif not was_shown and not self.registered:
+            self._put_in_front()
+        if not was_shown:
+            self._refresh_rnns()
 
     def register(self) -> None:
-        """Makes `parameters()` give the unsharded parameters, which are in front, until they are hidden."""
+        """Makes `parameters()` give the unsharded parameters until they are hidden."""
         if not self.registered:
             self._exchange(self._unsharded)
+            # In front they would hide what a forward puts in their place for a while, as `functional_call` does.
+            self._take_from_front()
 
     @property
     def registered(self) -> bool:
@@ -92,6 +97,29 @@ class Shadows:
         """Makes `parameters()` give the sharded parameters again."""
         if self.registered:
             self._exchange(self._registered_params)
+            if self._shown:
+                self._put_in_front()
+
+    def _put_in_front(self) -> None:
+        self._in_front = True
+        for (module, name, unsharded), registered, sharded in zip(
+            self._shadows, self._registered, self._registered_params, strict=True
+        ):
+            # Else users took the module out of their model, or put something else in there.
+            if (there := module()) is not None and registered.get(name) is sharded:
+                there.__dict__[name] = unsharded
+
+    def _take_from_front(self) -> None:
+        if self._in_front:
+            self._in_front = False
+            for module, name, _ in self._shadows:
+                if (there := module()) is not None:
+                    there.__dict__.pop(name, None)
+
+    def _refresh_rnns(self) -> None:
+        for module, name in self._in_rnns:
+            if (there := module()) is not None:
+                refresh_flat_weights(there, name, getattr(there, name))
 
     def _exchange(self, params: list[Any]) -> None:
         for registered, name, before, after in zip(
@@ -103,14 +131,10 @@ class Shadows:
 
     def hide(self) -> None:
         """Takes them away again, from both places."""
-        if self._expected is not self._registered_params:
-            self._exchange(self._registered_params)
-        for module, name, _ in self._shadows:
-            if (there := module()) is not None:
-                there.__dict__.pop(name, None)
-        for module, name in self._in_rnns:
-            if (there := module()) is not None:
-                refresh_flat_weights(there, name, there._parameters[name])  # type: ignore[arg-type]
+        self._shown = False
+        self.unregister()
+        self._take_from_front()
+        self._refresh_rnns()
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""

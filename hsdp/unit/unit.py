@@ -387,8 +387,6 @@ class Unit(UnitActivity, UnshardedParams):
         self._guard = WriteGuard(self.dtype_groups, self._fillings)
         if self.residency is not UNSHARDED:
             self._guard.freed()
-        if self.open:
-            self.shadows.show()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

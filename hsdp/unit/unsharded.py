@@ -2,8 +2,8 @@
 
     SHARDED --launch--> GATHERING --finish--> UNSHARDED --reshard--> SHARDED
 
-A unit is *open* when its unsharded parameters lie in front of the sharded ones in their modules. Between its forward's
-begin and the moment it is closed they are registered there too.
+A unit is *open* when attributes of its modules give unsharded parameters. Between its forward's begin and the moment it is
+closed these are registered there, in the place of the sharded ones.
 """
 
 from __future__ import annotations
@@ -286,7 +286,7 @@ class UnshardedParams:
             self.context.observer.allocates(self)
 
     def show(self, registered: bool = False) -> None:
-        """Opens the unit: unsharded parameters in front of the sharded ones, gathered first if they are not whole.
+        """Opens the unit: attributes give its unsharded parameters, gathered first if they are not whole.
 
         If they are to be `registered`, `parameters()` of its modules gives them too, until the unit is closed.
         """
@@ -295,7 +295,7 @@ class UnshardedParams:
         if self.residency is GATHERING:
             self.finish()
         if not self.open or registered:
-            self.shadows.show(not self.open, registered)
+            self.shadows.show(registered)
             self.open = True
 
     @property

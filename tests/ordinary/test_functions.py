@@ -11,7 +11,7 @@ import torch.distributed.nn.functional as global_ops
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import jvp, vmap
+from torch.func import functional_call, jvp, vmap
 
 from tests.ordinary.program import (
     DIM,
@@ -138,6 +138,71 @@ def trains_on_curvature(program: Program) -> Results:
         return product.square().mean() + model(given).square().mean()
 
     return _fit_transformed(program, loss)
+
+
+class _Perturbed(nn.Module):
+    """Computes with its layers' weights, with other ones in their place, and with other biases behind a state dict."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh(), nn.Linear(DIM, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        larger = {name: param * 1.5 for name, param in self.layers.named_parameters()}
+        x = self.layers(x) + functional_call(self.layers, larger, (x,))
+        self.state_dict()
+        out: Tensor = functional_call(self.layers, {"2.bias": larger["2.bias"]}, (x,))
+        return out
+
+
+def computes_with_other_weights(program: Program) -> Results:
+    """Calls parts of units by `functional_call`, with weights computed of their own."""
+    model = nn.Sequential(_Perturbed(), _Perturbed())
+    return program.fit(model, model)
+
+
+class _Adapts(nn.Module):
+    """Computes with weights behind two steps of an inner loop (MAML)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(DIM, DIM), nn.Tanh())
+
+    def forward(self, x: Tensor) -> Tensor:
+        weights = dict(self.net.named_parameters())
+        with torch.enable_grad():
+            for _ in range(2):
+                loss = functional_call(self.net, weights, (x,)).square().mean()
+                grads = torch.autograd.grad(loss, list(weights.values()), create_graph=True)
+                weights = {name: weights[name] - 0.1 * grad for name, grad in zip(weights, grads, strict=True)}
+        out: Tensor = functional_call(self.net, weights, (x + 1,))
+        return out
+
+
+def adapts_to_each_batch(program: Program) -> Results:
+    """Trains through the gradient steps that a unit takes inside of its forward."""
+    model = nn.Sequential(_Adapts(), nn.Linear(DIM, DIM))
+    return program.fit(model, [model[0]])
+
+
+class _Hyper(nn.Module):
+    """Has a layer whose weight another one computes."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.hyper, self.layer = nn.Linear(DIM, DIM), nn.Linear(DIM, DIM * DIM), nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.first(x)
+        weight = self.hyper(x.mean(0)).view(DIM, DIM)
+        out: Tensor = functional_call(self.layer, {"weight": weight}, (torch.tanh(x),))
+        return out
+
+
+def computes_weights_of_its_input(program: Program) -> Results:
+    """Has a network whose outputs are the weights of a layer of the root."""
+    model = _Hyper()
+    return program.fit(model, [model.first, model.hyper])
 
 
 class _Cached(nn.Module):

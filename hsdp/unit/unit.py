@@ -414,11 +414,11 @@ class Unit(UnitActivity, UnshardedParams):
                 self.begin_task(task)
         if grad.layout is not _STRIDED or self._in_blocks:
             grad = _dense_block(self.params[slot], grad)
-        slots = self.gradients.slots
-        if slots[slot] is None:
-            slots[slot] = grad
+        gradients = self.gradients  # not its slots: whoever completes them is to let go of that list
+        if gradients.slots[slot] is None:
+            gradients.slots[slot] = grad
         else:
-            self.gradients.put(slot, grad)
+            gradients.put(slot, grad)
         del grad  # or the last one would be alive beside its cast
         remaining[task] -= 1
         if remaining[task] == 0:

@@ -87,7 +87,8 @@ def _asks(what: str, change: Any) -> Any:
 def watched() -> Iterator[None]:
     """While it lasts, in this process. A rank raises AssertionError where a buffer comes or goes that is in use."""
     group = dist.ProcessGroup
-    methods = {verb: method for verb in VERBS if (method := getattr(group, verb, None)) is not None}
+    # From the class's own dict: what `getattr` gives of a pybind class is no method any more when it is put back.
+    methods = {verb: vars(group)[verb] for verb in VERBS if verb in vars(group)}
     alloc, free = FlatBuffer.alloc, FlatBuffer.free
     try:
         watch()

@@ -36,7 +36,6 @@ from torch.distributed.tensor import DTensor
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.support import device as emulator
-from tests.support import lent_memory
 
 _AXIS_NAMES = {1: ("shard",), 2: ("replicate", "shard")}
 _CONNECT_TIMEOUT = 60.0  # for making a group: on a busy machine longer than a test's own short timeout
@@ -291,8 +290,11 @@ def worker_main(
     if device == emulator.NAME:
         # The debug mode makes the host wait for the device, which hides races; the emulator poisons memory itself.
         os.environ["HSDP_DEBUG"] = "0"
+    assert "hsdp" not in sys.modules, "hsdp reads HSDP_DEBUG when it is imported: it must not be before the mode is chosen"
     torch.set_num_threads(1)
     if os.environ.get("HSDP_WATCH_LENT_MEMORY"):
+        from tests.support import lent_memory  # imports hsdp
+
         lent_memory.watch()
     worker = _Worker(rank, world_size, port, grouped, device)
     while True:

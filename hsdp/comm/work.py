@@ -56,7 +56,20 @@ def outstanding() -> list[CommWork]:
 class CommWork:
     """A collective under way: its works, the buffers they touch, and what follows them."""
 
-    __slots__ = ("__weakref__", "_comm", "_count", "_event", "_finish", "_keep", "_lent", "_works", "kind", "name", "start")
+    __slots__ = (
+        "__weakref__",
+        "_broken",
+        "_comm",
+        "_count",
+        "_event",
+        "_finish",
+        "_keep",
+        "_lent",
+        "_works",
+        "kind",
+        "name",
+        "start",
+    )
 
     def __init__(
         self,
@@ -76,6 +89,7 @@ class CommWork:
         self._finish = finish
         self._event: Event = None
         self._lent: _Lent | None = None
+        self._broken = False  # what follows the works began and did not end
         self.start = time.monotonic()
         _outstanding[id(self)] = weakref.ref(self)
         if len(_outstanding) > _MOST_OUTSTANDING:
@@ -99,9 +113,14 @@ class CommWork:
         """Blocks until the results are there: the host on the CPU, the current stream on a device.
 
         Raises:
-            CollectiveError: the collective failed or timed out.
+            CollectiveError: the collective, or what follows it, failed or timed out, now or in an earlier wait.
             DivergenceError: another rank is about to start another collective in its place.
         """
+        if self._broken:
+            # Its works have ended, so that waiting again would find nothing wrong with results that are not there.
+            raise CollectiveError(
+                f"what follows the {described(self.kind, self.name)} raised in an earlier wait: its results are not there"
+            )
         context = self._comm.context
         observer = context.observer
         if observer is not None:
@@ -153,7 +172,9 @@ class CommWork:
                 raise _failed(error, self.kind, self.name) from error
         self._works = None
         if self._finish is not None:
+            self._broken = True
             self._finish()
+            self._broken = False
 
 
 class _Lent:
@@ -204,11 +225,13 @@ class TwoPhases(CommWork):
         """Waits for both phases."""
         super().wait()
         go_on, self._go_on = self._go_on, None  # nothing follows the first phase if it fails
+        self._broken = go_on is not None
         for work in self._phase:
             work.wait()
         if go_on is not None:
             self._phase = [go_on()]
             self._phase[0].wait()
+            self._broken = False
 
 
 def wait_for(

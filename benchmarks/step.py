@@ -3,6 +3,7 @@
 A step is forward, backward, optimizer step and zero_grad of a small transformer, on the same weights and batches.
 
     --library tree        `CommPolicy(reduction="tree")` beside hsdp's default
+    --sockets             hsdp's ranks communicate through gloo's sockets, as FSDP2's do, not through memory
     --clip                the step clips gradients, too: `hsdp.clip_grad_norm_`, torch's beside it for FSDP2
 """
 
@@ -71,7 +72,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     sizes = Sizes(**{name: getattr(args, name) for name in vars(Sizes())})
     num_params = sum(p.numel() for p in make_case(sizes).model().parameters())
     progress(f"{num_params:,} parameters, {num_params * 4 / 2**20:.1f} MiB in float32")
-    policy = {"fusion": args.fusion} if args.fusion else {}
+    policy: dict[str, Any] = {"fusion": args.fusion} if args.fusion else {}
+    if args.sockets:
+        policy["shared_memory"] = False
 
     def contender(name: str, library: str, policy: dict[str, Any]) -> Contender:
         return Contender(name, partial(build, library, policy, sizes, clip=args.clip))
@@ -95,14 +98,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--library", choices=["hsdp", "fsdp2", "tree"], default="hsdp", help="fsdp2: against itself")
     parser.add_argument("--clip", action="store_true", help="clip gradients in every step")
     parser.add_argument("--fusion", choices=["auto", "packed", "direct"], help="CommPolicy(fusion=...)")
+    parser.add_argument("--sockets", action="store_true", help="CommPolicy(shared_memory=False)")
     for name, default in vars(Sizes()).items():
         parser.add_argument(f"--{name}", type=positive, default=default, help="(default %(default)s)")
     add_arguments(parser)
     args = parser.parse_args(argv)
     if args.dim % args.heads:
         parser.error(f"--dim {args.dim} is not divisible by --heads {args.heads}")
-    if args.fusion and args.library == "fsdp2":
-        parser.error("--fusion is a policy of hsdp; leave out --library fsdp2")
+    if (args.fusion or args.sockets) and args.library == "fsdp2":
+        parser.error("--fusion and --sockets are policies of hsdp; leave out --library fsdp2")
     return args
 
 

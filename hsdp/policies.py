@@ -80,6 +80,9 @@ class CommPolicy:
             shards: gradients, and `clip_grad_norm_`, are equal bit for bit on all of them. Pass it to every unit. With
             several replicas the number of shard ranks must be a power of two. It takes more memory, and deferred sums
             save no all-reduces: see docs/formulas.md.
+        shared_memory: whether ranks that train on CPUs of one host gather and reduce through memory that they share, on a
+            mesh axis all of whose ranks do, on Linux. False: through gloo's sockets, several times as slow. The same on
+            all ranks.
     """
 
     fusion: Fusion = "auto"
@@ -92,6 +95,7 @@ class CommPolicy:
     all_reduce_bucket_bytes: int = 0
     accumulate: Literal["reduce_scatter", "local"] = "reduce_scatter"
     reduction: Literal["any", "tree"] = "any"
+    shared_memory: bool = True
 
     def __post_init__(self) -> None:
         if self.fusion not in ("auto", "packed", "direct"):
@@ -100,6 +104,8 @@ class CommPolicy:
             raise ValueError(f"CommPolicy(accumulate={self.accumulate!r}): expected 'reduce_scatter' or 'local'")
         if self.reduction not in ("any", "tree"):
             raise ValueError(f"CommPolicy(reduction={self.reduction!r}): expected 'any' or 'tree'")
+        if not isinstance(self.shared_memory, bool):
+            raise ValueError(f"CommPolicy(shared_memory={self.shared_memory!r}): expected True or False")
         smallest = {
             "direct_gather_bytes": 0,
             "direct_reduce_bytes": 0,

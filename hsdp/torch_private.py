@@ -46,6 +46,10 @@ retains_graph: Callable[[], bool] = torch._C._autograd._get_current_graph_task_k
 keeping_versions: Callable[[Any], AbstractContextManager[None]] = torch.autograd.grad_mode._unsafe_preserve_version_counter
 """Inside it, writing to these tensors does not count as a change that a backward would object to."""
 
+outside_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
+"""Inside it operators compute as if no transform of `torch.func` were under way: torch.fx and the random generators of
+devices rely on it. Without it a gather inside `torch.func.jvp` could not copy what came into whole parameters."""
+
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next. Of nodes that one thread made, the engine runs those with
 higher numbers first. Each thread counts its own: on a device, a recomputation runs on a thread of the engine."""

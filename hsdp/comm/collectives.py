@@ -19,6 +19,7 @@ from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group
+from hsdp.comm.host_memory import HostMemory, host_memory_of
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
@@ -66,10 +67,18 @@ class Comm:
         context: the side streams that its collectives use, and who observes them.
         divergence_guard: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
         custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
+        host_memory: memory that all ranks share, through which equal parts go and not through the backend; None: they share
+            none, or have not met yet, which they do in the first collective.
     """
 
     def __init__(
-        self, group: ProcessGroup | None, rank: int, size: int, device: torch.device, context: CommContext
+        self,
+        group: ProcessGroup | None,
+        rank: int,
+        size: int,
+        device: torch.device,
+        context: CommContext,
+        shares_memory: bool = False,
     ) -> None:
         self.group = group
         self.rank = rank
@@ -81,6 +90,8 @@ class Comm:
         self.divergence_guard: DivergenceGuard | None = None
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
+        self.host_memory: HostMemory | None = None
+        self._meets = shares_memory and group is not None and self.backend == "gloo" and device.type == "cpu"
         if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
             self.divergence_guard = guard_of(group, rank, device)
         self._all_gather_options = _options(AllgatherOptions, context.streams)
@@ -135,9 +146,13 @@ class Comm:
             assert not uneven, "users' collectives know equal parts only"
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
-        calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
-        for outs, ins in calls:
-            works += _start_gather(group, outs, ins, self._all_gather_options)
+        if inputs and (memory := self._shared()) is not None:
+            works, then = memory.all_gather(op, outputs, inputs)
+            finish = in_turn(then, finish)
+        else:
+            calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
+            for outs, ins in calls:
+                works += _start_gather(group, outs, ins, self._all_gather_options)
         if uneven:
             works += start_gathers(group, self.backend, uneven, self._all_gather_options)
             outputs, inputs = outputs + [one.whole for one in uneven], inputs + [one.own for one in uneven]
@@ -172,6 +187,9 @@ class Comm:
             by_host = not self.context.streams.active
             works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
             finish = in_turn(then, finish)
+        elif inputs and (memory := self._shared()) is not None:
+            works, then = memory.reduce_scatter(op, outputs, inputs)
+            finish = in_turn(then, finish)
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
@@ -200,6 +218,9 @@ class Comm:
         works: list[Any] = []
         if custom is not None:
             works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
+        elif tensors and (memory := self._shared()) is not None:
+            works, then = memory.all_reduce(op, tensors)
+            finish = in_turn(then, finish)
         else:
             self._sum_in_place(group, works, tensors)
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
@@ -219,7 +240,11 @@ class Comm:
         Of the second of each `uneven` pair it gets every rank's part number r, into the first.
         """
         group = self._ready(op, "all-to-all", owner)
-        works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
+        if inputs and (memory := self._shared()) is not None:
+            works, then = memory.all_to_all(op, outputs, inputs)
+            finish = in_turn(then, finish)
+        else:
+            works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         for received, one in uneven:
             sizes = [one.own.numel()] * self.size, list(one.sizes)
             works += _start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
@@ -245,6 +270,13 @@ class Comm:
         """Tells the ranks' divergence guard that this rank starts nothing where the others might."""
         if self.divergence_guard is not None:
             self.divergence_guard.before_collective(op, "step without an exchange", owner.name)
+
+    def _shared(self) -> HostMemory | None:
+        if self._meets and self.group is not None:
+            # Not before: the ranks have agreed on this collective, so all are here.
+            self._meets = False
+            self.host_memory = host_memory_of(self.group)
+        return self.host_memory
 
     def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
         assert self.group is not None, f"{kind} without a process group"

@@ -160,11 +160,10 @@ class Unit(UnitActivity, UnshardedParams):
 
         # Communication.
         self.context = CommContext(Streams(axes.device))
-        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, axes.device, self.context)
+        place, shares = (axes.device, self.context), comm_policy.shared_memory
+        self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, *place, shares)
         self.scatter_comm = self.shard_comm
-        self.replicate_comm = Comm(
-            axes.replicate_group, axes.replicate_rank, axes.replicate_size, axes.device, self.context
-        )
+        self.replicate_comm = Comm(axes.replicate_group, axes.replicate_rank, axes.replicate_size, *place, shares)
         self.part_comm = self._comm_of_parts(reshard_after_forward)
         self._parts = 1 if self.part_comm is None else self.part_comm.size
 
@@ -175,7 +174,7 @@ class Unit(UnitActivity, UnshardedParams):
             return None
         assert axes.shard_group is not None, "an axis of several ranks has a group"
         group = subgroup(axes.shard_group, axes.shard_rank, parts)
-        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.context)
+        return Comm(group, axes.shard_rank % parts, parts, axes.device, self.context, self.comm_policy.shared_memory)
 
     # -- building ------------------------------------------------------------------------------------------------
 

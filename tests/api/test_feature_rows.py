@@ -17,7 +17,7 @@ from torch import Tensor, nn
 import hsdp
 from hsdp import MixedPrecisionPolicy
 from tests.soak.random_models import Part, Subject, run
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.deep import DIM, Deep, collectives, floats, mean_into, of_kind, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
@@ -56,6 +56,7 @@ RESHARDS: dict[Any, list[int]] = {True: [4] * 5, False: [], None: [4] * 3, 2: [2
 """Gathers of a backward of five units. With None the root is kept, and once the order is known the last unit, too."""
 
 
+@by_sockets
 def check_reshard(env: RankEnv, reshard: bool | int | None) -> None:
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(4), reshard_after_forward=reshard)
     step(model, env.rank)

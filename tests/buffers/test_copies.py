@@ -24,7 +24,7 @@ from benchmarks.copies import (
     scattered_elements,
 )
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.rig import Pool, RankEnv, fake_world
 
 LIMITS = {"nccl": (32 * 1024, 32 * 1024), "gloo": (256 * 1024, 1024 * 1024)}
@@ -61,6 +61,7 @@ def test_collectives_and_bytes_are_those_of_the_formula() -> None:
     assert all(1 <= ratio < 1.0001 for ratio in over_formula(counts, (2, 4), 4).values())
 
 
+@by_sockets
 def _same_memory(env: RankEnv, shape: tuple[int, ...]) -> None:
     # One unit, and each pointer is of a moment in which all of them are alive: none can be another's memory used again.
     model: Any = build("hsdp direct", "fp32", env.mesh(shape), units=1)

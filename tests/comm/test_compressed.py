@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 
 import hsdp
 from hsdp.comm.compressed import add_in_order
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest
 from tests.support.twin import full_grads
@@ -105,6 +105,7 @@ def _step(model: Any, rank: int) -> dict[str, Tensor | None]:
     return full_grads(model)
 
 
+@by_sockets
 def _trains(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
     plain, model = (_model(env, shape, compressed, comm_policy=policy) for compressed in (False, True))
     counters, grads = [], []

@@ -32,7 +32,7 @@ from tests.optim.test_muon import (
 )
 from tests.optim.test_replicas import InRankOrder
 from tests.optim.test_shared_gradients import shared
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, pool_for
 from tests.support.twin import assert_same, full_params
@@ -174,6 +174,7 @@ def across(shape: tuple[int, int], env: RankEnv, experts: bool, over_replicas: b
     return total.item(), momenta(optimizer)
 
 
+@by_sockets
 def _counts(env: RankEnv, shape: tuple[int, int]) -> None:
     replicas, shards = shape
     for experts in (False, True):

@@ -16,7 +16,7 @@ import hsdp
 from hsdp.optim import local
 from tests.optim.test_local import CASE
 from tests.optim.test_replicas import InRankOrder
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, mesh_id, pool_for, shard
 from tests.support.twin import assert_same, full, full_grads, full_params
@@ -349,6 +349,7 @@ def test_inside_of_tensor_parallelism(pool4: Pool) -> None:
     pool4.run(_tensor_parallel)
 
 
+@by_sockets
 def _bytes(env: RankEnv, shape: tuple[int, int]) -> None:
     """Over the replicate axis: those of the all-reduce, (R - 1) / R of the shards each way, with even rows."""
     replicas, shards = shape

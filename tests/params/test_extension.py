@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tenso
 
 import hsdp
 from hsdp.examples.int8_gather import Int8Weight, quantise
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.models import Case, mse
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import MESHES, check_rest, check_sharded, mesh_id, pool_for
@@ -322,6 +322,7 @@ def test_torchao_trains_in_float8(pool2: Pool) -> None:
 # -- bytes ------------------------------------------------------------------------------------------------------------
 
 
+@by_sockets
 def check_bytes(env: RankEnv) -> None:
     """fp32 weights travel in a quarter of their bytes, and take only the memory that they need."""
     model = _wrap(nn.Sequential(nn.Linear(64, 32, bias=False), nn.Linear(32, 64, bias=False)))

@@ -20,7 +20,7 @@ from torch.distributed import fsdp
 
 import hsdp
 from hsdp import CommPolicy, MixedPrecisionPolicy
-from tests.support.counting import CollectiveCounter, CopyCounter
+from tests.support.counting import CollectiveCounter, CopyCounter, by_sockets
 from tests.support.models import MLP, CalledTwice, Transformer
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import mesh_id, shard
@@ -256,6 +256,7 @@ def test_large_weights_are_gathered_and_reduced_without_copies(dtype: torch.dtyp
 # -- the same on gloo -----------------------------------------------------------------------------------------------
 
 
+@by_sockets
 def _on_gloo(env: RankEnv, shape: tuple[int, ...], setter: str | None) -> list[tuple[dict[str, int], list[float], int]]:
     model = shard(_model(), env.mesh(shape), reshard_after_forward=True)
     told = []

@@ -39,6 +39,7 @@ POLICIES = st.fixed_dictionaries(
         "reduce_scatter_bucket_bytes": st.just(1 << 20),
         "all_reduce_bucket_bytes": st.just(1 << 20),
         "reduction": st.just("tree"),
+        "shared_memory": st.just(False),
     },
 )
 """Arguments of `CommPolicy` that random tests draw."""

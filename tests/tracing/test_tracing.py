@@ -30,7 +30,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing.spans import intersection, length, union
 from hsdp.unit.lookup import unit_of
 from tests.support.best_step import Durations
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.models import language
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import shard
@@ -104,6 +104,7 @@ def test_a_device_s_times_are_those_of_its_streams(monkeypatch: pytest.MonkeyPat
 CASE = language("trace", vocab=64, dim=32, heads=2, hidden=64, layers=3, rows=2, length=16)
 
 
+@by_sockets
 def _trace_compressed(env: RankEnv) -> None:
     """An all-reduce stage that is made of other collectives is traced as the stage that it is."""
     model: Any = nn.Sequential(*(nn.Linear(64, 64) for _ in range(2)))
@@ -130,6 +131,7 @@ def test_a_compressed_all_reduce_is_traced_as_an_all_reduce(pool4: Pool) -> None
     pool4.run(_trace_compressed)
 
 
+@by_sockets
 def _trace_and_count(env: RankEnv, folder: str, shape: tuple[int, ...]) -> None:
     models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
     optimizers = [torch.optim.AdamW(model.parameters(), lr=1e-2) for model in models]
@@ -226,6 +228,7 @@ def test_a_late_rank_shows_as_an_exposed_wait(pool2: Pool) -> None:
     pool2.run(_wait_for_a_late_rank)
 
 
+@by_sockets
 def _sleep_beside_a_gather(env: RankEnv) -> None:
     model: Any = shard(CASE.model(), env.mesh((2,)))
     CASE.loss(model, CASE.batch(0, env.rank)).backward()
@@ -452,6 +455,7 @@ def test_traces_of_two_models_and_of_parts_do_not_mix() -> None:
         assert sum(span.seconds for span in part.recording.track("compute")) < part.recording.end - 0.04
 
 
+@by_sockets
 def _trace_what_optimizers_send(env: RankEnv) -> None:
     """An exchange of stepped shares between replicas is a gather, beside the all-reduces of gradients."""
     model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2, 2)))
@@ -468,6 +472,7 @@ def test_what_an_optimizer_sends_is_no_all_reduce(pool4: Pool) -> None:
     pool4.run(_trace_what_optimizers_send)
 
 
+@by_sockets
 def _trace_custom(env: RankEnv) -> None:
     model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2,)))
     x = torch.randn(2, 64)

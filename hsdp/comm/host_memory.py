@@ -1,0 +1,422 @@
+"""Collectives between ranks of one host through memory that they share, not sockets: `CommPolicy(shared_memory=)`.
+
+    start    rank 0  [ its part ] --copy--> a block of rank 0's  --a line: where it lies--> ranks 1, 2, ...
+             rank 1  [ its part ] --copy--> a block of rank 1's  --a line: where it lies--> ranks 0, 2, ...
+    wait     each rank takes the others' lines, and reads in their blocks what it needs: copies it, or adds it in rank order
+
+Gloo copies each byte into the kernel and out again, on threads that take turns with the ranks' own work. Here a byte is
+copied once and read where it lies, and only lines of numbers go through the kernel: Unix sockets, whose messages order
+memory as any lock does, let a rank sleep until they come, and end when a process does. A line also tells up to which post
+its sender has read everything: blocks of posts that all have read are written again. A block is a file without a name
+(memfd) that its owner made, and sent with the first line that tells of it: it is gone with the last process that maps it,
+however they end.
+
+A group of which some ranks do not reach each other so (they are on other hosts, or in other networks) keeps to gloo.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+import secrets
+import select
+import socket
+import struct
+import time
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, suppress
+from datetime import timedelta
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed import ProcessGroup
+
+from hsdp.errors import DivergenceError
+from hsdp.torch_private import outside_transforms
+
+_ALIGNMENT = 64
+_SMALLEST_BLOCK = 1 << 20
+_LINE = struct.Struct("4q")
+"""What the collective is, the block's number, bytes written, and the post below which the sender has read all."""
+
+_HEADER = struct.Struct("2q")
+_CLOSED = "closed its connection"
+_OP = (1 << 63) - 1
+
+Then = Callable[[], object]
+
+
+class _Mapping:
+    """Memory of one rank, mapped by this one: a header that says for which post it was written, and the post's tensors."""
+
+    def __init__(self, file: int, nbytes: int) -> None:
+        self._bytes = mmap.mmap(file, nbytes)
+        with torch.inference_mode(False):  # written again outside of it
+            self.memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
+
+    @property
+    def header(self) -> tuple[int, int]:
+        """Number and op of the post."""
+        number, op = _HEADER.unpack_from(self._bytes)
+        return number, op
+
+    @header.setter
+    def header(self, header: tuple[int, int]) -> None:
+        _HEADER.pack_into(self._bytes, 0, *header)
+
+
+class _Block(_Mapping):
+    """Memory of this rank's own: until `close` a file that others can be sent."""
+
+    def __init__(self, number: int, nbytes: int) -> None:
+        self.number = number
+        self.nbytes = nbytes
+        self.file: int | None = os.memfd_create(f"hsdp-{number}", os.MFD_CLOEXEC)
+        os.ftruncate(self.file, nbytes)
+        super().__init__(self.file, nbytes)
+
+    def close(self) -> None:
+        """Closes the file when the others have it: their mappings keep the memory, and this one's."""
+        if self.file is not None:
+            os.close(self.file)
+        self.file = None
+
+    __del__ = close
+
+
+class _Post:
+    """What the ranks write for one collective: a work that ends when all have written.
+
+    It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
+    """
+
+    def __init__(self, memory: HostMemory, number: int, op: int, like: Sequence[Tensor]) -> None:
+        self._memory = memory
+        self.number = number
+        self.op = op
+        self._places: list[tuple[int, int, torch.dtype, torch.Size]] = []
+        self.nbytes = _ALIGNMENT
+        for tensor in like:
+            self._places.append((self.nbytes, tensor.nbytes, tensor.dtype, tensor.shape))
+            self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
+
+    def places_in(self, block: Tensor) -> list[Tensor]:
+        """Where the tensors lie in one rank's block."""
+        return [block[at : at + size].view(dtype).view(shape) for at, size, dtype, shape in self._places]
+
+    def is_completed(self) -> bool:
+        """Whether all ranks have written, or one never will."""
+        try:
+            return self._memory.receive(self.number, 0.0)
+        except RuntimeError:
+            return True
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        """Until all ranks have written.
+
+        Raises:
+            RuntimeError: some have not within `timeout`, or one is gone.
+        """
+        if not self._memory.receive(self.number, timeout.total_seconds() if timeout is not None else None):
+            raise RuntimeError("timed out waiting for ranks of this host to write")
+        return True
+
+    @contextmanager
+    def read(self) -> Iterator[list[list[Tensor]]]:
+        """Each rank's tensors, by rank, as views of its block, to be read inside."""
+        blocks = self._memory.blocks_of(self)
+        with outside_transforms(), torch.no_grad():
+            yield [self.places_in(block.memory) for block in blocks]
+        # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
+        for rank, block in enumerate(blocks):
+            wanted = self.number, self.op
+            assert block.header == wanted, f"the block of rank {rank} was written for post {block.header}, not {wanted}"
+
+    def __del__(self) -> None:
+        self._memory.forget(self.number)
+
+
+class HostMemory:
+    """The blocks of one process group's ranks, which all run on this host.
+
+    All collectives of the group that go through it are started in the same order on all ranks.
+    """
+
+    def __init__(self, rank: int, peers: dict[int, socket.socket]) -> None:
+        self.rank = rank
+        self.size = len(peers) + 1
+        self._peers = peers
+        self._poll = select.poll()
+        for peer in peers.values():
+            peer.setblocking(False)
+            self._poll.register(peer, select.POLLIN)
+        self._rank_at = {peer.fileno(): other for other, peer in peers.items()}
+        self._bytes = {other: bytearray() for other in peers}
+        self._came = dict.fromkeys(peers, 0)  # how many lines each sent
+        self._lines: dict[int, dict[int, tuple[int, ...]]] = {}  # by post, by rank
+        self._lost: dict[int, str] = {}  # ranks from which nothing can come any more, and why
+        self._unread: set[int] = set()  # posts that this rank may still read
+        self._posts = 0
+        self._blocks = 0
+        self._free: list[_Block] = []
+        self._written: dict[int, _Block] = {}  # by post
+        self._read_below = dict.fromkeys(peers, 0)  # by rank: it has read all posts below
+        self._theirs: dict[int, list[_Mapping]] = {rank: [] for rank in peers}  # by number of the block
+
+    def __del__(self) -> None:
+        for peer in self._peers.values():
+            peer.close()
+
+    # -- collectives -----------------------------------------------------------------------------------------------------
+
+    def all_gather(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
+        """Gathers each 1-D input of n elements into its 1-D output of S * n; an input may lie in its place there.
+
+        `op` stands for the collective: ranks whose collectives meet compare it. So below.
+
+        Returns:
+            What to wait for, and what then puts the results down.
+        """
+        post = self._post(op, inputs)
+        pairs = zip(outputs, inputs, strict=True)
+        in_place = [mine.data_ptr() == output.data_ptr() + self.rank * mine.nbytes for output, mine in pairs]
+
+        def copy_parts() -> None:
+            with post.read() as written:
+                parts = [output.view(self.size, -1).unbind() for output in outputs]
+                for rank, theirs in enumerate(written):
+                    for whole, part, there in zip(parts, theirs, in_place, strict=True):
+                        if rank != self.rank or not there:
+                            whole[rank].copy_(part)
+
+        return [post], copy_parts
+
+    def reduce_scatter(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
+        """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
+        post = self._post(op, inputs)
+
+        def sum_parts() -> None:
+            with post.read() as written:
+                for i, output in enumerate(outputs):
+                    _sum([theirs[i].view(self.size, -1)[self.rank] for theirs in written], output.view(-1))
+
+        return [post], sum_parts
+
+    def all_to_all(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
+        """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
+        post = self._post(op, inputs)
+
+        def copy_parts() -> None:
+            with post.read() as written:
+                for i, output in enumerate(outputs):
+                    for part, theirs in zip(output.view(self.size, -1), written, strict=True):
+                        part.copy_(theirs[i].view(self.size, -1)[self.rank])
+
+        return [post], copy_parts
+
+    def all_reduce(self, op: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
+        """Sums tensors over ranks, in place: to the same bits on all."""
+        post = self._post(op, tensors)
+
+        def sum_all() -> None:
+            with post.read() as written:
+                for i, tensor in enumerate(tensors):
+                    _sum([theirs[i] for theirs in written], tensor)
+
+        return [post], sum_all
+
+    # -- posts -----------------------------------------------------------------------------------------------------------
+
+    def _post(self, op: int, tensors: Sequence[Tensor]) -> _Post:
+        """Writes tensors, of the same shapes on all ranks, for the others to read."""
+        number = self._posts
+        self._unread.add(number)
+        post = _Post(self, number, op & _OP, tensors)
+        block = self._take(post.nbytes)
+        block.header = number, post.op
+        with outside_transforms(), torch.no_grad():
+            for tensor, place in zip(tensors, post.places_in(block.memory), strict=True):
+                place.copy_(tensor)
+        self._written[number] = block
+        self._posts += 1  # not before: a post that failed, for want of memory say, was none
+        line = _LINE.pack(post.op, block.number, post.nbytes, min(self._unread))
+        for rank in self._peers:
+            self._send(rank, line, [] if block.file is None else [block.file])
+        block.close()
+        return post
+
+    def blocks_of(self, post: _Post) -> list[_Mapping]:
+        """The memory that each rank wrote for a post, whose lines have come."""
+        mine, lines = self._written[post.number], self._lines[post.number]
+        found: list[_Mapping] = []
+        for rank in range(self.size):
+            if rank == self.rank:
+                found.append(mine)
+                continue
+            op, block, nbytes, _ = lines[rank]
+            if (op, nbytes) != (post.op, post.nbytes):
+                what = "for another collective" if op != post.op else f"{nbytes} bytes, not {post.nbytes},"
+                raise DivergenceError(
+                    f"rank {rank} of the group, on this host, wrote {what} where this rank started this one"
+                )
+            found.append(self._theirs[rank][block])
+        return found
+
+    def forget(self, number: int) -> None:
+        """This rank has read a post, or never will."""
+        self._unread.discard(number)
+        self._lines.pop(number, None)
+
+    def _take(self, nbytes: int) -> _Block:
+        """A block for a post: one that all have read, or a new one.
+
+        Waiting for others to read could wait for ever: they may wait for this post.
+        """
+        read_below = min(min(self._read_below.values()), min(self._unread))
+        for post in [post for post in self._written if post < read_below]:
+            self._free.append(self._written.pop(post))
+        fitting = [block for block in self._free if nbytes <= block.nbytes]
+        if fitting:
+            block = min(fitting, key=lambda block: block.nbytes)
+            self._free.remove(block)
+            return block
+        # Few sizes, so that blocks fit other posts, too; pages that nobody touches take no memory.
+        block = _Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
+        self._blocks += 1
+        return block
+
+    # -- lines -----------------------------------------------------------------------------------------------------------
+
+    def _send(self, rank: int, line: bytes, files: list[int]) -> None:
+        peer = self._peers[rank]
+        while line and rank not in self._lost:
+            try:
+                line = line[socket.send_fds(peer, [line], files) if files else peer.send(line) :]
+                files = []
+            except BlockingIOError:
+                # It is hundreds of posts behind. Both may be sending: what comes in is taken meanwhile.
+                select.select([], [peer], [], 0.001)
+                self._take_lines(0.0)
+            except OSError:
+                self._lost[rank] = _CLOSED  # whoever waits for it is told
+
+    def receive(self, number: int, timeout: float | None) -> bool:
+        """Waits until all ranks have sent their lines of a post; returns whether they have.
+
+        Raises:
+            RuntimeError: one of them is gone.
+        """
+        deadline = None if timeout is None else time.monotonic() + timeout
+        while True:
+            missing = [rank for rank, came in self._came.items() if came <= number]
+            if not missing:
+                return True
+            for rank in missing:
+                if rank in self._lost:
+                    raise RuntimeError(f"rank {rank} of the group, on this host, {self._lost[rank]}")
+            left = None if deadline is None else deadline - time.monotonic()
+            if not self._take_lines(left) and left is not None and left <= 0:
+                return False
+
+    def _take_lines(self, timeout: float | None) -> bool:
+        """Takes what has come, waiting for something if need be; returns whether anything came."""
+        ready = self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+        for file, _ in ready:
+            rank = self._rank_at[file]
+            files: list[int] = []
+            came, flags = b"", 0
+            with suppress(OSError):  # closed, with lines under way
+                came, files, flags, _ = socket.recv_fds(self._peers[rank], 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            if not came or flags & socket.MSG_CTRUNC:
+                self._lost[rank] = _CLOSED if not came else "sent a file where this process may open no more (ulimit -n)"
+                self._poll.unregister(file)
+                continue
+            for block in files:
+                self._theirs[rank].append(_Mapping(block, os.fstat(block).st_size))
+                os.close(block)
+            held = self._bytes[rank]
+            held += came
+            whole = len(held) // _LINE.size * _LINE.size
+            for line in _LINE.iter_unpack(bytes(held[:whole])):
+                number = self._came[rank]
+                self._came[rank] += 1
+                self._read_below[rank] = line[-1]
+                if number >= self._posts or number in self._unread:
+                    self._lines.setdefault(number, {})[rank] = line
+            del held[:whole]
+        return bool(ready)
+
+
+def _sum(parts: list[Tensor], output: Tensor) -> None:
+    """Adds them in rank order; what has fewer than 32 bits in float32, rounded once."""
+    if output.dtype.itemsize < 4:
+        total = parts[0].float()
+        for part in parts[1:]:
+            total += part
+        output.copy_(total)
+        return
+    torch.add(parts[0], parts[1], out=output)
+    for part in parts[2:]:
+        output += part
+
+
+# -- meeting -----------------------------------------------------------------------------------------------------------
+
+_known: weakref.WeakKeyDictionary[ProcessGroup, HostMemory | None] = weakref.WeakKeyDictionary()
+
+
+def host_memory_of(group: ProcessGroup) -> HostMemory | None:
+    """The shared memory of a group's ranks, which all call it; None if they do not all run where they can share any."""
+    if group not in _known:
+        _known[group] = _meet(group)
+    return _known[group]
+
+
+def _meet(group: ProcessGroup) -> HostMemory | None:
+    rank, size = group.rank(), group.size()
+    secret = secrets.randbits(62) if hasattr(os, "memfd_create") else 0  # Linux, whose sockets have names outside of files
+    secrets_of = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
+        if secret:
+            listener.bind(_address(secret))
+            listener.listen(size)
+        dist.all_gather(secrets_of, torch.tensor([secret], device="cpu"), group=group)
+        peers: dict[int, socket.socket] = {}
+        reached = all(int(secret) for secret in secrets_of)
+        reached = reached and all(_reaches(peers, other, int(secrets_of[other]), rank) for other in range(rank))
+        answer = torch.tensor(int(reached), device="cpu")
+        # Behind this all connections to the listener are there.
+        dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+        if not answer:
+            for peer in peers.values():
+                peer.close()
+            return None
+        while len(peers) < size - 1:
+            peer, _ = listener.accept()
+            known, other = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size, b"\0"))
+            if known == secret:
+                peers[other] = peer
+    return HostMemory(rank, peers)
+
+
+_HELLO = struct.Struct("2q")
+"""The secret of who is called, and the caller's rank."""
+
+
+def _address(secret: int) -> str:
+    return f"\0hsdp-{secret}"
+
+
+def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int) -> bool:
+    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    try:
+        peer.connect(_address(secret))
+        peer.sendall(_HELLO.pack(secret, rank))
+    except OSError:  # it is on another host, or in another network namespace
+        peer.close()
+        return False
+    peers[other] = peer
+    return True

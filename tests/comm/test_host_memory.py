@@ -1,0 +1,351 @@
+"""Collectives through memory that ranks of a host share: the same numbers as through sockets, and the same errors."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Sequence
+from dataclasses import replace
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+import hsdp
+from hsdp.comm import host_memory, work
+from hsdp.comm.host_memory import HostMemory, host_memory_of
+from hsdp.errors import CollectiveError, DivergenceError
+from tests.support.deep import Deep, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import check_rest, mesh_id, shard
+from tests.support.twin import assert_same, full_grads, full_params
+
+
+def _memory(group: dist.ProcessGroup | None = None) -> HostMemory:
+    memory = host_memory_of(group or dist.new_group())
+    assert memory is not None, "ranks of a test are on one host"
+    return memory
+
+
+def _now(started: tuple[Sequence[Any], Any]) -> None:
+    works, then = started
+    for one in works:
+        one.wait()
+    then()
+
+
+def _by_sockets(verb: str, tensor: Tensor) -> Tensor:
+    ranks = dist.get_world_size()
+    if verb == "all_gather":
+        parts = [torch.empty_like(tensor) for _ in range(ranks)]
+        dist.all_gather(parts, tensor)
+        return torch.cat(parts)
+    dist.all_reduce(total := tensor.to(torch.float64, copy=True))
+    return total if verb == "all_reduce" else total.chunk(ranks)[dist.get_rank()]
+
+
+def _collectives(env: RankEnv) -> None:
+    memory, ranks = _memory(), env.world_size
+    for seed, dtype in enumerate((torch.float32, torch.float64, torch.bfloat16, torch.float16) * 3):
+        of_rank = torch.Generator().manual_seed(seed * ranks + env.rank)
+        sizes = [ranks * n for n in (1, 3, 0, 1000, 70_001)]
+        tensors = [torch.randn(size, generator=of_rank, dtype=torch.float64).to(dtype) for size in sizes]
+        gathered = [torch.full((ranks * size,), torch.nan, dtype=dtype) for size in sizes]
+        parts = [torch.full((size // ranks,), torch.nan, dtype=dtype) for size in sizes]
+        in_place = gathered[3].chunk(ranks)[env.rank].copy_(tensors[3])
+        sums = [tensor.clone() for tensor in tensors]
+        sums[3] = torch.empty_like(sums[3]).view(ranks, -1).t().copy_(sums[3].view(-1, ranks))  # not contiguous
+        _now(memory.all_gather(1, gathered, [*tensors[:3], in_place, tensors[4]]))
+        _now(memory.reduce_scatter(2, parts, tensors))
+        _now(memory.all_reduce(3, sums))
+        exchanged = [torch.full_like(tensor, torch.nan) for tensor in tensors]
+        _now(memory.all_to_all(4, exchanged, tensors))
+        close = {"rtol": torch.finfo(dtype).eps, "atol": 8 * ranks * torch.finfo(dtype).eps}
+        for whole, part, total, tensor in zip(gathered, parts, sums, tensors, strict=True):
+            assert torch.equal(whole, _by_sockets("all_gather", tensor))
+            torch.testing.assert_close(part.double(), _by_sockets("reduce_scatter", tensor), **close)
+            torch.testing.assert_close(total.double().reshape(-1), _by_sockets("all_reduce", tensor), **close)
+            everybody = [torch.empty_like(total, memory_format=torch.contiguous_format) for _ in range(ranks)]
+            dist.all_gather(everybody, total.contiguous())
+            assert all(torch.equal(total, other) for other in everybody), "replicas must not drift apart"
+        for received, tensor in zip(exchanged, tensors, strict=True):
+            dist.all_to_all_single(expected := torch.empty_like(tensor), tensor)
+            assert torch.equal(received, expected)
+
+
+def test_collectives_give_what_sockets_give(pool4: Pool) -> None:
+    pool4.run(_collectives)
+
+
+def _trains_alike(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy, options: dict[str, Any]) -> None:
+    mesh = env.mesh(shape)
+    models = [
+        shard(seeded(Deep), mesh, comm_policy=replace(policy, shared_memory=shared), **options) for shared in (False, True)
+    ]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
+    for k in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            step(model, env.rank, k)
+            optimizer.step()
+            optimizer.zero_grad()
+        ones, others = (full_params(model) for model in models)
+        for name, one in ones.items():
+            # The same sums, in rank order: but for all-reduces of more than two ranks, which gloo adds in a ring's order.
+            assert torch.equal(one, others[name]), f"{name} in step {k}: {(one - others[name]).abs().max()}"
+    check_rest(models[1])
+    units: Any = [model._units() for model in models]  # type: ignore[operator]
+    memories = [[[c.host_memory for c in (one.shard_comm, one.replicate_comm)] for one in each] for each in units]
+    assert not any(memory for row in memories[0] for memory in row)
+    # A bucket goes over the replicas' group of one of its units.
+    for axis in range(len(shape)):
+        assert any(row[axis] for row in memories[1])
+
+
+POLICIES = {
+    "default": hsdp.CommPolicy(),
+    "direct": hsdp.CommPolicy(fusion="direct"),
+    "packed, buckets": hsdp.CommPolicy(
+        fusion="packed", reduce_scatter_bucket_bytes=1 << 12, all_reduce_bucket_bytes=1 << 12, prefetch=3
+    ),
+    "tree": hsdp.CommPolicy(reduction="tree"),
+}
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_models_train_to_the_same_bits(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
+    pool4.run(_trains_alike, shape, POLICIES[policy], {})
+
+
+def test_models_that_stay_gathered_in_parts_train_to_the_same_bits(pool4: Pool) -> None:
+    pool4.run(_trains_alike, (4,), hsdp.CommPolicy(), {"reshard_after_forward": 2})
+
+
+def _blocks_of(memory: HostMemory) -> int:
+    return len(memory._free) + len(memory._written)
+
+
+def _reuses(env: RankEnv) -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model: Any = shard(seeded(Deep), mesh)
+    for k in range(30):
+        step(model, env.rank, k)
+        dist.barrier()
+        memory = model._units()[0].shard_comm.host_memory
+        if k == 3:
+            steady = _blocks_of(memory)
+    assert memory._posts > 100 and _blocks_of(memory) <= steady + 1, f"{steady} blocks became {_blocks_of(memory)}"
+    assert not memory._unread and not memory._lines, "all was read"
+    # More under way at a time takes more.
+    handles = [unit.unshard(async_op=True) for unit in model.blocks]
+    assert len(memory._unread) == len(model.blocks)
+    for handle in reversed(handles):
+        handle.wait()
+    step(model, env.rank, 31)
+    check_rest(model)
+    assert not memory._unread
+
+
+def test_blocks_are_used_again_when_all_ranks_have_read_them(pool2: Pool) -> None:
+    pool2.run(_reuses)
+
+
+def _slow_reader(env: RankEnv) -> None:
+    """Rank 1 reads late: what rank 0 wrote for it must stay, however much rank 0 writes meanwhile."""
+    memory, size = _memory(), 1000
+    started = []
+    for k in range(20):
+        output = torch.empty(2 * size)
+        works, then = memory.all_gather(k, [output], [torch.full((size,), float(100 * env.rank + k))])
+        started.append((works, then, output))
+        if env.rank == 0:
+            _now((works, then))  # its own reading is no reason to write again
+    for k, (works, then, output) in enumerate(started):
+        if env.rank == 1:
+            _now((works, then))
+        assert output.view(2, -1).unique(dim=1).flatten().tolist() == [k, 100 + k]
+
+
+def test_a_block_is_not_written_before_the_slowest_rank_has_read_it(pool2: Pool) -> None:
+    pool2.run(_slow_reader)
+
+
+def _fills_the_socket(env: RankEnv) -> None:
+    """Thousands of posts ahead of the other: the kernel takes no more lines, and both send."""
+    memory, mine = _memory(), torch.full((1,), float(env.rank))
+    posts = [memory.all_reduce(k, [mine.clone()]) for k in range(6000)]
+    for post in posts:
+        _now(post)
+
+
+def test_ranks_may_be_thousands_of_posts_apart(pool2: Pool) -> None:
+    pool2.run(_fills_the_socket)
+
+
+def _abandons(env: RankEnv) -> None:
+    memory = _memory()
+    output, mine = torch.empty(env.world_size), torch.ones(1)
+    for k in range(50):
+        works = memory.all_gather(k, [output], [mine])
+        if k % 2:
+            _now(works)
+        del works
+    memory._take_lines(0.0)
+    assert not memory._unread and _blocks_of(memory) < 10
+    _now(memory.all_reduce(50, [mine]))
+    assert not memory._lines
+
+
+def test_what_nobody_waits_for_holds_nothing(pool2: Pool) -> None:
+    pool2.run(_abandons)
+
+
+def _disagrees(env: RankEnv) -> None:
+    memory, mine = _memory(), torch.ones(4)
+    works, then = memory.all_reduce(env.rank, [mine])
+    works[0].wait()
+    with pytest.raises(DivergenceError, match=f"rank {1 - env.rank} .* wrote for another collective"):
+        then()
+    works, then = memory.all_reduce(7, [torch.ones(100 * (1 + env.rank))])
+    works[0].wait()
+    with pytest.raises(DivergenceError, match=r"wrote \d+ bytes, not \d+"):
+        then()
+
+
+def test_collectives_that_do_not_belong_together_do_not_meet(pool2: Pool) -> None:
+    pool2.run(_disagrees)
+
+
+def _skips(env: RankEnv) -> None:
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model: Any = shard(seeded(Deep), mesh)
+    with mock.patch.object(work, "_TICK", timedelta(seconds=0.2)):
+        for k in range(3):
+            step(model, env.rank, k)
+        if env.rank == 1:
+            model._pair = lambda first, x: model.blocks[2 if first else 0](x)
+        with pytest.raises(DivergenceError, match=r"the ranks disagree about .*'blocks\.\d'"):
+            for k in range(3, 6):
+                step(model, env.rank, k)
+
+
+def test_ranks_that_take_other_branches_are_told(pool2: Pool) -> None:
+    pool2.run(_skips)
+
+
+def _is_late(env: RankEnv) -> None:
+    memory, store = _memory(), dist.distributed_c10d._get_default_store()
+    if env.rank == 1:
+        store.wait(["asked"])
+    works, then = memory.all_reduce(1, [total := torch.ones(2)])
+    if env.rank == 0:
+        assert not works[0].is_completed()
+        with pytest.raises(RuntimeError, match="timed out"):
+            works[0].wait(timedelta(seconds=0.05))
+        store.set("asked", "yes")
+    _now((works, then))
+    assert works[0].is_completed() and total.tolist() == [env.world_size] * 2
+
+
+def test_a_wait_ends_in_time(pool2: Pool) -> None:
+    pool2.run(_is_late)
+
+
+def _leaves(env: RankEnv) -> None:
+    memory = _memory(group := dist.new_group())
+    if env.rank == 1:
+        host_memory._known.pop(group)
+        for peer in memory._peers.values():
+            peer.close()
+        return
+    works, _ = memory.all_reduce(1, [torch.ones(2)])
+    with pytest.raises(CollectiveError, match=r"all-reduce of unit 'blocks\.3' failed.*rank 1 of the group, on this host"):
+        work.wait_for(works[0], "gloo", None, 0, "all-reduce", "blocks.3")
+    assert works[0].is_completed()
+
+
+def test_a_rank_that_is_gone_is_named(pool2: Pool) -> None:
+    pool2.run(_leaves)
+
+
+def _cannot_share(env: RankEnv) -> None:
+    """The last rank is in another network namespace."""
+    reaches = host_memory._reaches
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    with mock.patch.object(host_memory, "_reaches", (lambda *args: False) if env.rank == 3 else reaches):
+        model: Any = shard(seeded(Deep), mesh)
+        step(model, env.rank, 0)
+    assert all(unit.shard_comm.host_memory is None for unit in model._units())
+    step(model, env.rank, 1)
+
+
+def test_ranks_that_cannot_share_memory_keep_to_sockets(pool4: Pool) -> None:
+    pool4.run(_cannot_share)
+
+
+def _goes(env: RankEnv) -> None:
+    memory = _memory(group := dist.new_group())
+    _now(memory.all_reduce(1, [torch.ones(2)]))
+    peers = list(memory._peers.values())
+    host_memory._known.pop(group)
+    del memory
+    gc.collect()
+    assert all(peer.fileno() < 0 for peer in peers), "they are closed"
+
+
+def test_nothing_holds_the_memory_of_a_group_that_is_gone(pool2: Pool) -> None:
+    pool2.run(_goes)
+
+
+def _fails_and_goes_on(env: RankEnv) -> None:
+    class Fails(nn.Module):
+        on = False
+
+        def forward(self, x: Tensor) -> Tensor:
+            if self.on:
+                raise ArithmeticError("on all ranks")
+            return x
+
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model, plain = (
+        shard(seeded(Deep), mesh, comm_policy=policy) for policy in (None, hsdp.CommPolicy(shared_memory=False))
+    )
+    fails = Fails()
+    for one in (model, plain):
+        one.blocks[1].register_forward_hook(lambda module, args, result: fails(result))  # type: ignore[index, union-attr]
+    for k in range(4):
+        fails.on = k == 1
+        for one in (model, plain):
+            one.zero_grad()
+            if fails.on:
+                with pytest.raises(ArithmeticError):
+                    step(one, env.rank, k)
+            else:
+                step(one, env.rank, k)
+    assert_same(full_grads(model), full_grads(plain), 0.0, 0.0)
+
+
+def test_a_step_that_fails_leaves_the_next_one_alone(pool2: Pool) -> None:
+    pool2.run(_fails_and_goes_on)
+
+
+def _starts_without_gradients(env: RankEnv) -> None:
+    """Blocks that a first forward in inference mode, or one on the meta device's account, made are written again later."""
+    mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
+    model, plain = (
+        shard(seeded(Deep), mesh, comm_policy=hsdp.CommPolicy(shared_memory=shared)) for shared in (True, False)
+    )
+    for one in (model, plain):
+        with torch.inference_mode(), torch.device("meta"):
+            one(torch.ones(2, 6, dtype=torch.float64, device="cpu"))
+        for k in range(2):
+            step(one, env.rank, k)
+    assert_same(full_grads(model), full_grads(plain), 0.0, 0.0)
+
+
+def test_the_first_forward_may_be_in_inference_mode(pool2: Pool) -> None:
+    pool2.run(_starts_without_gradients)

@@ -81,10 +81,11 @@ def test_collectives_give_what_sockets_give(pool4: Pool) -> None:
     pool4.run(_collectives)
 
 
-def _trains_alike(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy, options: dict[str, Any]) -> None:
+def _trains_alike(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy, reshard: int | None = None) -> None:
     mesh = env.mesh(shape)
     models = [
-        shard(seeded(Deep), mesh, comm_policy=replace(policy, shared_memory=shared), **options) for shared in (False, True)
+        shard(seeded(Deep), mesh, comm_policy=replace(policy, shared_memory=shared), reshard_after_forward=reshard)
+        for shared in (False, True)
     ]
     optimizers = [torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9) for model in models]
     for k in range(4):
@@ -118,11 +119,11 @@ POLICIES = {
 @pytest.mark.parametrize("policy", POLICIES)
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_models_train_to_the_same_bits(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
-    pool4.run(_trains_alike, shape, POLICIES[policy], {})
+    pool4.run(_trains_alike, shape, POLICIES[policy])
 
 
 def test_models_that_stay_gathered_in_parts_train_to_the_same_bits(pool4: Pool) -> None:
-    pool4.run(_trains_alike, (4,), hsdp.CommPolicy(), {"reshard_after_forward": 2})
+    pool4.run(_trains_alike, (4,), hsdp.CommPolicy(), 2)
 
 
 def _blocks_of(memory: HostMemory) -> int:
@@ -157,16 +158,19 @@ def test_blocks_are_used_again_when_all_ranks_have_read_them(pool2: Pool) -> Non
 def _slow_reader(env: RankEnv) -> None:
     """Rank 1 reads late: what rank 0 wrote for it must stay, however much rank 0 writes meanwhile."""
     memory, size = _memory(), 1000
-    started = []
+    started, outputs = [], []
     for k in range(20):
         output = torch.empty(2 * size)
-        works, then = memory.all_gather(k, [output], [torch.full((size,), float(100 * env.rank + k))])
-        started.append((works, then, output))
+        outputs.append(output)
+        works = memory.all_gather(k, [output], [torch.full((size,), float(100 * env.rank + k))])
         if env.rank == 0:
-            _now((works, then))  # its own reading is no reason to write again
-    for k, (works, then, output) in enumerate(started):
-        if env.rank == 1:
-            _now((works, then))
+            _now(works)  # that it has read itself is no reason to write again
+        else:
+            started.append(works)
+        del works
+    for works in started:
+        _now(works)
+    for k, output in enumerate(outputs):
         assert output.view(2, -1).unique(dim=1).flatten().tolist() == [k, 100 + k]
 
 

@@ -9,8 +9,8 @@ the words that tell that it failed for the mutant's sake.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 from unittest import mock
 
@@ -22,6 +22,7 @@ import hsdp.params.param
 import hsdp.planning.memory
 import hsdp.schedule.optimizer_hooks
 import hsdp.schedule.pipeline
+import tests.mutants.host
 import tests.mutants.loops
 import tests.mutants.optimizers
 import tests.mutants.sides
@@ -362,11 +363,15 @@ SKIPS = Case("without sync", (2,), (1,), step=3)  # by then the ranks know what 
 
 
 @mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|Hung|Died|^None")
-def asks_nobody() -> Any:
+@contextmanager
+def asks_nobody() -> Iterator[None]:
     def count(divergence_guard: DivergenceGuard, *args: Any) -> None:
         divergence_guard.count += 1
 
-    return mock.patch.object(DivergenceGuard, "before_collective", count)
+    # Through memory, ranks see by themselves whether their collectives belong together.
+    nowhere = mock.patch("hsdp.comm.collectives.host_memory_of", lambda group: None)
+    with nowhere, mock.patch.object(DivergenceGuard, "before_collective", count):
+        yield
 
 
 @mutant(Check(disagree, (SKIPS,), ends="DivergenceError"), kill="CollectiveError|DivergenceError.*did not come")

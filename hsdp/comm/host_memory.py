@@ -25,7 +25,7 @@ import struct
 import time
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
@@ -74,7 +74,8 @@ class _Block(_Mapping):
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
         self.nbytes = nbytes
-        self.file: int | None = os.memfd_create(f"hsdp-{number}", os.MFD_CLOEXEC)
+        self.file: int | None = None
+        self.file = os.memfd_create(f"hsdp-{number}", os.MFD_CLOEXEC)
         os.ftruncate(self.file, nbytes)
         super().__init__(self.file, nbytes)
 
@@ -376,30 +377,38 @@ def host_memory_of(group: ProcessGroup) -> HostMemory | None:
 
 
 def _meet(group: ProcessGroup) -> HostMemory | None:
+    """Connects each pair of ranks, and has the one that called send a block: what the system forbids shows here."""
     rank, size = group.rank(), group.size()
-    secret = secrets.randbits(62) if hasattr(os, "memfd_create") else 0  # Linux, whose sockets have names outside of files
-    secrets_of = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
-    with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as listener:
-        if secret:
-            listener.bind(_address(secret))
-            listener.listen(size)
-        dist.all_gather(secrets_of, torch.tensor([secret], device="cpu"), group=group)
+    with ExitStack() as until_done:
+        secret, probe = 0, None
+        if hasattr(os, "memfd_create"):  # Linux, whose sockets have names outside of the file system, too
+            with suppress(OSError):
+                listener = until_done.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
+                probe = _Block(0, mmap.PAGESIZE)
+                until_done.callback(probe.close)
+                name = secrets.randbits(62) | 1
+                listener.bind(_address(name))
+                listener.listen(size)
+                secret = name
+        names = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
+        dist.all_gather(names, torch.tensor([secret], device="cpu"), group=group)
         peers: dict[int, socket.socket] = {}
-        reached = all(int(secret) for secret in secrets_of)
-        reached = reached and all(_reaches(peers, other, int(secrets_of[other]), rank) for other in range(rank))
-        answer = torch.tensor(int(reached), device="cpu")
-        # Behind this all connections to the listener are there.
-        dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-        if not answer:
-            for peer in peers.values():
-                peer.close()
-            return None
-        while len(peers) < size - 1:
-            peer, _ = listener.accept()
-            known, other = _HELLO.unpack(peer.recv(_HELLO.size, socket.MSG_WAITALL).ljust(_HELLO.size, b"\0"))
-            if known == secret:
-                peers[other] = peer
-    return HostMemory(rank, peers)
+        goes = all(int(name) for name in names)
+        if goes and probe is not None and probe.file is not None:
+            probe.header = secret, rank
+            goes = all(_reaches(peers, other, int(names[other]), rank, probe.file) for other in range(rank))
+        # Behind the first question all calls have come, or nobody goes on; behind the second all have what they need.
+        if _on_all(goes, group) and _on_all(_hears(peers, listener, secret, rank, names), group):
+            return HostMemory(rank, peers)
+        for peer in peers.values():
+            peer.close()
+        return None
+
+
+def _on_all(goes: bool, group: ProcessGroup) -> bool:
+    answer = torch.tensor(int(goes), device="cpu")
+    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
+    return bool(answer)
 
 
 _HELLO = struct.Struct("2q")
@@ -410,13 +419,36 @@ def _address(secret: int) -> str:
     return f"\0hsdp-{secret}"
 
 
-def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int) -> bool:
+def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int, file: int) -> bool:
     peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+    peers[other] = peer
     try:
         peer.connect(_address(secret))
-        peer.sendall(_HELLO.pack(secret, rank))
+        socket.send_fds(peer, [_HELLO.pack(secret, rank)], [file])
     except OSError:  # it is on another host, or in another network namespace
-        peer.close()
         return False
-    peers[other] = peer
+    return True
+
+
+def _hears(
+    peers: dict[int, socket.socket], listener: socket.socket, secret: int, rank: int, names: Sequence[Tensor]
+) -> bool:
+    """Takes the calls of the ranks above, and maps the block that each sends."""
+    while len(peers) < len(names) - 1:
+        peer, _ = listener.accept()
+        try:
+            hello, files, _, _ = socket.recv_fds(peer, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
+            known, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
+            if known != secret:  # somebody else's call
+                peer.close()
+                continue
+            peers[other] = peer
+            header = None
+            for file in files:
+                header = _Mapping(file, mmap.PAGESIZE).header
+                os.close(file)
+        except OSError:
+            return False
+        if header != (int(names[other]), other):
+            return False
     return True

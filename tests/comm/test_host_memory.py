@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import gc
+import os
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from datetime import timedelta
 from typing import Any
@@ -276,19 +278,30 @@ def test_a_rank_that_is_gone_is_named(pool2: Pool) -> None:
     pool2.run(_leaves)
 
 
-def _cannot_share(env: RankEnv) -> None:
-    """The last rank is in another network namespace."""
-    reaches = host_memory._reaches
+def _refuses(*args: Any) -> int:
+    raise PermissionError("not here")
+
+
+HINDRANCES: dict[str, tuple[Any, str, Any]] = {
+    "in another network": (host_memory, "_reaches", lambda *args: False),
+    "may not send files": (host_memory, "_hears", lambda *args: False),
+    "may not share memory": (os, "memfd_create", _refuses),
+}
+
+
+def _cannot_share(env: RankEnv, how: str) -> None:
+    """One of the ranks in the middle cannot: it is called, and calls."""
     mesh = DeviceMesh.from_group(dist.new_group(), "cpu")
-    with mock.patch.object(host_memory, "_reaches", (lambda *args: False) if env.rank == 3 else reaches):
-        model: Any = shard(seeded(Deep), mesh)
+    model: Any = shard(seeded(Deep), mesh)
+    with mock.patch.object(*HINDRANCES[how]) if env.rank == 2 else nullcontext():
         step(model, env.rank, 0)
     assert all(unit.shard_comm.host_memory is None for unit in model._units())
     step(model, env.rank, 1)
 
 
-def test_ranks_that_cannot_share_memory_keep_to_sockets(pool4: Pool) -> None:
-    pool4.run(_cannot_share)
+@pytest.mark.parametrize("how", HINDRANCES)
+def test_ranks_that_cannot_share_memory_keep_to_sockets(pool4: Pool, how: str) -> None:
+    pool4.run(_cannot_share, how)
 
 
 def _goes(env: RankEnv) -> None:

@@ -14,7 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from hsdp import CommPolicy, MixedPrecisionPolicy
 from hsdp.planning import Plan
-from tests.support.counting import CollectiveCounter
+from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.models import MLP, Transformer
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import mesh_id
@@ -186,6 +186,7 @@ def test_collectives_are_as_planned(shape: tuple[int, ...], name: str) -> None:
         check(SETUPS[name], env.mesh(shape))
 
 
+@by_sockets
 def check_on_gloo(env: RankEnv, shape: tuple[int, ...], names: tuple[str, ...]) -> None:
     """Several setups, on every rank."""
     for name in names:

@@ -19,7 +19,8 @@ from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group
-from hsdp.comm.host_memory import HostMemory, host_memory_of
+from hsdp.comm.host_meeting import host_memory_of
+from hsdp.comm.host_memory import HostMemory
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams

@@ -18,21 +18,17 @@ from __future__ import annotations
 
 import mmap
 import os
-import secrets
 import select
 import socket
 import struct
 import time
-import weakref
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, suppress
+from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor
-from torch.distributed import ProcessGroup
 
 from hsdp.errors import DivergenceError
 from hsdp.torch_private import outside_transforms
@@ -49,7 +45,7 @@ _OP = (1 << 63) - 1
 Then = Callable[[], object]
 
 
-class _Mapping:
+class Mapping:
     """Memory of one rank, mapped by this one: a header that says for which post it was written, and the post's tensors."""
 
     def __init__(self, file: int, nbytes: int) -> None:
@@ -68,7 +64,7 @@ class _Mapping:
         _HEADER.pack_into(self._bytes, 0, *header)
 
 
-class _Block(_Mapping):
+class Block(Mapping):
     """Memory of this rank's own: until `close` a file that others can be sent."""
 
     def __init__(self, number: int, nbytes: int) -> None:
@@ -162,10 +158,10 @@ class HostMemory:
         self._unread: set[int] = set()  # posts that this rank may still read
         self._posts = 0
         self._blocks = 0
-        self._free: list[_Block] = []
-        self._written: dict[int, _Block] = {}  # by post
+        self._free: list[Block] = []
+        self._written: dict[int, Block] = {}  # by post
         self._read_below = dict.fromkeys(peers, 0)  # by rank: it has read all posts below
-        self._theirs: dict[int, list[_Mapping]] = {rank: [] for rank in peers}  # by number of the block
+        self._theirs: dict[int, list[Mapping]] = {rank: [] for rank in peers}  # by number of the block
 
     def __del__(self) -> None:
         for peer in self._peers.values():
@@ -249,10 +245,10 @@ class HostMemory:
         block.close()
         return post
 
-    def blocks_of(self, post: _Post) -> list[_Mapping]:
+    def blocks_of(self, post: _Post) -> list[Mapping]:
         """The memory that each rank wrote for a post, whose lines have come."""
         mine, lines = self._written[post.number], self._lines[post.number]
-        found: list[_Mapping] = []
+        found: list[Mapping] = []
         for rank in range(self.size):
             if rank == self.rank:
                 found.append(mine)
@@ -271,7 +267,7 @@ class HostMemory:
         self._unread.discard(number)
         self._lines.pop(number, None)
 
-    def _take(self, nbytes: int) -> _Block:
+    def _take(self, nbytes: int) -> Block:
         """A block for a post: one that all have read, or a new one.
 
         Waiting for others to read could wait for ever: they may wait for this post.
@@ -285,7 +281,7 @@ class HostMemory:
             self._free.remove(block)
             return block
         # Few sizes, so that blocks fit other posts, too; pages that nobody touches take no memory.
-        block = _Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
+        block = Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
         self._blocks += 1
         return block
 
@@ -336,7 +332,7 @@ class HostMemory:
                 self._poll.unregister(file)
                 continue
             for block in files:
-                self._theirs[rank].append(_Mapping(block, os.fstat(block).st_size))
+                self._theirs[rank].append(Mapping(block, os.fstat(block).st_size))
                 os.close(block)
             held = self._bytes[rank]
             held += came
@@ -362,93 +358,3 @@ def _sum(parts: list[Tensor], output: Tensor) -> None:
     torch.add(parts[0], parts[1], out=output)
     for part in parts[2:]:
         output += part
-
-
-# -- meeting -----------------------------------------------------------------------------------------------------------
-
-_known: weakref.WeakKeyDictionary[ProcessGroup, HostMemory | None] = weakref.WeakKeyDictionary()
-
-
-def host_memory_of(group: ProcessGroup) -> HostMemory | None:
-    """The shared memory of a group's ranks, which all call it; None if they do not all run where they can share any."""
-    if group not in _known:
-        _known[group] = _meet(group)
-    return _known[group]
-
-
-def _meet(group: ProcessGroup) -> HostMemory | None:
-    """Connects each pair of ranks, and has the one that called send a block: what the system forbids shows here."""
-    rank, size = group.rank(), group.size()
-    with ExitStack() as until_done:
-        secret, probe = 0, None
-        if hasattr(os, "memfd_create"):  # Linux, whose sockets have names outside of the file system, too
-            with suppress(OSError):
-                listener = until_done.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-                probe = _Block(0, mmap.PAGESIZE)
-                until_done.callback(probe.close)
-                name = secrets.randbits(62) | 1
-                listener.bind(_address(name))
-                listener.listen(size)
-                secret = name
-        names = [torch.zeros(1, dtype=torch.int64, device="cpu") for _ in range(size)]
-        dist.all_gather(names, torch.tensor([secret], device="cpu"), group=group)
-        peers: dict[int, socket.socket] = {}
-        goes = all(int(name) for name in names)
-        if goes and probe is not None and probe.file is not None:
-            probe.header = secret, rank
-            goes = all(_reaches(peers, other, int(names[other]), rank, probe.file) for other in range(rank))
-        # Behind the first question all calls have come, or nobody goes on; behind the second all have what they need.
-        if _on_all(goes, group) and _on_all(_hears(peers, listener, secret, rank, names), group):
-            return HostMemory(rank, peers)
-        for peer in peers.values():
-            peer.close()
-        return None
-
-
-def _on_all(goes: bool, group: ProcessGroup) -> bool:
-    answer = torch.tensor(int(goes), device="cpu")
-    dist.all_reduce(answer, dist.ReduceOp.MIN, group=group)
-    return bool(answer)
-
-
-_HELLO = struct.Struct("2q")
-"""The secret of who is called, and the caller's rank."""
-
-
-def _address(secret: int) -> str:
-    return f"\0hsdp-{secret}"
-
-
-def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int, file: int) -> bool:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peers[other] = peer
-    try:
-        peer.connect(_address(secret))
-        socket.send_fds(peer, [_HELLO.pack(secret, rank)], [file])
-    except OSError:  # it is on another host, or in another network namespace
-        return False
-    return True
-
-
-def _hears(
-    peers: dict[int, socket.socket], listener: socket.socket, secret: int, rank: int, names: Sequence[Tensor]
-) -> bool:
-    """Takes the calls of the ranks above, and maps the block that each sends."""
-    while len(peers) < len(names) - 1:
-        peer, _ = listener.accept()
-        try:
-            hello, files, _, _ = socket.recv_fds(peer, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
-            known, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
-            if known != secret:  # somebody else's call
-                peer.close()
-                continue
-            peers[other] = peer
-            header = None
-            for file in files:
-                header = _Mapping(file, mmap.PAGESIZE).header
-                os.close(file)
-        except OSError:
-            return False
-        if header != (int(names[other]), other):
-            return False
-    return True

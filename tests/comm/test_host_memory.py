@@ -18,8 +18,9 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from hsdp.comm import host_memory, work
-from hsdp.comm.host_memory import HostMemory, host_memory_of
+from hsdp.comm import host_meeting, work
+from hsdp.comm.host_meeting import host_memory_of
+from hsdp.comm.host_memory import HostMemory
 from hsdp.errors import CollectiveError, DivergenceError
 from tests.support.deep import Deep, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -264,7 +265,7 @@ def test_a_wait_ends_in_time(pool2: Pool) -> None:
 def _leaves(env: RankEnv) -> None:
     memory = _memory(group := dist.new_group())
     if env.rank == 1:
-        host_memory._known.pop(group)
+        host_meeting._known.pop(group)
         for peer in memory._peers.values():
             peer.close()
         return
@@ -283,8 +284,8 @@ def _refuses(*args: Any) -> int:
 
 
 HINDRANCES: dict[str, tuple[Any, str, Any]] = {
-    "in another network": (host_memory, "_reaches", lambda *args: False),
-    "may not send files": (host_memory, "_hears", lambda *args: False),
+    "in another network": (host_meeting, "_reaches", lambda *args: False),
+    "may not send files": (host_meeting, "_hears", lambda *args: False),
     "may not share memory": (os, "memfd_create", _refuses),
 }
 
@@ -308,7 +309,7 @@ def _goes(env: RankEnv) -> None:
     memory = _memory(group := dist.new_group())
     _now(memory.all_reduce(1, [torch.ones(2)]))
     peers = list(memory._peers.values())
-    host_memory._known.pop(group)
+    host_meeting._known.pop(group)
     del memory
     gc.collect()
     assert all(peer.fileno() < 0 for peer in peers), "they are closed"

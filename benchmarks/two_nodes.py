@@ -5,6 +5,9 @@ either sleep for their compute time, so that compute and communication do not fi
 All contenders take turns in one set of processes; a row is the ratio to FSDP2, which has its prefetch lists set and, with
 accumulation, defers its all-reduce where hsdp does. `best` is `tests.support.best_step` fed with collectives that were
 timed one at a time on the same link; no library reaches it exactly. Needs root.
+
+With layers that sleep, a host has nothing to do, as beside a device: there gloo's threads hide what they copy, and copies
+in shared memory, which the host makes when it waits, are not hidden. `--sockets` is the transport to look at then.
 """
 
 from __future__ import annotations
@@ -51,6 +54,7 @@ class Job:
     steps: int
     micro_batches: int
     contenders: tuple[str, ...]
+    sockets: bool = False
 
 
 class Sleep(torch.autograd.Function):
@@ -108,7 +112,7 @@ def build(job: Job, library: str, policy: hsdp.CommPolicy, mesh: DeviceMesh) -> 
     torch.manual_seed(0)
     layers = [RealLayer() if job.layers == "real" else SleepingLayer(job.forward) for _ in range(job.units)]
     model = nn.Sequential(*layers)
-    shard(library, (*layers, model), mesh, comm_policy=policy)
+    shard(library, (*layers, model), mesh, comm_policy=replace(policy, shared_memory=not job.sockets))
     if library == "fsdp2":
         for at, layer in enumerate(layers):
             layer.set_modules_to_forward_prefetch(layers[at + 1 : at + 2])
@@ -229,7 +233,9 @@ def measure_parts(job: Job, mesh: DeviceMesh) -> Durations:
 
     took_forward = _slowest(forward, repeats)
     took_backward = _slowest(backward, repeats)
-    unit = hsdp.fully_shard(nn.Linear(WEIGHTS * DIM, DIM, bias=False), mesh=mesh)._units()[0]  # type: ignore[attr-defined]
+    linear: nn.Module = nn.Linear(WEIGHTS * DIM, DIM, bias=False)
+    policy = hsdp.CommPolicy(shared_memory=not job.sockets)
+    unit: Any = hsdp.fully_shard(linear, mesh=mesh, comm_policy=policy)._units()[0]  # type: ignore[attr-defined]
     whole, part = torch.zeros(WEIGHTS * DIM * DIM), torch.zeros(WEIGHTS * DIM * DIM // 2)
     shard, replicate = unit.shard_comm, unit.replicate_comm
     return Durations(
@@ -295,8 +301,8 @@ def table(results: Sequence[Result], job: Job) -> str:
 
 def job_of(args: argparse.Namespace) -> Job:
     """What a command line asks for, but for the layers and where times are written."""
-    only = tuple(args.only)
-    return Job("", "sleeping", args.units, args.forward, args.rows, args.rounds, args.steps, args.micro_batches, only)
+    times = args.units, args.forward, args.rows, args.rounds, args.steps, args.micro_batches
+    return Job("", "sleeping", *times, tuple(args.only), args.sockets)
 
 
 def measured(args: argparse.Namespace, module: str, timeout: float) -> Iterator[tuple[str, str, Any]]:
@@ -331,6 +337,7 @@ def arguments(
     parser.add_argument("--rate", nargs="+", choices=RATES, default=rates)
     parser.add_argument("--layers", nargs="+", choices=["sleeping", "real"], default=["sleeping", "real"])
     parser.add_argument("--only", nargs="+", choices=baselines, default=list(baselines), help="contenders")
+    parser.add_argument("--sockets", action="store_true", help="ranks of a node do not share memory, as FSDP2's do not")
     parser.add_argument("--units", type=positive, default=10, help="(default %(default)s)")
     parser.add_argument("--forward", type=float, default=0.018, help="seconds a unit sleeps (default %(default)s)")
     parser.add_argument("--rows", type=positive, default=64, help="of a batch of real layers (default %(default)s)")

@@ -183,7 +183,7 @@ class HostMemory:
 
         def copy_parts() -> None:
             with post.read() as written:
-                parts = [output.view(self.size, -1).unbind() for output in outputs]
+                parts = [_quietly(output).view(self.size, -1).unbind() for output in outputs]
                 for rank, theirs in enumerate(written):
                     for whole, part, there in zip(parts, theirs, in_place, strict=True):
                         if rank != self.rank or not there:
@@ -209,7 +209,7 @@ class HostMemory:
         def copy_parts() -> None:
             with post.read() as written:
                 for i, output in enumerate(outputs):
-                    for part, theirs in zip(output.view(self.size, -1), written, strict=True):
+                    for part, theirs in zip(_quietly(output).view(self.size, -1), written, strict=True):
                         part.copy_(theirs[i].view(self.size, -1)[self.rank])
 
         return [post], copy_parts
@@ -221,7 +221,7 @@ class HostMemory:
         def sum_all() -> None:
             with post.read() as written:
                 for i, tensor in enumerate(tensors):
-                    _sum([theirs[i] for theirs in written], tensor)
+                    _sum([theirs[i] for theirs in written], _quietly(tensor))
 
         return [post], sum_all
 
@@ -345,6 +345,14 @@ class HostMemory:
                     self._lines.setdefault(number, {})[rank] = line
             del held[:whole]
         return bool(ready)
+
+
+def _quietly(tensor: Tensor) -> Tensor:
+    """The same memory, with a version counter of its own.
+
+    As with a backend, whose writes raise none: a gather brings what a graph that saved whole parameters has seen in them.
+    """
+    return tensor.data
 
 
 def _sum(parts: list[Tensor], output: Tensor) -> None:

@@ -62,7 +62,11 @@ def _collectives(env: RankEnv) -> None:
         in_place = gathered[3].chunk(ranks)[env.rank].copy_(tensors[3])
         sums = [tensor.clone() for tensor in tensors]
         sums[3] = torch.empty_like(sums[3]).view(ranks, -1).t().copy_(sums[3].view(-1, ranks))  # not contiguous
+        versions = [whole._version for whole in gathered]
         _now(memory.all_gather(1, gathered, [*tensors[:3], in_place, tensors[4]]))
+        assert versions == [whole._version for whole in gathered], (
+            "no backward takes a gather for a change, as of a backend"
+        )
         _now(memory.reduce_scatter(2, parts, tensors))
         _now(memory.all_reduce(3, sums))
         exchanged = [torch.full_like(tensor, torch.nan) for tensor in tensors]

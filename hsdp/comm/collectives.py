@@ -92,7 +92,7 @@ class Comm:
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         self.host_memory: HostMemory | None = None
-        self._meets = shares_memory and group is not None and self.backend == "gloo" and device.type == "cpu"
+        self._meets = shares_memory and size > 1 and self.backend == "gloo" and device.type == "cpu"
         if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
             self.divergence_guard = guard_of(group, rank, device)
         self._all_gather_options = _options(AllgatherOptions, context.streams)
@@ -148,7 +148,7 @@ class Comm:
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_gather(op, outputs, inputs)
+            works, then = memory.all_gather(owner, op, outputs, inputs)
             finish = in_turn(then, finish)
         else:
             calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
@@ -189,7 +189,7 @@ class Comm:
             works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
             finish = in_turn(then, finish)
         elif inputs and (memory := self._shared()) is not None:
-            works, then = memory.reduce_scatter(op, outputs, inputs)
+            works, then = memory.reduce_scatter(owner, op, outputs, inputs)
             finish = in_turn(then, finish)
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
@@ -220,7 +220,7 @@ class Comm:
         if custom is not None:
             works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
         elif tensors and (memory := self._shared()) is not None:
-            works, then = memory.all_reduce(op, tensors)
+            works, then = memory.all_reduce(owner, op, tensors)
             finish = in_turn(then, finish)
         else:
             self._sum_in_place(group, works, tensors)
@@ -242,7 +242,7 @@ class Comm:
         """
         group = self._ready(op, "all-to-all", owner)
         if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_to_all(op, outputs, inputs)
+            works, then = memory.all_to_all(owner, op, outputs, inputs)
             finish = in_turn(then, finish)
         else:
             works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)

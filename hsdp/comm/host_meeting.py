@@ -80,12 +80,11 @@ def _address(secret: int) -> str:
 
 
 def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int, file: int) -> bool:
-    peer = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-    peers[other] = peer
     try:
+        peer = peers[other] = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         peer.connect(_address(secret))
         socket.send_fds(peer, [_HELLO.pack(secret, rank)], [file])
-    except OSError:  # it is on another host, or in another network namespace
+    except OSError:  # it is on another host, or in another network namespace; or there are no files left
         return False
     return True
 
@@ -95,8 +94,8 @@ def _hears(
 ) -> bool:
     """Takes the calls of the ranks above, and maps the block that each sends."""
     while len(peers) < len(names) - 1:
-        peer, _ = listener.accept()
         try:
+            peer, _ = listener.accept()
             hello, files, _, _ = socket.recv_fds(peer, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
             known, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
             if known != secret:  # somebody else's call

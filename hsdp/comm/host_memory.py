@@ -22,14 +22,15 @@ import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from hsdp.comm.divergence import described
+from hsdp.comm.labels import Named
 from hsdp.errors import DivergenceError
 from hsdp.torch_private import outside_transforms
 
@@ -90,9 +91,11 @@ class _Post:
     It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
     """
 
-    def __init__(self, memory: HostMemory, number: int, op: int, like: Sequence[Tensor]) -> None:
+    def __init__(self, memory: HostMemory, number: int, kind: str, name: str, op: int, like: Sequence[Tensor]) -> None:
         self._memory = memory
         self.number = number
+        self.kind = kind
+        self.name = name
         self.op = op
         self._places: list[tuple[int, int, torch.dtype, torch.Size]] = []
         self.nbytes = _ALIGNMENT
@@ -120,17 +123,6 @@ class _Post:
         if not self._memory.receive(self.number, timeout.total_seconds() if timeout is not None else None):
             raise RuntimeError("timed out waiting for ranks of this host to write")
         return True
-
-    @contextmanager
-    def read(self) -> Iterator[list[list[Tensor]]]:
-        """Each rank's tensors, by rank, as views of its block, to be read inside."""
-        blocks = self._memory.blocks_of(self)
-        with outside_transforms(), torch.no_grad():
-            yield [self.places_in(block.memory) for block in blocks]
-        # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
-        for rank, block in enumerate(blocks):
-            wanted = self.number, self.op
-            assert block.header == wanted, f"the block of rank {rank} was written for post {block.header}, not {wanted}"
 
     def __del__(self) -> None:
         self._memory.forget(self.number)
@@ -169,95 +161,109 @@ class HostMemory:
 
     # -- collectives -----------------------------------------------------------------------------------------------------
 
-    def all_gather(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
-        """Gathers each 1-D input of n elements into its 1-D output of S * n; an input may lie in its place there.
+    # Each returns what to wait for, and what then puts the results down. `op` stands for the collective: ranks whose
+    # collectives meet compare it.
 
-        `op` stands for the collective: ranks whose collectives meet compare it. So below.
-
-        Returns:
-            What to wait for, and what then puts the results down.
-        """
-        post = self._post(op, inputs)
+    def all_gather(
+        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[list[Any], Then]:
+        """Gathers each 1-D input of n elements into its 1-D output of S * n; an input may lie in its place there."""
         pairs = zip(outputs, inputs, strict=True)
         in_place = [mine.data_ptr() == output.data_ptr() + self.rank * mine.nbytes for output, mine in pairs]
 
-        def copy_parts() -> None:
-            with post.read() as written:
-                parts = [_quietly(output).view(self.size, -1).unbind() for output in outputs]
-                for rank, theirs in enumerate(written):
-                    for whole, part, there in zip(parts, theirs, in_place, strict=True):
-                        if rank != self.rank or not there:
-                            whole[rank].copy_(part)
+        def copy_parts(written: list[list[Tensor]]) -> None:
+            parts = [_quietly(output).view(self.size, -1).unbind() for output in outputs]
+            for rank, theirs in enumerate(written):
+                for whole, part, there in zip(parts, theirs, in_place, strict=True):
+                    if rank != self.rank or not there:
+                        whole[rank].copy_(part)
 
-        return [post], copy_parts
+        return self._start("all-gather", owner, op, inputs, copy_parts)
 
-    def reduce_scatter(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
+    def reduce_scatter(
+        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[list[Any], Then]:
         """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
-        post = self._post(op, inputs)
 
-        def sum_parts() -> None:
-            with post.read() as written:
-                for i, output in enumerate(outputs):
-                    _sum([theirs[i].view(self.size, -1)[self.rank] for theirs in written], output.view(-1))
+        def sum_parts(written: list[list[Tensor]]) -> None:
+            for i, output in enumerate(outputs):
+                _sum(self._parts(i, written), output.view(-1))
 
-        return [post], sum_parts
+        return self._start("reduce-scatter", owner, op, inputs, sum_parts)
 
-    def all_to_all(self, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> tuple[list[Any], Then]:
+    def all_to_all(
+        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+    ) -> tuple[list[Any], Then]:
         """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
-        post = self._post(op, inputs)
 
-        def copy_parts() -> None:
-            with post.read() as written:
-                for i, output in enumerate(outputs):
-                    for part, theirs in zip(_quietly(output).view(self.size, -1), written, strict=True):
-                        part.copy_(theirs[i].view(self.size, -1)[self.rank])
+        def copy_parts(written: list[list[Tensor]]) -> None:
+            for i, output in enumerate(outputs):
+                torch.cat(self._parts(i, written), out=_quietly(output).view(-1))
 
-        return [post], copy_parts
+        return self._start("all-to-all", owner, op, inputs, copy_parts)
 
-    def all_reduce(self, op: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
+    def all_reduce(self, owner: Named, op: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
         """Sums tensors over ranks, in place: to the same bits on all."""
-        post = self._post(op, tensors)
 
-        def sum_all() -> None:
-            with post.read() as written:
-                for i, tensor in enumerate(tensors):
-                    _sum([theirs[i] for theirs in written], _quietly(tensor))
+        def sum_all(written: list[list[Tensor]]) -> None:
+            for i, tensor in enumerate(tensors):
+                _sum([theirs[i] for theirs in written], _quietly(tensor))
 
-        return [post], sum_all
+        return self._start("all-reduce", owner, op, tensors, sum_all)
+
+    def _parts(self, i: int, written: list[list[Tensor]]) -> list[Tensor]:
+        """This rank's of S equal parts of each rank's tensor number `i`."""
+        return [theirs[i].view(self.size, -1)[self.rank] for theirs in written]
+
+    def _start(
+        self, kind: str, owner: Named, op: int, tensors: Sequence[Tensor], put_down: Callable[[list[list[Tensor]]], None]
+    ) -> tuple[list[Any], Then]:
+        """Posts tensors, of the same shapes on all ranks; `put_down` gets each rank's, by rank, when all have."""
+        post = _Post(self, self._posts, kind, owner.name, op & _OP, tensors)
+        self._write(post, tensors)
+
+        def read() -> None:
+            mappings = self._mappings_of(post)
+            with outside_transforms(), torch.no_grad():
+                put_down([post.places_in(mapping.memory) for mapping in mappings])
+            # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
+            wanted = post.number, post.op
+            for rank, mapping in enumerate(mappings):
+                assert mapping.header == wanted, (
+                    f"the block of rank {rank} was written for post {mapping.header}, not {wanted}"
+                )
+
+        return [post], read
 
     # -- posts -----------------------------------------------------------------------------------------------------------
 
-    def _post(self, op: int, tensors: Sequence[Tensor]) -> _Post:
-        """Writes tensors, of the same shapes on all ranks, for the others to read."""
-        number = self._posts
-        self._unread.add(number)
-        post = _Post(self, number, op & _OP, tensors)
+    def _write(self, post: _Post, tensors: Sequence[Tensor]) -> None:
+        self._unread.add(post.number)
         block = self._take(post.nbytes)
-        block.header = number, post.op
+        block.header = post.number, post.op
         with outside_transforms(), torch.no_grad():
             for tensor, place in zip(tensors, post.places_in(block.memory), strict=True):
                 place.copy_(tensor)
-        self._written[number] = block
+        self._written[post.number] = block
         self._posts += 1  # not before: a post that failed, for want of memory say, was none
         line = _LINE.pack(post.op, block.number, post.nbytes, min(self._unread))
         for rank in self._peers:
             self._send(rank, line, [] if block.file is None else [block.file])
         block.close()
-        return post
 
-    def blocks_of(self, post: _Post) -> list[Mapping]:
+    def _mappings_of(self, post: _Post) -> list[Mapping]:
         """The memory that each rank wrote for a post, whose lines have come."""
-        mine, lines = self._written[post.number], self._lines[post.number]
         found: list[Mapping] = []
         for rank in range(self.size):
             if rank == self.rank:
-                found.append(mine)
+                found.append(self._written[post.number])
                 continue
-            op, block, nbytes, _ = lines[rank]
+            op, block, nbytes, _ = self._lines[post.number][rank]
             if (op, nbytes) != (post.op, post.nbytes):
                 what = "for another collective" if op != post.op else f"{nbytes} bytes, not {post.nbytes},"
                 raise DivergenceError(
-                    f"rank {rank} of the group, on this host, wrote {what} where this rank started this one"
+                    f"rank {rank} of the group, on this host, wrote {what} where this rank started the "
+                    f"{described(post.kind, post.name)}; make every rank run the same modules and steps in the same order"
                 )
             found.append(self._theirs[rank][block])
         return found
@@ -323,17 +329,10 @@ class HostMemory:
         ready = self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
         for file, _ in ready:
             rank = self._rank_at[file]
-            files: list[int] = []
-            came, flags = b"", 0
-            with suppress(OSError):  # closed, with lines under way
-                came, files, flags, _ = socket.recv_fds(self._peers[rank], 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
-            if not came or flags & socket.MSG_CTRUNC:
-                self._lost[rank] = _CLOSED if not came else "sent a file where this process may open no more (ulimit -n)"
+            came = self._taken_from(rank)
+            if not came:
                 self._poll.unregister(file)
                 continue
-            for block in files:
-                self._theirs[rank].append(Mapping(block, os.fstat(block).st_size))
-                os.close(block)
             held = self._bytes[rank]
             held += came
             whole = len(held) // _LINE.size * _LINE.size
@@ -345,6 +344,25 @@ class HostMemory:
                     self._lines.setdefault(number, {})[rank] = line
             del held[:whole]
         return bool(ready)
+
+    def _taken_from(self, rank: int) -> bytes:
+        """What has come from a rank, with the block that came along mapped; nothing if nothing can come any more."""
+        files: list[int] = []
+        try:
+            came, files, flags, _ = socket.recv_fds(self._peers[rank], 1 << 16, 1, socket.MSG_CMSG_CLOEXEC)
+            if flags & socket.MSG_CTRUNC:
+                self._lost[rank] = "sent a file where this process may open no more (ulimit -n)"
+                return b""
+            self._theirs[rank] += [Mapping(block, os.fstat(block).st_size) for block in files]
+        except OSError as error:  # it was closed with lines under way, or there is no memory for the block
+            self._lost[rank] = f"{_CLOSED}, or its block cannot be mapped ({error})"
+            return b""
+        finally:
+            for block in files:
+                os.close(block)
+        if not came:
+            self._lost[rank] = _CLOSED
+        return came
 
 
 def _quietly(tensor: Tensor) -> Tensor:

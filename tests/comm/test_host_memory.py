@@ -28,6 +28,13 @@ from tests.support.sharded import check_rest, mesh_id, shard
 from tests.support.twin import assert_same, full_grads, full_params
 
 
+class _Unit:
+    name = "blocks.3"
+
+
+UNIT = _Unit()
+
+
 def _memory(group: dist.ProcessGroup | None = None) -> HostMemory:
     memory = host_memory_of(group or dist.new_group())
     assert memory is not None, "ranks of a test are on one host"
@@ -63,14 +70,14 @@ def _collectives(env: RankEnv) -> None:
         sums = [tensor.clone() for tensor in tensors]
         sums[3] = torch.empty_like(sums[3]).view(ranks, -1).t().copy_(sums[3].view(-1, ranks))  # not contiguous
         versions = [whole._version for whole in gathered]
-        _now(memory.all_gather(1, gathered, [*tensors[:3], in_place, tensors[4]]))
+        _now(memory.all_gather(UNIT, 1, gathered, [*tensors[:3], in_place, tensors[4]]))
         assert versions == [whole._version for whole in gathered], (
             "no backward takes a gather for a change, as of a backend"
         )
-        _now(memory.reduce_scatter(2, parts, tensors))
-        _now(memory.all_reduce(3, sums))
+        _now(memory.reduce_scatter(UNIT, 2, parts, tensors))
+        _now(memory.all_reduce(UNIT, 3, sums))
         exchanged = [torch.full_like(tensor, torch.nan) for tensor in tensors]
-        _now(memory.all_to_all(4, exchanged, tensors))
+        _now(memory.all_to_all(UNIT, 4, exchanged, tensors))
         close = {"rtol": torch.finfo(dtype).eps, "atol": 8 * ranks * torch.finfo(dtype).eps}
         for whole, part, total, tensor in zip(gathered, parts, sums, tensors, strict=True):
             assert torch.equal(whole, _by_sockets("all_gather", tensor))
@@ -169,7 +176,7 @@ def _slow_reader(env: RankEnv) -> None:
     for k in range(20):
         output = torch.empty(2 * size)
         outputs.append(output)
-        works = memory.all_gather(k, [output], [torch.full((size,), float(100 * env.rank + k))])
+        works = memory.all_gather(UNIT, k, [output], [torch.full((size,), float(100 * env.rank + k))])
         if env.rank == 0:
             _now(works)  # that it has read itself is no reason to write again
         else:
@@ -188,9 +195,11 @@ def test_a_block_is_not_written_before_the_slowest_rank_has_read_it(pool2: Pool)
 def _fills_the_socket(env: RankEnv) -> None:
     """Thousands of posts ahead of the other: the kernel takes no more lines, and both send."""
     memory, mine = _memory(), torch.full((1,), float(env.rank))
-    posts = [memory.all_reduce(k, [mine.clone()]) for k in range(6000)]
+    sums = [mine.clone() for _ in range(6000)]
+    posts = [memory.all_reduce(UNIT, k, [total]) for k, total in enumerate(sums)]
     for post in posts:
         _now(post)
+    assert torch.cat(sums).unique().tolist() == [1.0]
 
 
 def test_ranks_may_be_thousands_of_posts_apart(pool2: Pool) -> None:
@@ -201,13 +210,13 @@ def _abandons(env: RankEnv) -> None:
     memory = _memory()
     output, mine = torch.empty(env.world_size), torch.ones(1)
     for k in range(50):
-        works = memory.all_gather(k, [output], [mine])
+        works = memory.all_gather(UNIT, k, [output], [mine])
         if k % 2:
             _now(works)
         del works
     memory._take_lines(0.0)
     assert not memory._unread and _blocks_of(memory) < 10
-    _now(memory.all_reduce(50, [mine]))
+    _now(memory.all_reduce(UNIT, 50, [mine]))
     assert not memory._lines
 
 
@@ -217,11 +226,13 @@ def test_what_nobody_waits_for_holds_nothing(pool2: Pool) -> None:
 
 def _disagrees(env: RankEnv) -> None:
     memory, mine = _memory(), torch.ones(4)
-    works, then = memory.all_reduce(env.rank, [mine])
+    works, then = memory.all_reduce(UNIT, env.rank, [mine])
     works[0].wait()
-    with pytest.raises(DivergenceError, match=f"rank {1 - env.rank} .* wrote for another collective"):
+    with pytest.raises(
+        DivergenceError, match=f"rank {1 - env.rank} .* wrote for another collective .* the all-reduce of unit 'blocks.3'"
+    ):
         then()
-    works, then = memory.all_reduce(7, [torch.ones(100 * (1 + env.rank))])
+    works, then = memory.all_reduce(UNIT, 7, [torch.ones(100 * (1 + env.rank))])
     works[0].wait()
     with pytest.raises(DivergenceError, match=r"wrote \d+ bytes, not \d+"):
         then()
@@ -252,7 +263,7 @@ def _is_late(env: RankEnv) -> None:
     memory, store = _memory(), dist.distributed_c10d._get_default_store()
     if env.rank == 1:
         store.wait(["asked"])
-    works, then = memory.all_reduce(1, [total := torch.ones(2)])
+    works, then = memory.all_reduce(UNIT, 1, [total := torch.ones(2)])
     if env.rank == 0:
         assert not works[0].is_completed()
         with pytest.raises(RuntimeError, match="timed out"):
@@ -273,7 +284,7 @@ def _leaves(env: RankEnv) -> None:
         for peer in memory._peers.values():
             peer.close()
         return
-    works, _ = memory.all_reduce(1, [torch.ones(2)])
+    works, _ = memory.all_reduce(UNIT, 1, [torch.ones(2)])
     with pytest.raises(CollectiveError, match=r"all-reduce of unit 'blocks\.3' failed.*rank 1 of the group, on this host"):
         work.wait_for(works[0], "gloo", None, 0, "all-reduce", "blocks.3")
     assert works[0].is_completed()
@@ -311,7 +322,7 @@ def test_ranks_that_cannot_share_memory_keep_to_sockets(pool4: Pool, how: str) -
 
 def _goes(env: RankEnv) -> None:
     memory = _memory(group := dist.new_group())
-    _now(memory.all_reduce(1, [torch.ones(2)]))
+    _now(memory.all_reduce(UNIT, 1, [torch.ones(2)]))
     peers = list(memory._peers.values())
     host_meeting._known.pop(group)
     del memory

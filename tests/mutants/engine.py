@@ -70,6 +70,7 @@ from tests.rules import test_rule_24_bounded as rule_24
 from tests.rules import test_rule_28_side_channels as rule_28
 from tests.schedule import test_pipelining
 from tests.soak.divergence import Case, disagree
+from tests.support.counting import no_shared_memory
 from tests.support.deep import Deep
 from tests.support.models import make_case
 from tests.support.rig import RankEnv
@@ -369,8 +370,7 @@ def asks_nobody() -> Iterator[None]:
         divergence_guard.count += 1
 
     # Through memory, ranks see by themselves whether their collectives belong together.
-    nowhere = mock.patch("hsdp.comm.collectives.host_memory_of", lambda group: None)
-    with nowhere, mock.patch.object(DivergenceGuard, "before_collective", count):
+    with no_shared_memory(), mock.patch.object(DivergenceGuard, "before_collective", count):
         yield
 
 

@@ -317,12 +317,17 @@ def _bytes(tensors: Iterable[Tensor]) -> int:
     return sum(one.numel() * one.element_size() for one in tensors)
 
 
+def no_shared_memory() -> Any:
+    """Patches hsdp so that ranks that meet inside it communicate by gloo alone."""
+    return mock.patch("hsdp.comm.collectives.host_memory_of", lambda group: None)
+
+
 def by_sockets(check: Callable[..., Any]) -> Callable[..., Any]:
     """Has ranks communicate by gloo alone in a function that counts gloo's calls, or tests how hsdp uses it."""
 
     @functools.wraps(check)
     def call(*args: Any, **kwargs: Any) -> Any:
-        with mock.patch("hsdp.comm.collectives.host_memory_of", lambda group: None):
+        with no_shared_memory():
             return check(*args, **kwargs)
 
     return call

@@ -222,6 +222,8 @@ class Backwards(Root):
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
         first_node, version = _left(backward, unit)
+        if not unit.open:
+            unit.choose_trainable(afresh=False)
         if unit.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
         assert backward.gathers is not None, "a unit is passed over in an order"

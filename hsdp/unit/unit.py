@@ -384,7 +384,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._wanted = wanted
         self.shadows.choose()
         self._guard = WriteGuard(self.dtype_groups, self._fillings)
-        if self.residency is not UNSHARDED:
+        if self.residency is not UNSHARDED and not self.retained:
             self._guard.freed()
 
     # -- gradients -----------------------------------------------------------------------------------------------

@@ -6,11 +6,11 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from tests.support.deep import Deep, floats, loss_of, seeded
-from tests.support.rig import RankEnv
+from tests.support.deep import DIM, Deep, floats, loss_of, seeded
+from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 
 
@@ -135,3 +135,65 @@ def check_frozen_before_an_accumulating_backward(env: RankEnv, shape: tuple[int,
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
 def test_rule_29_frozen_before_an_accumulating_backward(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(check_frozen_before_an_accumulating_backward, shape)
+
+
+class Heads(nn.Module):
+    """A trunk with two heads."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(3))
+
+    def forward(self, x: Tensor) -> list[Tensor]:
+        x = torch.tanh(self.blocks[0](x))
+        return [self.blocks[1](x), self.blocks[2](x)]
+
+
+def thawed_before_backwards_of_other_heads(model: nn.Module, rank: int) -> None:
+    """All was frozen in the forwards, and the ranks' losses come from different heads: what trains is one answer."""
+    model.requires_grad_(False)
+    losses = [model(floats(rank, k))[head].square().sum() for k, head in enumerate((rank % 2, 0))]
+    model.requires_grad_(True)
+    for loss in losses:
+        loss.backward()
+
+
+def check_other_heads(env: RankEnv, shape: tuple[int, ...]) -> None:
+    plain, model = seeded(Heads), shard(seeded(Heads), env.mesh(shape))
+    check_grads(model, plain, thawed_before_backwards_of_other_heads, env.rank, env.world_size)
+    masks = [unit.trainable for unit in model._units()]  # type: ignore[operator]
+    assert masks == [tuple(True for _ in mask) for mask in masks], f"thawed, but rank {env.rank} has {masks}"
+    for k in range(2):
+        run = lambda model, rank: model(floats(rank, k))[rank % 2].square().sum().backward()  # noqa: E731
+        check_grads(model, plain, run, env.rank, env.world_size)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_29_ranks_agree_about_what_trains(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
+    pool_for(request, shape).run(check_other_heads, shape)
+
+
+def frozen_behind_a_graph_of_gradients(model: nn.Module, rank: int) -> None:
+    """The units are opened by hand, frozen, while a graph of gradients still reads what they gathered."""
+    x = floats(rank)
+    loss = model(x).square().mean()
+    (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+    loss = loss + grad.square().sum()
+    loss.backward(retain_graph=True)
+    model.requires_grad_(False)
+    handles = [module.unshard(async_op=True) for module in model.modules() if hasattr(module, "unshard")]
+    loss.backward()
+    for handle in handles:
+        handle.wait()
+    model.requires_grad_(True)
+
+
+def check_behind_a_graph(env: RankEnv) -> None:
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    for _ in range(2):
+        check_grads(model, plain, frozen_behind_a_graph_of_gradients, env.rank, env.world_size)
+
+
+def test_rule_29_frozen_behind_a_graph_of_gradients(pool2: Pool) -> None:
+    pool2.run(check_behind_a_graph)

@@ -16,7 +16,7 @@ A group of which some ranks do not reach each other so (they are on other hosts,
 
 from __future__ import annotations
 
-import mmap
+import ctypes
 import os
 import select
 import socket
@@ -39,7 +39,6 @@ _SMALLEST_BLOCK = 1 << 20
 _LINE = struct.Struct("4q")
 """What the collective is, the block's number, bytes written, and the post below which the sender has read all."""
 
-_HEADER = struct.Struct("2q")
 _CLOSED = "closed its connection"
 _OP = (1 << 63) - 1
 
@@ -50,19 +49,24 @@ class Mapping:
     """Memory of one rank, mapped by this one: a header that says for which post it was written, and the post's tensors."""
 
     def __init__(self, file: int, nbytes: int) -> None:
-        self._bytes = mmap.mmap(file, nbytes)
-        with torch.inference_mode(False):  # written again outside of it
-            self.memory = torch.frombuffer(self._bytes, dtype=torch.uint8)
+        # By its name: Python's mmap keeps a file open for each mapping, and of open files a process may have a thousand.
+        name = f"/proc/self/fd/{file}"
+        try:
+            with torch.inference_mode(False):  # written again outside of it
+                self.memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
+        except RuntimeError as error:
+            raise OSError(f"{name} of {nbytes} bytes cannot be mapped") from error
+        self._header = (ctypes.c_int64 * 2).from_address(self.memory.data_ptr())
 
     @property
     def header(self) -> tuple[int, int]:
         """Number and op of the post."""
-        number, op = _HEADER.unpack_from(self._bytes)
+        number, op = self._header
         return number, op
 
     @header.setter
     def header(self, header: tuple[int, int]) -> None:
-        _HEADER.pack_into(self._bytes, 0, *header)
+        self._header[:] = list(header)
 
 
 class Block(Mapping):

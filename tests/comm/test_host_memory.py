@@ -224,6 +224,23 @@ def test_what_nobody_waits_for_holds_nothing(pool2: Pool) -> None:
     pool2.run(_abandons)
 
 
+def _hoards(env: RankEnv) -> None:
+    memory = _memory()
+    output, mine = torch.empty(env.world_size), torch.ones(1)
+    _now(memory.all_gather(UNIT, 0, [output], [mine]))
+    before, blocks = len(os.listdir("/proc/self/fd")), _blocks_of(memory)
+    held = [memory.all_gather(UNIT, 1 + k, [output], [mine]) for k in range(100)]
+    for works in held:
+        _now(works)
+    assert _blocks_of(memory) > blocks + 90, "posts that are not read keep their blocks"
+    opened = len(os.listdir("/proc/self/fd")) - before
+    assert opened < 10, f"{opened} files are open for {_blocks_of(memory)} blocks"
+
+
+def test_blocks_keep_no_files_open(pool2: Pool) -> None:
+    pool2.run(_hoards)
+
+
 def _disagrees(env: RankEnv) -> None:
     memory, mine = _memory(), torch.ones(4)
     works, then = memory.all_reduce(UNIT, env.rank, [mine])

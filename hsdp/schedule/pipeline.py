@@ -224,16 +224,16 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             if reduction.all_reduce and gradients.partial is not None:
                 deferred.append(reduction)
         if not self.ordered_by_streams:
-            self._start_all_reduce(bucket, deferred)
+            self._start_all_reduce(bucket, behind, deferred)
             return bucket
         # Deferred sums were written on the compute stream.
         written = self.streams.mark() if deferred else None
         with self.streams.after("replicate", behind.work.event):
             self.streams.join(written)
-            self._start_all_reduce(bucket, deferred)
+            self._start_all_reduce(bucket, behind, deferred)
         return bucket
 
-    def _start_all_reduce(self, bucket: ReductionBucket, deferred: list[Reduction]) -> None:
+    def _start_all_reduce(self, bucket: ReductionBucket, behind: ReductionBucket, deferred: list[Reduction]) -> None:
         for reduction in deferred:
             reduction.unit.gradients.join_partial(reduction.parts)
             if not reduction.in_tree:
@@ -262,7 +262,9 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             stage = unit.settings.replica_reduce
             bucket.work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
         else:
-            bucket.work = unit.shard_comm.local("landing", bucket, finish)
+            # Where nothing follows the reduce-scatter, it is the last work before the landing.
+            follows = finish is not None or deferred
+            bucket.work = unit.shard_comm.local("landing", bucket, finish) if follows else behind.work
             bucket.at_rest = not self.ordered_by_streams
 
     def _finish(self, reductions: list[Reduction]) -> None:

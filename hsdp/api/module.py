@@ -110,6 +110,20 @@ class HSDPModule(Setters):
         """
         return gathered_apply(cast(nn.Module, self), fn)
 
+    def zero_grad(self, set_to_none: bool = True) -> None:
+        """Zeroes gradients as `torch.nn.Module.zero_grad` does, inside the model's own forward too.
+
+        There `parameters()` gives unsharded ones, while gradients are summed in those that the optimizer steps.
+        """
+        super().zero_grad(set_to_none)  # type: ignore[misc]
+        for unit in self._units():
+            if unit.shadows.registered:
+                for param in unit.params:
+                    if set_to_none:
+                        param.sharded.grad = None
+                    elif param.sharded.grad is not None:
+                        param.sharded.grad.detach().zero_()
+
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
         """Gathers the unsharded parameters of this module's unit; the module's attributes show them until `reshard()`.
 

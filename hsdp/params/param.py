@@ -171,6 +171,18 @@ class ManagedParam:
         if wanted:
             self.trained = self.unsharded
 
+    def heed_toggle(self, leaf: nn.Parameter, wants: bool) -> None:
+        """Somebody set `requires_grad` of a `leaf` that was shown as the unsharded parameter: the sharded one gets it too.
+
+        Graphs that were made before a freeze lead to the leaf: what arrives there is dropped as for any parameter that was
+        frozen meanwhile. Graphs that were made behind a thaw do, too: it is the leaf that trains from now on.
+        """
+        self.sharded.requires_grad_(wants)
+        if not wants:
+            leaf.requires_grad_(True)
+        elif leaf is not self.trained:
+            self.trained, self.node = leaf, None  # it is watched with the next choice
+
     def _annotated(self, unsharded: nn.Parameter) -> nn.Parameter:
         if self.inner is not None:
             self.inner.annotate(unsharded)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Sequence
-from operator import is_, is_not
+from operator import attrgetter, is_, is_not
 from typing import Any
 
 import torch
@@ -20,12 +20,17 @@ from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, plain_access, storage_key
 
+_requires_grad_of = attrgetter("requires_grad")
+
 
 class Shadows:
     """What opening, closing and checking a unit go through, resolved once: places, not lookups.
 
     Args:
         params: the unit's parameters, with their whole ones (or without, on the meta device).
+
+    Attributes:
+        toggled: somebody set `requires_grad` of parameters as they are shown; `choose` is to be called.
     """
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
@@ -51,8 +56,8 @@ class Shadows:
                 self._registered_params.append(param.sharded)
         self._expected = self._registered_params
         self._shown = self._in_front = False
-        self.choose()
         self._params = list(params)
+        self.choose()
         self._sharded = [param.sharded for param in params]
         self._with_locals: list[tuple[Any, Tensor]] = [(param.sharded, param.local) for param in params]
         self._wrappers = self._storages()
@@ -67,6 +72,9 @@ class Shadows:
         self.unregister()
         self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
         self._unsharded: list[Any] = [unsharded for _, _, unsharded in self._shadows]
+        self._leaves = [param.unsharded for param in self._params if param.unsharded is not None]
+        self._wanted = list(map(_requires_grad_of, self._leaves))
+        self.toggled = False
         if self._shown:
             self._put_in_front()
             self._refresh_rnns()
@@ -99,6 +107,18 @@ class Shadows:
             self._exchange(self._registered_params)
             if self._shown:
                 self._put_in_front()
+            self._heed_toggles()
+
+    def _heed_toggles(self) -> None:
+        """Whoever set `requires_grad` of parameters as they were shown, in a forward say, meant the sharded ones."""
+        now = list(map(_requires_grad_of, self._leaves))
+        if now != self._wanted:
+            params = [param for param in self._params if param.unsharded is not None]
+            for param, leaf, wants, wanted in zip(params, self._leaves, now, self._wanted, strict=True):
+                if wants != wanted:
+                    param.heed_toggle(leaf, wants)
+            self._wanted = list(map(_requires_grad_of, self._leaves))
+            self.toggled = True
 
     def _put_in_front(self) -> None:
         self._in_front = True
@@ -115,6 +135,7 @@ class Shadows:
             for module, name, _ in self._shadows:
                 if (there := module()) is not None:
                     there.__dict__.pop(name, None)
+            self._heed_toggles()
 
     def _refresh_rnns(self) -> None:
         for module, name in self._in_rnns:

@@ -355,7 +355,7 @@ class Unit(UnitActivity, UnshardedParams):
         """
         with plain_access():
             wanted = tuple(map(_requires_grad_of, self._sharded))
-        if wanted != self._wanted:
+        if wanted != self._wanted or self.shadows.toggled:
             self._show_wanted(wanted)
             self._note_nodes()
         mask = wanted
@@ -378,6 +378,8 @@ class Unit(UnitActivity, UnshardedParams):
                     "cannot be reduced; freeze it (requires_grad_(False))"
                 )
             if param.unsharded is not None:
+                if param.trained is not None and param.node is None:
+                    self._watch(slot)  # thawed where it was shown: a graph may lead to it, whatever is wanted now
                 param.choose(wants)
                 if wants and param.node is None:
                     self._watch(slot)

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import copy
+import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+import hsdp
 from tests.support.deep import DIM, Deep, floats, loss_of, seeded
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
+from tests.support.twin import assert_same, full_grads
 
 
 def freeze(model: nn.Module, wanted: bool, *blocks: int) -> None:
@@ -197,3 +202,175 @@ def check_behind_a_graph(env: RankEnv) -> None:
 
 def test_rule_29_frozen_behind_a_graph_of_gradients(pool2: Pool) -> None:
     pool2.run(check_behind_a_graph)
+
+
+class Toggling(Deep):
+    """Sets `requires_grad` inside its forward, of a parameter that is the root's own or another unit's."""
+
+    sets: bool | None = None
+    behind = False
+    of = "last"
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.sets is not None and not self.behind:
+            self.get_submodule(self.of).requires_grad_(self.sets)
+        out = super().forward(x)
+        if self.sets is not None and self.behind:
+            self.get_submodule(self.of).requires_grad_(self.sets)
+        return out
+
+
+INSIDE: dict[str, list[bool | str | None]] = {
+    "frozen": [False, None],
+    "frozen, thawed outside": [False, "thaw", None],
+    "frozen outside, thawed": ["freeze", None, True, None],
+    "in turns": [False, True, False, True, None, False],
+    "in turns with the outside": [False, "thaw", False, True, "freeze", True, "freeze", None, True],
+}
+
+
+def check_inside(env: RankEnv, shape: tuple[int, ...], name: str, of: str, behind: bool, at_once: bool) -> None:
+    """The forwards of a program set, or find, what trains; their backwards come one by one, or all behind the last."""
+
+    def run(model: nn.Module, rank: int) -> None:
+        assert isinstance(model, Toggling)
+        model.requires_grad_(True)
+        model.of, model.behind = of, behind
+        losses = []
+        for k, what in enumerate(INSIDE[name]):
+            if isinstance(what, str):
+                model.get_submodule(of).requires_grad_(what == "thaw")
+                continue
+            model.sets = what
+            losses.append(loss_of(model, rank, k))
+            if not at_once:
+                losses.pop().backward()
+        if at_once:
+            torch.stack(losses).sum().backward()
+
+    plain, model = seeded(Toggling), shard(seeded(Toggling), env.mesh(shape))
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        flags = {name: param.requires_grad for name, param in model.named_parameters()}
+        assert flags == {name: param.requires_grad for name, param in plain.named_parameters()}
+        check_rest(model)
+
+
+@pytest.mark.parametrize("at_once", [False, True])
+@pytest.mark.parametrize("behind", [False, True])
+@pytest.mark.parametrize("of", ["last", "blocks.1"])
+@pytest.mark.parametrize("name", INSIDE)
+def test_rule_29_toggles_inside_the_forward(pool2: Pool, name: str, of: str, behind: bool, at_once: bool) -> None:
+    pool2.run(check_inside, (2,), name, of, behind, at_once)
+
+
+def check_opened(env: RankEnv) -> None:
+    """Attributes of a unit that the user opened show unsharded parameters; what is set there holds as well."""
+
+    def run(model: nn.Module, rank: int) -> None:
+        for wants in (False, True, False):
+            if hasattr(model, "unshard"):
+                model.unshard()
+            model.last.requires_grad_(wants)  # type: ignore[union-attr]
+            model.last.weight.requires_grad_(wants)  # type: ignore[union-attr]
+            if hasattr(model, "reshard"):
+                model.reshard()
+            loss_of(model, rank, int(wants)).backward()
+        model.requires_grad_(True)
+
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    for _ in range(2):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        check_rest(model)
+
+
+def test_rule_29_toggles_of_an_open_unit(pool2: Pool) -> None:
+    pool2.run(check_opened)
+
+
+class Scripted(nn.Module):
+    """Five layers; `script` says what to set where: (before which layer, of what, requires_grad)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(DIM, DIM) for _ in range(5))
+        self.script: list[tuple[int, str, bool]] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        for at in range(len(self.layers) + 1):
+            for when, what, wants in self.script:
+                if when == at:
+                    set_requires_grad(self, what, wants)
+            if at < len(self.layers):
+                x = torch.tanh(self.layers[at](x))
+        return x
+
+
+def set_requires_grad(model: nn.Module, what: str, wants: bool) -> None:
+    layer, _, name = what.partition(".")
+    found: Any = model.layers[int(layer)]  # type: ignore[index]
+    (getattr(found, name) if name else found).requires_grad_(wants)
+
+
+def draw(rng: random.Random) -> list[tuple[Any, ...]]:
+    """Forwards with their scripts, toggles and `zero_grad` between them, backwards of the oldest or of all forwards."""
+    what = lambda: rng.choice(["0", "1", "2", "4", "0.weight", "3.bias", "4.weight"])  # noqa: E731
+    program: list[tuple[Any, ...]] = []
+    for k in range(rng.randint(2, 7)):
+        kind = rng.choice(["forward"] * 6 + ["set", "set", "oldest", "all", "zero"])
+        script = [(rng.randint(0, 5), what(), rng.random() < 0.5) for _ in range(rng.choice([0, 0, 1, 1, 2, 3]))]
+        program.append((kind, *{"forward": (k, script), "set": (what(), rng.random() < 0.5)}.get(kind, ())))
+    return [*program, ("all",)]
+
+
+def play(program: list[tuple[Any, ...]], model: nn.Module, rank: int) -> None:
+    losses: list[Tensor] = []
+    for kind, *told in program:
+        if kind == "forward":
+            model.script = told[1]
+            losses.append(loss_of(model, rank, told[0]))
+            model.script = []
+        elif kind == "set":
+            set_requires_grad(model, *told)
+        elif kind == "zero":
+            model.zero_grad()
+        elif losses:
+            due = losses[:1] if kind == "oldest" else losses
+            losses = losses[len(due) :]
+            torch.stack(due).sum().backward()
+
+
+def check_scripts(env: RankEnv, first: int, last: int) -> None:
+    for seed in range(first, last):
+        rng = random.Random(seed)
+        program = draw(rng)
+        plain, model = seeded(Scripted), seeded(Scripted)
+        reshard = rng.choice([None, True, False])
+        for layer in rng.sample(list(model.layers), rng.randint(0, 5)):  # type: ignore[arg-type]
+            hsdp.fully_shard(layer, mesh=env.mesh(2), reshard_after_forward=reshard)
+        hsdp.fully_shard(model, mesh=env.mesh(2), reshard_after_forward=reshard)
+        try:
+            check_run(model, plain, program, env)
+        except AssertionError as error:
+            raise AssertionError(f"seed {seed}: {error}\n{program}") from error
+
+
+def check_run(model: nn.Module, plain: nn.Module, program: list[tuple[Any, ...]], env: RankEnv) -> None:
+    play(program, model, env.rank)
+    sums: dict[str, Any] = {}
+    flags: dict[str, bool] = {}
+    for rank in range(env.world_size):
+        twin = copy.deepcopy(plain)
+        play(program, twin, rank)
+        for name, param in twin.named_parameters():
+            flags[name] = param.requires_grad
+            if param.grad is not None:
+                sums[name] = sums.get(name, 0) + param.grad / env.world_size
+    assert {name: param.requires_grad for name, param in model.named_parameters()} == flags
+    assert_same(full_grads(model), {name: sums.get(name) for name in flags}, 1e-11, 1e-11)
+    check_rest(model)
+
+
+@pytest.mark.parametrize("first", [0, 40])
+def test_rule_29_random_toggles(pool2: Pool, first: int) -> None:
+    pool2.run(check_scripts, first, first + 40)

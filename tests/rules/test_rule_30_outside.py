@@ -148,6 +148,48 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+class Zeroing(Deep):
+    """A model whose forward begins a step by itself when it is told to, or ends one in the middle."""
+
+    before: bool | None = None
+    behind: bool | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.before is not None:
+            self.zero_grad(set_to_none=self.before)
+        out = super().forward(x)
+        if self.behind is not None:
+            self.zero_grad(set_to_none=self.behind)
+        return out
+
+
+def check_zeroed_inside(env: RankEnv, pending: str, at: str, to_none: bool, shape: tuple[int, ...]) -> None:
+    def run(model: nn.Module, rank: int) -> None:
+        level(model, pending)
+        step(model, rank, 0)
+        step(model, rank, 1)
+        level(model, "full")
+        setattr(model, at, to_none)
+        step(model, rank, 2)
+        setattr(model, at, None)
+        step(model, rank, 3)
+
+    model = shard(seeded(Zeroing), env.mesh(shape))
+    run(model, env.rank)
+    assert_same(full_grads(model), mean_grads(seeded(Zeroing), run, env.world_size))
+    check_rest(model)
+
+
+@pytest.mark.parametrize("to_none", [True, False])
+@pytest.mark.parametrize("at", ["before", "behind"])
+@pytest.mark.parametrize("pending", ["full", *PENDING])
+def test_rule_30_zero_grad_inside_the_forward_clears_pending_sums(
+    pool4: Pool, pending: str, at: str, to_none: bool
+) -> None:
+    for shape in MESHES:
+        pool4.run(check_zeroed_inside, pending, at, to_none, shape)
+
+
 def check_refused(env: RankEnv, shape: tuple[int, ...], pending: str) -> None:
     model = shard(seeded(Deep), env.mesh(shape))
     level(model, "full")

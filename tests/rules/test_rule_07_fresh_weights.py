@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hsdp
 from tests.rules.test_rule_14_accumulation import Choosy
@@ -173,3 +173,75 @@ def check_write_behind_an_unshard(env: RankEnv, waited: bool) -> None:
 @pytest.mark.parametrize("waited", [True, False])
 def test_rule_07_writes_behind_an_asynchronous_unshard(pool2: Pool, waited: bool) -> None:
     pool2.run(check_write_behind_an_unshard, waited)
+
+
+def _by_data(old: list[Any], new: list[Any]) -> None:
+    for mine, other in zip(old, new, strict=True):
+        mine.data.mul_(0.9).add_(other.data, alpha=0.1)
+
+
+def _by_foreach(old: list[Any], new: list[Any]) -> None:
+    torch._foreach_mul_(old, 0.9)
+    torch._foreach_add_(old, new, alpha=0.1)
+
+
+def _by_lerp(old: list[Any], new: list[Any]) -> None:
+    for mine, other in zip(old, new, strict=True):
+        mine.lerp_(other, 0.1)
+
+
+AVERAGES = {"p.data": _by_data, "foreach": _by_foreach, "in place": _by_lerp}
+
+
+class Momentum(nn.Module):
+    """An encoder that is trained towards its own average, which its forward goes on with before it uses it."""
+
+    def __init__(self, how: str, at: int) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(6, 6) for _ in range(6))  # three that train, then their averages
+        self.blocks[3:].requires_grad_(False)
+        self.average, self.at, self.moves = AVERAGES[how], at, True
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = x
+        for at, block in enumerate(self.blocks):
+            if at == self.at and self.moves:
+                self.move()
+            with torch.set_grad_enabled(at < 3):
+                y = x if at == 3 else y
+                y = torch.tanh(block(y))
+            if at == 2:
+                mine = y
+        return mine - y
+
+    def move(self) -> None:
+        with torch.no_grad():
+            self.average(list(self.blocks[3:].parameters()), list(self.blocks[:3].parameters()))
+
+
+def check_momentum(env: RankEnv, shape: tuple[int, ...], how: str, at: int, prefetch: int) -> None:
+    plain: Any = seeded(partial(Momentum, how, at))
+    model = shard(copy.deepcopy(plain), env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
+    optimizers = [torch.optim.SGD(list(net.blocks[:3].parameters()), lr=0.5) for net in (model, plain)]
+    plain.moves = False
+    for k in range(4):
+        out = model(floats(env.rank, k))
+        out.square().sum().backward()
+        plain.move()
+        outs = [plain(floats(rank, k)) for rank in range(env.world_size)]
+        torch.testing.assert_close(out, outs[env.rank], rtol=1e-11, atol=1e-11)
+        (sum(each.square().sum() for each in outs) / env.world_size).backward()
+        for optimizer in optimizers:
+            optimizer.step()
+            optimizer.zero_grad()
+        check_rest(model)
+
+
+@pytest.mark.parametrize("prefetch", [1, 4])
+@pytest.mark.parametrize("at", [0, 2, 3])
+@pytest.mark.parametrize("how", AVERAGES)
+def test_rule_07_units_that_are_written_in_a_forward_before_their_own(
+    pool2: Pool, pool4: Pool, how: str, at: int, prefetch: int
+) -> None:
+    pool2.run(check_momentum, (2,), how, at, prefetch)
+    pool4.run(check_momentum, (2, 2), how, at, prefetch)

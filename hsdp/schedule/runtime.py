@@ -58,16 +58,12 @@ class Runtime(Backwards):
         unit.enter_forward(afresh=not self.reduce_order.awaited)
         ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
-        if not unit.open and not unit.as_kept():  # written to since it was gathered ahead (momentum encoders are, so)
-            unit.let_go()
-            unit.reshard()
         # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
         # only then does `show` wait, so that those ahead are on their way meanwhile.
         unit.gather(unit.forward_version)
         for other in ahead if chosen is None else chosen:
             if other.residency is SHARDED:
                 other.launch()
-                other.note_shards()
         unit.show(registered=True)
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:

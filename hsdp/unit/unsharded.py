@@ -109,7 +109,7 @@ class UnshardedParams:
         """Starts the gather of the unsharded parameters: SHARDED -> GATHERING.
 
         Args:
-            version: `version`, if the caller has just asked for it.
+            version: `version`, if the caller has just asked for it; None: ahead of use, before which shards may be written.
             looked: the caller has asked, or will ask before they are used, whether they are `disturbed`.
 
         Raises:
@@ -123,6 +123,7 @@ class UnshardedParams:
         observer = self.context.observer
         if observer is not None:
             observer.begins("launch", self)
+        ahead = version is None
         try:
             version = version or self.version
             if not looked and self.disturbed():
@@ -158,6 +159,8 @@ class UnshardedParams:
                 observer.ends("launch", self)
         self.residency = GATHERING
         self.gathered_version = version
+        if ahead:
+            self.note_shards()
         if self.retained:
             # The gather writes the bits that are there, but the graph that reads them comes without another word.
             self.join_gather()
@@ -167,8 +170,12 @@ class UnshardedParams:
 
         It is waited for behind gathers ahead. Arguments as in `launch`.
         """
-        if not self.open and self.residency is not SHARDED and self.gathered_version != version:
-            self.reshard()
+        if not self.open and self.residency is not SHARDED:
+            if self.gathered_version != version:
+                self.reshard()
+            elif not looked and not self.as_kept():  # written to since it was gathered ahead: a momentum encoder, say
+                self.let_go()
+                self.reshard()
         if self.residency is SHARDED:
             self.launch(version, looked)
 

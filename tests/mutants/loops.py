@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -46,6 +46,7 @@ from tests.rules import test_rule_09_resharding as rule_09
 from tests.rules import test_rule_10_completion as rule_10
 from tests.rules import test_rule_17_clipping as rule_17
 from tests.rules import test_rule_28_side_channels as side_channels
+from tests.rules import test_rule_29_requires_grad as rule_29
 from tests.schedule import test_loops as loops
 from tests.unit import test_training_state as states
 
@@ -130,8 +131,24 @@ def does_not_see_moves() -> Any:
 
 
 @mutant(Check(rule_07.check_fresh, ("the root kept its parameters", None)), kill="p.data differs")
-def trusts_what_an_earlier_forward_left() -> Any:
-    return mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
+@contextmanager
+def trusts_what_an_earlier_forward_left() -> Iterator[None]:
+    # Units look at their shards again, as if they had been gathered ahead.
+    with (
+        mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None)),
+        mock.patch.object(Unit, "as_kept", return_value=True),
+    ):
+        yield
+
+
+@mutant(Check(rule_07.check_momentum, ((2,), "p.data", 3, 1)), kill="AssertionError")
+def does_not_look_at_what_was_gathered_ahead() -> Any:
+    return mock.patch.object(Unit, "note_shards", return_value=None)
+
+
+@mutant(Check(rule_29.check_inside, ((2,), "frozen, thawed outside", "last", False, False)), kill="should not be")
+def does_not_heed_what_a_forward_sets() -> Any:
+    return mock.patch.object(Shadows, "_heed_toggles", return_value=None)
 
 
 @mutant(Check(rule_08.check_bound, (1,)), kill="AssertionError")

@@ -48,7 +48,16 @@ from hsdp.unit.unit import Unit
 from tests import test_offload as offload
 from tests.api import test_compat
 from tests.comm import test_compressed
-from tests.mutants.planting import MUTANTS, WRONG_NUMBERS, Check, mutant, remembering, replaced, versions_told_by
+from tests.mutants.planting import (
+    MUTANTS,
+    WRONG_NUMBERS,
+    Check,
+    mutant,
+    remembering,
+    replaced,
+    trusting_what_is_whole,
+    versions_told_by,
+)
 from tests.params import test_extension as extension
 from tests.params import test_placement as placement
 from tests.params import test_tensor_parallel as tensor_parallel
@@ -327,7 +336,7 @@ def takes_recomputation_for_forward() -> Any:
 
 @mutant(Check(rule_19.check_inference_first, ("no_grad",)), kill=f"{WRONG_NUMBERS}|whole|StaleParametersError")
 def uses_a_stale_gather() -> Any:
-    return mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
+    return trusting_what_is_whole()
 
 
 @mutant(Check(rule_20.check_stale), kill="DID NOT RAISE")

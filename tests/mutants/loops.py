@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import ExitStack, contextmanager, nullcontext
 from typing import Any
 from unittest import mock
@@ -33,7 +33,7 @@ from hsdp.unit.install import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from tests.api import test_feature_rows as rows
-from tests.mutants.planting import WRONG_NUMBERS, Check, mutant, replaced, versions_told_by
+from tests.mutants.planting import WRONG_NUMBERS, Check, mutant, replaced, trusting_what_is_whole, versions_told_by
 from tests.rules import test_rule_01_ownership as rule_01
 from tests.rules import test_rule_02_ties as rule_02
 from tests.rules import test_rule_03_mixtures as rule_03
@@ -131,14 +131,8 @@ def does_not_see_moves() -> Any:
 
 
 @mutant(Check(rule_07.check_fresh, ("the root kept its parameters", None)), kill="p.data differs")
-@contextmanager
-def trusts_what_an_earlier_forward_left() -> Iterator[None]:
-    # Units look at their shards again, as if they had been gathered ahead.
-    with (
-        mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None)),
-        mock.patch.object(Unit, "as_kept", return_value=True),
-    ):
-        yield
+def trusts_what_an_earlier_forward_left() -> Any:
+    return trusting_what_is_whole()
 
 
 @mutant(Check(rule_07.check_momentum, ((2,), "p.data", 3, 1)), kill="AssertionError")

@@ -31,7 +31,7 @@ from torch import Tensor
 
 from hsdp.comm.divergence import described
 from hsdp.comm.labels import Named
-from hsdp.errors import DivergenceError
+from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import outside_transforms
 
 _ALIGNMENT = 64
@@ -243,7 +243,13 @@ class HostMemory:
 
     def _write(self, post: _Post, tensors: Sequence[Tensor]) -> None:
         self._unread.add(post.number)
-        block = self._take(post.nbytes)
+        try:
+            block = self._take(post.nbytes)
+        except OSError as error:
+            raise CollectiveError(
+                f"no shared memory of {post.nbytes} bytes for the {described(post.kind, post.name)} ({error}); raise the "
+                "limit of open files (ulimit -n) or of memory, or pass CommPolicy(shared_memory=False)"
+            ) from error
         block.header = post.number, post.op
         with outside_transforms(), torch.no_grad():
             for tensor, place in zip(tensors, post.places_in(block.memory), strict=True):

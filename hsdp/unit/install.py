@@ -20,7 +20,7 @@ from hsdp.params.subclass import parts_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, plain_access, storage_key
 
-_requires_grad_of = attrgetter("requires_grad")
+requires_grad_of = attrgetter("requires_grad")
 
 
 class Shadows:
@@ -73,7 +73,7 @@ class Shadows:
         self._shadows = [(ref, name, param.unsharded) for ref, name, param in self._holders]
         self._unsharded: list[Any] = [unsharded for _, _, unsharded in self._shadows]
         self._leaves = [param.unsharded for param in self._params if param.unsharded is not None]
-        self._wanted = list(map(_requires_grad_of, self._leaves))
+        self._wanted = list(map(requires_grad_of, self._leaves))
         self.toggled = False
         if self._shown:
             self._put_in_front()
@@ -111,13 +111,13 @@ class Shadows:
 
     def _heed_toggles(self) -> None:
         """Whoever set `requires_grad` of parameters as they were shown, in a forward say, meant the sharded ones."""
-        now = list(map(_requires_grad_of, self._leaves))
+        now = list(map(requires_grad_of, self._leaves))
         if now != self._wanted:
             params = [param for param in self._params if param.unsharded is not None]
             for param, leaf, wants, wanted in zip(params, self._leaves, now, self._wanted, strict=True):
                 if wants != wanted:
                     param.heed_toggle(leaf, wants)
-            self._wanted = list(map(_requires_grad_of, self._leaves))
+            self._wanted = list(map(requires_grad_of, self._leaves))
             self.toggled = True
 
     def _put_in_front(self) -> None:

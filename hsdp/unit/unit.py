@@ -9,7 +9,7 @@ from __future__ import annotations
 import weakref
 import zlib
 from dataclasses import replace
-from operator import attrgetter, or_
+from operator import or_
 from typing import Any, Protocol
 
 import torch
@@ -33,14 +33,13 @@ from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
-from hsdp.unit.install import Shadows
+from hsdp.unit.install import Shadows, requires_grad_of
 from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
 from hsdp.unit.write_guard import WriteGuard
 
-_requires_grad_of = attrgetter("requires_grad")
 _STRIDED = torch.strided
 
 
@@ -354,7 +353,7 @@ class Unit(UnitActivity, UnshardedParams):
         parameter that was frozen since takes part in it. `afresh`: no backward of an earlier forward is to come.
         """
         with plain_access():
-            wanted = tuple(map(_requires_grad_of, self._sharded))
+            wanted = tuple(map(requires_grad_of, self._sharded))
         if wanted != self._wanted or self.shadows.toggled:
             self._show_wanted(wanted)
             self._note_nodes()

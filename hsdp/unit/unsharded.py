@@ -207,7 +207,6 @@ class UnshardedParams:
         """Starts the gather, if they are sharded; what it fills stays until `reshard`, or until the shards change."""
         if self.residency is SHARDED:
             self.launch()
-            self.note_shards()  # what is written to them from here on was not gathered
         self.pinned = self.sought = True
 
     def end_search(self) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import os
 from collections.abc import Sequence
@@ -239,6 +240,21 @@ def _hoards(env: RankEnv) -> None:
 
 def test_blocks_keep_no_files_open(pool2: Pool) -> None:
     pool2.run(_hoards)
+
+
+def _finds_no_memory(env: RankEnv) -> None:
+    memory, mine = _memory(), torch.ones(4)
+    with (
+        mock.patch("os.memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files")),
+        pytest.raises(CollectiveError, match=r"all-reduce of unit 'blocks\.3'.*ulimit -n.*shared_memory=False"),
+    ):
+        memory.all_reduce(UNIT, 1, [mine])
+    _now(memory.all_reduce(UNIT, 1, [mine]))
+    assert mine.tolist() == [float(env.world_size)] * 4
+
+
+def test_a_collective_without_memory_is_named_and_was_none(pool2: Pool) -> None:
+    pool2.run(_finds_no_memory)
 
 
 def _disagrees(env: RankEnv) -> None:

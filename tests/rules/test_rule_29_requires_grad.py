@@ -271,10 +271,10 @@ def check_opened(env: RankEnv) -> None:
         for wants in (False, True, False):
             if hasattr(model, "unshard"):
                 model.unshard()
-            model.last.requires_grad_(wants)  # type: ignore[union-attr]
             model.last.weight.requires_grad_(wants)  # type: ignore[union-attr]
             if hasattr(model, "reshard"):
                 model.reshard()
+            assert model.last.weight.requires_grad is wants  # type: ignore[union-attr]
             loss_of(model, rank, int(wants)).backward()
         model.requires_grad_(True)
 

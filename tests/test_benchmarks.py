@@ -86,8 +86,6 @@ def test_the_tracing_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path: Path) -> None:
     """Nor file more often than when all files lay in one folder, which was 200 and 362 times.
 
-    The forward does, by 15: units look at their shards when they are gathered ahead, and again when they are entered.
-
     In a process of its own: Python's profiler watches it, and debug mode would add its calls.
     """
     out = tmp_path / "moves.json"
@@ -99,4 +97,4 @@ def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path:
     assert packages.keys() == files.keys() == {"forward", "backward"}
     assert all(packages[name] <= files[name] for name in files), (packages, files)
     moves = {row["pass"]: row["moves"] for row in rows if row["library"] == "hsdp"}
-    assert moves["forward"] < 200 + 15 and moves["backward"] < 362, moves
+    assert moves["forward"] < 200 and moves["backward"] < 362, moves

@@ -130,7 +130,6 @@ class DtypeGroup:
         self._direct: FlatBuffer | None = None
         self._packed: FlatBuffer | None = None
         self._staging: FlatBuffer | None = None
-        self._as_words: tuple[Tensor, Tensor, Tensor] | None = None
         self._filling = False  # staging is there, for a gather
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
@@ -150,21 +149,13 @@ class DtypeGroup:
         """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
-    def fingerprint(self) -> int:
-        """A sum over the bits of the shard buffer, if the unsharded parameters are a copy of it; else 0."""
+    def words(self) -> list[Tensor]:
+        """The bytes of the shard buffer as 64-bit words, and what is left; nothing if unsharded parameters are no copy."""
         if self.shards == 1 and not self._moves:
-            return 0
-        words, rest = self._words()
-        head = int(words.sum())
-        return head ^ int(rest.sum()) if rest.numel() else head
-
-    def _words(self) -> tuple[Tensor, Tensor]:
-        """The bytes of the shard buffer, as 64-bit words and what is left."""
-        if self._as_words is None or self._as_words[0] is not self.shard:
-            data = self.shard.detach().view(U8)
-            words = data.numel() // 8 * 8
-            self._as_words = self.shard, data[:words].view(torch.int64), data[words:]
-        return self._as_words[1:]
+            return []
+        data = self.shard.detach().view(U8)
+        whole = data.numel() // 8 * 8
+        return [words for words in (data[:whole].view(torch.int64), data[whole:]) if words.numel()]
 
     @property
     def keeps_writes(self) -> bool:

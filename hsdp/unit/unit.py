@@ -141,6 +141,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self._kept_shards: list[int] | None = None
+        self._words: list[Tensor] = []
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self._pending_shards: PendingShards | None = None
@@ -258,6 +259,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.whole_bytes = sum(group.whole_bytes for group in self.dtype_groups)
         self._reads_host = any(group.shard.device != group.device for group in self.dtype_groups)
         self._on_meta = any(group.shard.is_meta for group in self.dtype_groups)
+        self._words = [words for group in self.dtype_groups for words in group.words()]
         for group in self.dtype_groups:
             group.arrange()
             self._wire_signature ^= group.wire_signature

@@ -86,6 +86,7 @@ class UnshardedParams:
     _fillings: int
     _written: str | None
     _kept_shards: list[int] | None
+    _words: list[Tensor]
     _versioned: list[Tensor]
     _gather_work: CommWork | None
     _pending_shards: PendingShards | None
@@ -389,7 +390,7 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `as_kept`."""
         if self._kept_shards is None and (debug.ON or not self.context.streams.active):
-            self._kept_shards = [group.fingerprint() for group in self.dtype_groups]
+            self._kept_shards = [int(words.sum()) for words in self._words]
 
     def as_kept(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -398,7 +399,7 @@ class UnshardedParams:
         in debug mode only.
         """
         kept = self._kept_shards
-        return kept is None or kept == [group.fingerprint() for group in self.dtype_groups]
+        return kept is None or kept == [int(words.sum()) for words in self._words]
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

@@ -9,8 +9,9 @@ starts one it must know that the others will. It does not ask each time:
 
 "Here" is a place in the pass under way, and where that is not enough the number of the pass since the last optimizer step:
 an accumulating loop steps after the same pass each time. What ranks must do alike without communicating (an optimizer's
-step, clipping) is told with the op that comes next: a rank that skipped it has another op there. Two ranks that differ
-never both take the known op, so one of them asks.
+step, clipping, giving up a backward that failed) is told with the op that comes next: a rank that skipped it has another op
+there. Two ranks that differ never both take the known op, so one of them asks. A rank whose backward failed may do nothing
+more; it leaves word at once, for those that wait for it.
 
 How ranks ask depends on what they know:
 
@@ -52,7 +53,7 @@ _MOST_PASSES = 1 << 10
 
 _MASK = (1 << 62) - 1
 
-STEP, CLIP = 1, 2
+STEP, CLIP, FAILED = 1, 2, 3
 """Events for `DivergenceGuard.note_event`."""
 
 Compare = Callable[["DivergenceGuard", list[int], Answer], list[int]]
@@ -117,6 +118,11 @@ class DivergenceGuard:
         """This rank did something that all must do alike, though nothing is communicated: the next op tells of it."""
         self._events = hash((self._events, event))
         self._questions.tidy()
+
+    def note_failure(self) -> None:
+        """A pass failed on this rank behind its last op: ranks that wait for a later one need not wait any longer."""
+        if not self._broken:
+            self._questions.leave_word(self.count)
 
     def before_collective(self, op: int, kind: str, name: str) -> None:
         """Called before each collective.

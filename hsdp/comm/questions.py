@@ -3,11 +3,13 @@
     votes   one number, to which every rank adds its vote: what it is about to do. The sum that comes back tells it how
             many have come before it, and whether they are about to do the same.
     gate    a key per question. The last rank opens it, the others wait for it.
+    failed  which ranks' backwards failed, and behind which op. A rank that did not fail there raises the alarm.
     alarm   what the gate says behind a difference or a time-out, and who was late. Only then each rank writes down what it
             is about to do; one of them reads all lines and writes the report, which everybody raises.
 
 So a rank that agrees makes two store operations per question, whether there are two ranks or 65,536; the last one of a
-question deletes its gate later, in `tidy`. A rank that waits in a known collective looks once per second at gate and votes.
+question deletes its gate later, in `tidy`. A rank that waits in a known collective looks once per second at gate, votes
+and failures.
 """
 
 from __future__ import annotations
@@ -17,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -40,6 +43,8 @@ _MOST_GATES = 64
 """Bound on the gates that a rank leaves in the store where nobody tidies up, as in a loop without steps."""
 
 _OPEN = b"open"
+
+_FAILED = "failed"
 
 
 class Answer(NamedTuple):
@@ -230,6 +235,7 @@ class Questions:
         self._last = 0
         self._opened: deque[int] = deque()
         self._slow_at = 0
+        self._failed: set[int] = set()
         self._asked: Answer | None = None  # what this rank asked in the group when it last looked, before any alarm
         self.timeout = timeout
 
@@ -297,9 +303,25 @@ class Questions:
         """For ranks that are in an op: whether one asks about it or an earlier one, or has raised the alarm."""
         if self._store.check([self._gate()]):
             return True  # this rank has not come to the question, so nobody can have opened it in peace
+        if any(behind not in self._failed for _, behind in self._words(answer.number)):
+            return True  # that rank has another op next, and this one has started it without
         self._asked = answer if answer.op else None
         votes = self._tally.read(self._store.add("votes", 0), self._question, self._last)
         return votes.came > 0 and (votes.vote is None or self._tally.ahead(votes.vote, answer.number) <= 0)
+
+    def leave_word(self, number: int) -> None:
+        """A pass failed on this rank behind op `number`. Does not wait, and cannot fail."""
+        if number not in self._failed:
+            self._failed.add(number)
+            with suppress(RuntimeError):  # the store is gone, and whoever would read it learns of that
+                self._store.append(_FAILED, f"{self._rank} {number}\n")
+
+    def _words(self, number: int) -> list[tuple[int, int]]:
+        """Which ranks failed behind which ops, as far as these come before op `number`."""
+        if not self._store.check([_FAILED]):
+            return []
+        words = [word.split() for word in bytes(self._store.get(_FAILED)).decode().splitlines()]
+        return [(int(rank), int(behind)) for rank, behind in words if int(behind) < number]
 
     def alarm(self, answer: Answer, gives_up: bool = False) -> DivergenceError:
         """What everybody raises where ranks are about to do different things, or some did not come in time.
@@ -339,7 +361,7 @@ class Questions:
         first = min(asked or lines, key=lambda line: line.number)
         started = any(line.number >= first.number for line in in_time if not line.op)
         if alarm == Alarm() or started or len({(line.number, line.op) for line in asked}) > 1:
-            return _told_apart(lines, self._ranks, first.number)
+            return _told_apart(lines, self._ranks, first.number, self._words(first.number))
         here = {line.rank for line in asked}
         late = sorted(line.rank for line in lines if line.is_late)
         # A rank without a line may have come in time and be slow to write it, unless the late ones are as many as must be.
@@ -369,12 +391,16 @@ class Questions:
         return f"{question or self._question}/gate"
 
 
-def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int) -> str:
-    """Which ranks are about to do what, at op `number` of their group."""
+def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int, words: list[tuple[int, int]]) -> str:
+    """Which ranks are about to do what, at op `number` of their group; `words`: see `Questions._words`."""
     doing = dict.fromkeys(ranks, "no answer; they are in a collective that is known, or have stopped")
     doing.update({line.rank: str(line) for line in lines})
+    last = max((behind for _, behind in words), default=0)
+    failed = sorted(rank for rank, behind in words if behind == last)
+    alone = 0 < len(failed) < len(ranks)
+    cause = f"The backward of rank(s) {ranks_of(failed)} failed behind number {last}. " if alone else ""
     return (
-        f"the ranks disagree about collective number {number} of their group: {kinds_by_rank(doing)}. They took different "
-        "branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in different "
-        "sizes; make every rank run the same modules and steps in the same order"
+        f"the ranks disagree about collective number {number} of their group: {kinds_by_rank(doing)}. {cause}They took "
+        "different branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in "
+        "different sizes; make every rank run the same modules and steps in the same order"
     )

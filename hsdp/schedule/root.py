@@ -21,7 +21,7 @@ import torch
 from torch import nn
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.divergence import FAILED, DivergenceGuard
 from hsdp.comm.observer import Point
 from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError
@@ -164,6 +164,9 @@ class Root:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
         # Gradients before the queue: `roll_back` marks the reductions that `abort` is not to land any more.
         self._roll_back()
+        if self._gives_up_gradients():
+            for divergence_guard in (*self._shard_guards, *self._backward_guards):
+                divergence_guard.note_event(FAILED)
         self.pipeline.abort()
         self._reshard_all()
         for unit in self.units:
@@ -177,7 +180,14 @@ class Root:
         self.backward = None
         self.tell(Point.DROPPED)
 
+    def _gives_up_gradients(self) -> bool:
+        """Whether the iteration that failed made gradients, or summed them: that of `autograd.grad` did not."""
+        return self.backward is None or self.backward.reduces
+
     def _roll_back(self, at_once: bool = False) -> None:
+        if self._gives_up_gradients():
+            for divergence_guard in (*self._shard_guards, *self._backward_guards):
+                divergence_guard.note_failure()
         with torch.no_grad():
             for unit in self.units:
                 unit.gradients.roll_back(at_once)

@@ -30,7 +30,7 @@ import tests.mutants.trees
 import tests.mutants.uneven  # noqa: F401  (all register their own)
 from hsdp.api.fsdp2 import PipelineFace
 from hsdp.comm.collectives import Comm
-from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.divergence import FAILED, DivergenceGuard
 from hsdp.comm.work import CommWork
 from hsdp.examples.int8_gather import Int8Weight
 from hsdp.params.tensor_parallel import Inner
@@ -391,6 +391,13 @@ def does_not_look_while_it_waits() -> Any:
 @mutant(Check(disagree, (Case("skips the step", (2,), (1,)),), ends="DivergenceError"), kill="^None")
 def does_not_tell_of_steps() -> Any:
     return mock.patch.object(DivergenceGuard, "note_event", return_value=None)
+
+
+@mutant(Check(disagree, (Case("fails at the end of a backward", (2,), (1,)),), ends="DivergenceError"), kill="^None")
+def does_not_tell_of_failed_backwards() -> Any:
+    return replaced(
+        DivergenceGuard, "note_event", lambda note: lambda guard, event: None if event == FAILED else note(guard, event)
+    )
 
 
 EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceError")

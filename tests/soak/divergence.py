@@ -18,7 +18,7 @@ import sys
 import time
 from collections import Counter
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import nullcontext, suppress
 from dataclasses import asdict, dataclass
 from typing import Any
 
@@ -152,6 +152,9 @@ RUNNING = (
     "clips alone",
     "other reduce op",
     "skips the step",
+    "fails inside a backward",
+    "fails at the end of a backward",
+    "fails inside a backward and stops",
 )
 NEEDS_REPLICAS = frozenset({"without all-reduce"})
 HARMLESS = ("loss from inside", "cuts the graph")
@@ -170,6 +173,8 @@ def _build(env: RankEnv, case: Case) -> nn.Module:
     if env.rank in case.who and case.way in BUILDING:
         BUILDING[case.way](model, options, case.unit)
     units, extra = options.pop("units"), options.pop("extra")
+    if case.way == "fails at the end of a backward":
+        model.last.requires_grad_(False)  # the root's reduction, which is the last one, would give the rank away
     mesh = env.mesh(case.shape)
     # Freed after forward: then the order of gathers in backward is part of what ranks must agree on.
     options["reshard_after_forward"] = True
@@ -179,6 +184,14 @@ def _build(env: RankEnv, case: Case) -> nn.Module:
     if extra:
         hsdp.fully_shard(nn.Linear(3, 3), mesh=mesh)
     return model
+
+
+class BoomError(Exception):
+    """What a user's hook raises, and the user catches."""
+
+
+def _boom(grad: Tensor) -> None:
+    raise BoomError
 
 
 def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, way: str, unit: int) -> None:
@@ -194,10 +207,18 @@ def _step(model: Any, optimizer: torch.optim.Optimizer, rank: int, way: str, uni
     model.set_requires_grad_sync(way != "without sync")
     model.set_requires_all_reduce(way != "without all-reduce")
     model.set_reduce_op_type("sum" if way == "other reduce op" else "avg")
+    data = floats(rank).requires_grad_(way == "fails at the end of a backward")
     with torch.no_grad() if way == "eval instead" else nullcontext():
-        out, inner = model(floats(rank))
+        out, inner = model(data * 1.0)
     loss = inner[unit].square().sum() if way == "loss from inside" else out.square().sum()
-    if way not in ("forward only", "eval instead"):
+    if way.startswith("fails"):
+        # The node of the product runs last, when all gradients of weights are there.
+        (data if data.requires_grad else inner[unit]).register_hook(_boom)
+        with suppress(BoomError):
+            loss.backward()
+        if way.endswith("stops"):
+            raise hsdp.StateError(f"rank(s) {rank} stopped behind unit 'blocks.{unit}', as the case wants it")
+    elif way not in ("forward only", "eval instead"):
         loss.backward(retain_graph=way == "backward twice")
     if way == "backward twice":
         loss.backward()

@@ -40,6 +40,11 @@ CASES = [
     Case("clips alone", (2,), ONE),
     Case("clips alone", (2, 2), REPLICA),
     Case("eval instead", (2, 2), REPLICA),
+    # backwards that fail, of ranks that catch the error and go on
+    Case("fails inside a backward", (2,), ONE),
+    Case("fails inside a backward", (2, 2), REPLICA),
+    Case("fails at the end of a backward", (2,), ONE),
+    Case("fails at the end of a backward", (2, 2), REPLICA),
 ]
 
 
@@ -52,6 +57,16 @@ def test_ranks_that_disagree_are_told(request: pytest.FixtureRequest, case: Case
     pool: Pool = request.getfixturevalue("pool4" if len(case.shape) == 2 else "pool2")
     outcomes = pool.run_raw(disagree, case, group_timeout=GROUP_TIMEOUT, timeout=4 * GROUP_TIMEOUT + 20.0)
     assert verdict(outcomes, GROUP_TIMEOUT) == "ok", [one.error for one in outcomes]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_nobody_waits_for_a_rank_whose_backward_failed(pool2: Pool, shape: tuple[int, ...]) -> None:
+    """It does nothing more; the other one is told at its next look, and not by the time-out of the group."""
+    case = Case("fails inside a backward and stops", shape, ONE)
+    outcomes = pool2.run_raw(disagree, case, group_timeout=60.0, timeout=50.0)
+    other = outcomes[0]
+    assert other.error == "DivergenceError", other
+    assert "The backward of rank(s) [1] failed behind number" in other.message
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])

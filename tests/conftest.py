@@ -35,6 +35,14 @@ def pytest_collection_finish(session: pytest.Session) -> None:
         emulator.start_build()
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _frozen_heap() -> Iterator[None]:
+    """What the libraries that a module of tests imported have made is not searched for garbage again and again."""
+    yield
+    gc.collect()  # first: what is frozen is never collected
+    gc.freeze()
+
+
 @pytest.fixture(scope="session")
 def pool2() -> Iterator[Pool]:
     """Two ranks; the processes start when the first test runs something on them."""

@@ -1,4 +1,5 @@
-"""How many of their cases long tests run: of random ones and of planted bugs a third by default; all with HSDP_FULL=1."""
+"""How many of their cases long tests run: by default a third of random ones and of planted bugs, and half of those that
+repeat on gloo what pretended ranks have shown; all with HSDP_FULL=1."""
 
 from __future__ import annotations
 

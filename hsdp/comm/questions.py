@@ -46,6 +46,9 @@ _OPEN = b"open"
 
 _FAILED = "failed"
 
+_MOST_WORDS = 1 << 16
+"""Bytes of old words about failures from which on a rank that adds one clears them away."""
+
 
 class Answer(NamedTuple):
     """What a rank is about to do.
@@ -303,7 +306,7 @@ class Questions:
         """For ranks that are in an op: whether one asks about it or an earlier one, or has raised the alarm."""
         if self._store.check([self._gate()]):
             return True  # this rank has not come to the question, so nobody can have opened it in peace
-        if any(behind not in self._failed for _, behind in self._words(answer.number)):
+        if any(behind < answer.number and behind not in self._failed for _, behind in self._words()):
             return True  # that rank has another op next, and this one has started it without
         self._asked = answer if answer.op else None
         votes = self._tally.read(self._store.add("votes", 0), self._question, self._last)
@@ -314,14 +317,16 @@ class Questions:
         if number not in self._failed:
             self._failed.add(number)
             with suppress(RuntimeError):  # the store is gone, and whoever would read it learns of that
+                if self._store.check([_FAILED]) and len(self._store.get(_FAILED)) > _MOST_WORDS:
+                    self._store.set(_FAILED, "")  # of failures that ranks had in common, or all have raised since
                 self._store.append(_FAILED, f"{self._rank} {number}\n")
 
-    def _words(self, number: int) -> list[tuple[int, int]]:
-        """Which ranks failed behind which ops, as far as these come before op `number`."""
+    def _words(self) -> list[tuple[int, int]]:
+        """Which ranks failed, and behind which ops."""
         if not self._store.check([_FAILED]):
             return []
         words = [word.split() for word in bytes(self._store.get(_FAILED)).decode().splitlines()]
-        return [(int(rank), int(behind)) for rank, behind in words if int(behind) < number]
+        return [(int(rank), int(behind)) for rank, behind in words]
 
     def alarm(self, answer: Answer, gives_up: bool = False) -> DivergenceError:
         """What everybody raises where ranks are about to do different things, or some did not come in time.
@@ -339,7 +344,7 @@ class Questions:
             roll.wait(len(self._ranks), min(_PATIENCE, self.timeout))
         elif report := self._report(roll, place):
             return DivergenceError(report)
-        report = self._compose([Answer(*json.loads(line)) for line in roll.lines()], alarm)
+        report = self._compose([Answer(*json.loads(line)) for line in roll.lines()], alarm, self._words())
         self._store.set("report", report)
         return DivergenceError(report)
 
@@ -354,14 +359,14 @@ class Questions:
                 seen, found = found, roll.count()
         return ""
 
-    def _compose(self, lines: list[Answer], alarm: Alarm) -> str:
-        """What ranks are told that wrote down these lines."""
+    def _compose(self, lines: list[Answer], alarm: Alarm, words: Sequence[tuple[int, int]] = ()) -> str:
+        """What ranks are told that wrote down these lines; `words`: which ranks failed, and behind which ops."""
         in_time = [line for line in lines if not line.is_late]
         asked = [line for line in in_time if line.op]
         first = min(asked or lines, key=lambda line: line.number)
         started = any(line.number >= first.number for line in in_time if not line.op)
         if alarm == Alarm() or started or len({(line.number, line.op) for line in asked}) > 1:
-            return _told_apart(lines, self._ranks, first.number, self._words(first.number))
+            return _told_apart(lines, self._ranks, first.number, words)
         here = {line.rank for line in asked}
         late = sorted(line.rank for line in lines if line.is_late)
         # A rank without a line may have come in time and be slow to write it, unless the late ones are as many as must be.
@@ -391,11 +396,11 @@ class Questions:
         return f"{question or self._question}/gate"
 
 
-def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int, words: list[tuple[int, int]]) -> str:
-    """Which ranks are about to do what, at op `number` of their group; `words`: see `Questions._words`."""
+def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int, words: Sequence[tuple[int, int]]) -> str:
+    """Which ranks are about to do what, at op `number` of their group; `words` as in `Questions._compose`."""
     doing = dict.fromkeys(ranks, "no answer; they are in a collective that is known, or have stopped")
     doing.update({line.rank: str(line) for line in lines})
-    last = max((behind for _, behind in words), default=0)
+    last = max((behind for _, behind in words if behind < number), default=0)
     failed = sorted(rank for rank, behind in words if behind == last)
     alone = 0 < len(failed) < len(ranks)
     cause = f"The backward of rank(s) {ranks_of(failed)} failed behind number {last}. " if alone else ""

@@ -164,7 +164,7 @@ class Root:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
         # Gradients before the queue: `roll_back` marks the reductions that `abort` is not to land any more.
         self._roll_back()
-        if self._gives_up_gradients():
+        if self.backward is None or self.backward.reduces:  # that of `autograd.grad` had no gradients to give up
             for divergence_guard in (*self._shard_guards, *self._backward_guards):
                 divergence_guard.note_event(FAILED)
         self.pipeline.abort()
@@ -180,14 +180,14 @@ class Root:
         self.backward = None
         self.tell(Point.DROPPED)
 
-    def _gives_up_gradients(self) -> bool:
-        """Whether the iteration that failed made gradients, or summed them: that of `autograd.grad` did not."""
-        return self.backward is None or self.backward.reduces
+    def _leave_word(self) -> None:
+        """Other ranks may wait for this one, which failed."""
+        for divergence_guard in (*self._shard_guards, *self._backward_guards):
+            divergence_guard.note_failure()
 
     def _roll_back(self, at_once: bool = False) -> None:
-        if self._gives_up_gradients():
-            for divergence_guard in (*self._shard_guards, *self._backward_guards):
-                divergence_guard.note_failure()
+        if self.backward is not None and self.backward.reduces:
+            self._leave_word()
         with torch.no_grad():
             for unit in self.units:
                 unit.gradients.roll_back(at_once)

@@ -156,6 +156,7 @@ class Runtime(Backwards):
                         self._submit(unit, runs_on=False, all_reduce=True)
             self.drain()
         except BaseException:
+            self._leave_word()
             self.reset()
             raise
         for unit in self.units:

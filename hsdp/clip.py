@@ -22,9 +22,10 @@ from torch.distributed import ProcessGroup
 from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import all_reduce_now
-from hsdp.comm.divergence import CLIP, DivergenceGuard
+from hsdp.comm.divergence import CLIP, note_event_of
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.unit.lookup import unit_of
+from hsdp.unit.unit import Unit
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""
@@ -152,23 +153,22 @@ def _join(params: list[Tensor]) -> bool:
     """Waits for reductions that run past the end of backward; refuses sums that were never communicated.
 
     Replicas clip alike though they do not communicate about it: the next all-reduce of gradients tells whether they did.
+    Shard ranks, which do, learn whether they clip the same units.
 
     Returns:
         Whether one of the units adds gradients in the order of the tree.
     """
     in_tree = False
     known: set[int] = set()
-    replicas: dict[DivergenceGuard, None] = {}
+    units: list[Unit] = []
     for param in params:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
         check_communicated(unit, "clip_grad_norm_")
         in_tree = in_tree or unit.in_tree
-        if unit.replicate_comm.divergence_guard is not None:
-            replicas[unit.replicate_comm.divergence_guard] = None
-    for divergence_guard in replicas:
-        divergence_guard.note_event(CLIP)
+        units.append(unit)
+    note_event_of(CLIP, (comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)))
     return in_tree
 
 

@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 from typing import Any
 
+import torch
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.buffers.layout import NEVER
@@ -78,3 +80,15 @@ def share_calls(sizes: list[int], alone: int) -> list[list[int]]:
     large = [[i] for i, size in enumerate(sizes) if size >= alone]
     small = [i for i, size in enumerate(sizes) if size < alone]
     return [*large, small] if small else large
+
+
+def by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
+    """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
+    if len(first) == 1 or len({tensor.dtype for tensor in first}) <= 1:
+        return [(first, second)] if first else []
+    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for a, b in zip(first, second, strict=True):
+        pair = groups.setdefault(a.dtype, ([], []))
+        pair[0].append(a)
+        pair[1].append(b)
+    return list(groups.values())

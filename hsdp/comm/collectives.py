@@ -58,6 +58,9 @@ def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what:
         wait_for(work, backend_name(group, tensor.device), divergence_guard, count, what, "")
 
 
+_KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "all-to-all": 4}
+
+
 class Comm:
     """One process group as hsdp uses it. With one rank (or no group) every verb is local.
 
@@ -67,6 +70,7 @@ class Comm:
         multiplies: whether the backend's own reduce-scatters can multiply what they sum.
         context: the side streams that its collectives use, and who observes them.
         divergence_guard: what makes ranks agree on the order of collectives; None where there is nobody to agree with.
+        number: of this `Comm` among all that there were in the group: tells units of one name apart.
         custom_all_gather, custom_reduce_scatter: users' collectives, which take the place of the backend's.
         host_memory: memory that all ranks share, through which equal parts go and not through the backend; None: they share
             none, or have not met yet, which they do in the first collective.
@@ -92,9 +96,12 @@ class Comm:
         self.custom_all_gather: AllGather | None = None
         self.custom_reduce_scatter: ReduceScatter | None = None
         self.host_memory: HostMemory | None = None
+        self.shares_memory = shares_memory
         self._meets = shares_memory and size > 1 and self.backend == "gloo" and device.type == "cpu"
+        self.number = 0
         if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
             self.divergence_guard = guard_of(group, rank, device)
+            self.number = self.divergence_guard.next_user()
         self._all_gather_options = _options(AllgatherOptions, context.streams)
         self._reduce_scatter_options = _options(dist.ReduceScatterOptions, context.streams)
         self._multiplying: tuple[float, Any] | None = None  # the factor of last time
@@ -141,7 +148,7 @@ class Comm:
 
         `op` stands for the call to the ranks' divergence guard, here and below.
         """
-        group = self._ready(op, "all-gather", owner)
+        group, op = self._ready(op, "all-gather", owner, self.custom_all_gather)
         works: list[Any] = []
         if self.custom_all_gather is not None:
             assert not uneven, "users' collectives know equal parts only"
@@ -182,7 +189,7 @@ class Comm:
         """
         assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
         assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
-        group = self._ready(op, "reduce-scatter", owner)
+        group, op = self._ready(op, "reduce-scatter", owner, self.custom_reduce_scatter)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
             by_host = not self.context.streams.active
@@ -194,7 +201,7 @@ class Comm:
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else _by_dtype(outputs, inputs):
+            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else backends.by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
             started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))
@@ -215,7 +222,7 @@ class Comm:
         custom: ReplicaReduce | None = None,
     ) -> CommWork:
         """Sums tensors over ranks, in place, in one call per dtype; then `finish`. A `custom` one takes tensors singly."""
-        group = self._ready(op, "all-reduce", owner)
+        group, op = self._ready(op, "all-reduce", owner, custom)
         works: list[Any] = []
         if custom is not None:
             works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
@@ -240,7 +247,7 @@ class Comm:
 
         Of the second of each `uneven` pair it gets every rank's part number r, into the first.
         """
-        group = self._ready(op, "all-to-all", owner)
+        group, op = self._ready(op, "all-to-all", owner)
         if inputs and (memory := self._shared()) is not None:
             works, then = memory.all_to_all(owner, op, outputs, inputs)
             finish = in_turn(then, finish)
@@ -260,7 +267,7 @@ class Comm:
 
         The parts lie in rank order, one behind the other, in 1-D tensors of one dtype.
         """
-        group = self._ready(op, "all-to-all", owner)
+        group, op = self._ready(op, "all-to-all", owner)
         # As bytes, because not every backend knows every dtype.
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
@@ -270,7 +277,7 @@ class Comm:
     def agree(self, owner: Named, op: int) -> None:
         """Tells the ranks' divergence guard that this rank starts nothing where the others might."""
         if self.divergence_guard is not None:
-            self.divergence_guard.before_collective(op, "step without an exchange", owner.name)
+            self.divergence_guard.before_collective(hash((op, self.number)), "step without an exchange", owner.name)
 
     def _shared(self) -> HostMemory | None:
         if self._meets and self.group is not None:
@@ -279,13 +286,15 @@ class Comm:
             self.host_memory = host_memory_of(self.group)
         return self.host_memory
 
-    def _ready(self, op: int, kind: str, owner: Named) -> ProcessGroup:
+    def _ready(self, op: int, kind: str, owner: Named, custom: object = None) -> tuple[ProcessGroup, int]:
+        """The group, and what stands for the call: of which `Comm` it is, and by which collective."""
         assert self.group is not None, f"{kind} without a process group"
         if self.context.observer is not None:
             self.context.observer.starting()
+        op = hash((op, self.number, _KINDS[kind], custom is None))
         if self.divergence_guard is not None:
             self.divergence_guard.before_collective(op, kind, owner.name)
-        return self.group
+        return self.group, op
 
     def _all_to_all_then_sum(
         self,
@@ -313,7 +322,7 @@ class Comm:
         if len(tensors) == 1:
             works.append(group.allreduce(tensors, self._all_reduce_options))
             return
-        for alike, _ in _by_dtype(tensors, tensors):
+        for alike, _ in backends.by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
                 if len(same) > 1 and (coalesced := names_in(group.__class__)["all_reduce_coalesced"]):
                     works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
@@ -425,21 +434,9 @@ def twin_of(comm: Comm) -> Comm:
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
     group = shared_group("twin", dist.get_process_group_ranks(comm.group))
-    twin = Comm(group, comm.rank, comm.size, comm.device, comm.context)
+    twin = Comm(group, comm.rank, comm.size, comm.device, comm.context, comm.shares_memory)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
-
-
-def _by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tensor], list[Tensor]]]:
-    """Pairs of lists with one dtype each: a coalesced reduction takes no mixture."""
-    if len(first) == 1 or len({tensor.dtype for tensor in first}) <= 1:
-        return [(first, second)] if first else []
-    groups: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
-    for a, b in zip(first, second, strict=True):
-        pair = groups.setdefault(a.dtype, ([], []))
-        pair[0].append(a)
-        pair[1].append(b)
-    return list(groups.values())
 
 
 def _options(kind: Any, streams: Streams) -> Any:

@@ -34,9 +34,9 @@ from __future__ import annotations
 import threading
 import weakref
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import Any, ClassVar
+from typing import Any, ClassVar, Protocol
 
 import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
@@ -90,6 +90,7 @@ class DivergenceGuard:
         self._plan = 0
         self._passes = 0
         self._events = 0
+        self._users = 0
         self._broken = ""  # what was told then; not the error, which would hold the frames that it passed
         self.count = 0
 
@@ -105,6 +106,11 @@ class DivergenceGuard:
     def among(cls, group: ProcessGroup) -> DivergenceGuard | None:
         """The guard of a process group that units use; None of any other group."""
         return cls._of_group.get(group)
+
+    def next_user(self) -> int:
+        """A number for who will communicate in the group: ranks make units in one order, which `fully_shard` sees to."""
+        self._users += 1
+        return self._users
 
     def begin_pass(self, plan: int) -> None:
         """A pass begins with the next op: what follows it depends on `plan` alone and not on what was before.
@@ -229,6 +235,23 @@ class DivergenceGuard:
     def broken(self) -> bool:
         """Whether ranks disagreed: what is under way in the group may never end."""
         return bool(self._broken)
+
+
+class Member(Protocol):
+    """Who communicates in a group."""
+
+    divergence_guard: DivergenceGuard | None
+    number: int
+
+
+def note_event_of(event: int, members: Iterable[Member]) -> None:
+    """Notes an event with the guards of these members, and which members of each group it is about."""
+    numbers: dict[DivergenceGuard, list[int]] = {}
+    for member in members:
+        if member.divergence_guard is not None:
+            numbers.setdefault(member.divergence_guard, []).append(member.number)
+    for divergence_guard, of in numbers.items():
+        divergence_guard.note_event(hash((event, *of)))
 
 
 _clients: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[Any, bool]]] = weakref.WeakKeyDictionary()

@@ -82,14 +82,14 @@ def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Paramet
 
 def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
     """The weights of every unit whose parameters the optimizer stepped have a new version; tells their roots."""
-    roots: dict[Runtime | None, None] = {}
+    stepped: dict[Runtime | None, list[Unit]] = {}
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
             unit.weights_changed()
-            roots[runtime_of(unit)] = None
-    for root in roots:
+            stepped.setdefault(runtime_of(unit), []).append(unit)
+    for root, units in stepped.items():
         if root is not None:
-            root.stepped()
+            root.stepped(units)
 
 
 def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:

@@ -6,12 +6,13 @@ iteration left.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from threading import get_ident
 from typing import cast
 
 import torch
 
-from hsdp.comm.divergence import STEP
+from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
 from hsdp.schedule.passes import Pass, Visit
@@ -106,8 +107,10 @@ class Runtime(Backwards):
             return
         if stays or hidden or (reshard is None and self._forward_order.is_last(unit)):
             unit.keep()
-        else:
+        elif type(reshard) is int:
             unit.keep_part()
+        else:
+            unit.reshard()
 
     def end_forward(self) -> None:
         """The root's forward ended: prefetched units that were not used are freed, without gradients all units are."""
@@ -162,8 +165,8 @@ class Runtime(Backwards):
         for unit in self.units:
             unit.gradients.commit()
 
-    def stepped(self) -> None:
-        """An optimizer stepped parameters of this root: every rank does, between the same passes."""
+    def stepped(self, units: Sequence[Unit]) -> None:
+        """An optimizer stepped parameters of these units of this root: every rank does, between the same passes."""
         # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
         if self.backward is None:
             self.reduce_order.awaited = 0  # what was forward before would be stale
@@ -171,8 +174,7 @@ class Runtime(Backwards):
                 if unit.retained and not unit.calls:
                     unit.let_go()
                     unit.reshard()
-            for divergence_guard in (*self._shard_guards, *self._backward_guards):
-                divergence_guard.note_event(STEP)
+            note_event_of(STEP, (comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)))
 
 
 def runtime_of(unit: Unit) -> Runtime | None:

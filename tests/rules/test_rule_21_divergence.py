@@ -13,6 +13,7 @@ from unittest import mock
 import pytest
 import torch
 
+from hsdp import CommPolicy, CompressedAllReduce, CompressedReduceScatter
 from hsdp.clip import clip_grad_norm_
 from hsdp.comm.divergence import DivergenceGuard
 from tests.support.deep import Deep, loss_of, seeded, step
@@ -95,3 +96,70 @@ def test_rule_21_a_lost_rank_ends_the_others_in_time(pool4: Pool) -> None:
         assert one.error in ("CollectiveError", "DivergenceError"), one
         assert "unit" in one.message
         assert one.seconds < 3.0 + 5.0
+
+
+def _chain(env: RankEnv, shape: tuple[int, ...], **options: Any) -> Any:
+    return shard(seeded(lambda: Deep(layers=2)), env.mesh(shape), **options)
+
+
+def calls_alike_models_in_another_order(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """A student and its teacher, say: their units have the same names and shapes."""
+    models = [_chain(env, shape), _chain(env, shape)]
+    for k in range(4):
+        for model in models if k < 3 or env.rank == 0 else models[::-1]:
+            step(model, env.rank, k)
+
+
+def calls_other_children(env: RankEnv, shape: tuple[int, ...]) -> None:
+    with torch.no_grad():
+        _chain(env, shape).blocks[env.rank](torch.ones(3, 6).double())
+
+
+def steps_another_model(env: RankEnv, shape: tuple[int, ...]) -> None:
+    models = [_chain(env, shape), _chain(env, shape)]
+    optimizers = [torch.optim.SGD(model.parameters(), lr=0.1) for model in models]
+    for k in range(4):
+        for model in models:
+            step(model, env.rank, k)
+        for optimizer in optimizers if k < 2 else [optimizers[env.rank]]:
+            optimizer.step()
+
+
+def clips_another_model(env: RankEnv, shape: tuple[int, ...]) -> None:
+    models = [_chain(env, shape), _chain(env, shape)]
+    for k in range(4):
+        for model in models:
+            step(model, env.rank, k)
+        for model in models if k < 2 else [models[env.rank]]:
+            clip_grad_norm_(model, 1.0)
+
+
+def reduces_by_a_collective_of_its_own(env: RankEnv, shape: tuple[int, ...]) -> None:
+    model = _chain(env, shape, comm_policy=CommPolicy(shared_memory=False))
+    step(model, env.rank)
+    if env.rank == 0 and len(shape) == 1:
+        model.set_custom_reduce_scatter(CompressedReduceScatter())
+    elif env.rank == 0:
+        model.set_replica_reduce(CompressedAllReduce())
+    step(model, env.rank, 1)
+
+
+ALIKE: list[Callable[[RankEnv, tuple[int, ...]], None]] = [
+    calls_alike_models_in_another_order,
+    calls_other_children,
+    steps_another_model,
+    clips_another_model,
+    reduces_by_a_collective_of_its_own,
+]
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+@pytest.mark.parametrize("does", ALIKE, ids=lambda does: does.__name__)
+def test_rule_21_what_looks_alike_is_told_apart(
+    pool2: Pool, does: Callable[[RankEnv, tuple[int, ...]], None], shape: tuple[int, ...]
+) -> None:
+    if does is calls_other_children and shape == (2, 1):
+        return  # nothing is communicated
+    for one in pool2.run_raw(does, shape, group_timeout=8.0, timeout=60.0):
+        assert one.error == "DivergenceError", one
+        assert "unit" in one.message or "clip_grad_norm_" in one.message

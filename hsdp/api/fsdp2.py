@@ -79,6 +79,8 @@ class FSDP2Face(fsdp.FSDPModule):
         """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
         for runtime in self._runtimes():
             runtime.reset()
+            for unit in runtime.units:
+                unit.gradients.clear()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""

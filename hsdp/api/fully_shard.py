@@ -110,9 +110,9 @@ def fully_shard(
     apart = companions(modules, found, axes, choose, name)
     params = manage(without(found, apart), name, axes, choose, replicated, reshard)
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
-    beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     verify(unit, modules)
+    beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit.build()
 
     state = ModuleHooks(unit, modules)
@@ -289,7 +289,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         assert owner is not None, "a module whose method runs is alive"
         call = functools.partial(function, owner) if bound else function
         state = own_state(owner)
-        return call(*args, **kwargs) if state.unit.calls else state.run(owner, call, args, kwargs)
+        return call(*args, **kwargs) if state.is_inside() else state.run(owner, call, args, kwargs)
 
     setattr(module, method_name, entry)
 

@@ -142,7 +142,7 @@ class HSDPModule(Setters):
         units = self._units(recurse=False)
         for unit in units:
             expect(unit, "unshard", *(state for state in TrainingState if state is not FULL_PARAMS))
-            self._hsdp_state.user_opens()
+            self._hsdp_state.user_opens(unit)
         handle = UnshardHandle(units)
         if not async_op:
             handle.wait()
@@ -296,7 +296,7 @@ def sharded_class(cls: type) -> type:
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
             state = self._hsdp_state
-            if torch.compiler.is_compiling() or state.unit.calls:
+            if torch.compiler.is_compiling() or state.is_inside():
                 return original(self, *args, **kwargs)
             return state.run(self, functools.partial(original, self), args, kwargs)
 

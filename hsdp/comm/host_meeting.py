@@ -98,14 +98,17 @@ def _hears(
             peer, _ = listener.accept()
             hello, files, _, _ = socket.recv_fds(peer, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
             known, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
-            if known != secret:  # somebody else's call
-                peer.close()
-                continue
-            peers[other] = peer
-            header = None
-            for file in files:
-                header = Mapping(file, mmap.PAGESIZE).header
-                os.close(file)
+            try:
+                if known != secret:  # somebody else's call
+                    peer.close()
+                    continue
+                peers[other] = peer
+                header = None
+                for file in files:
+                    header = Mapping(file, mmap.PAGESIZE).header
+            finally:
+                for file in files:
+                    os.close(file)
         except OSError:
             return False
         if header != (int(names[other]), other):

@@ -311,7 +311,9 @@ class HostMemory:
                 files = []
             except BlockingIOError:
                 # It is hundreds of posts behind. Both may be sending: what comes in is taken meanwhile.
-                select.select([], [peer], [], 0.001)
+                writable = select.poll()  # `select` refuses the numbers of more than a thousand open files
+                writable.register(peer, select.POLLOUT)
+                writable.poll(1)
                 self._take_lines(0.0)
             except OSError:
                 self._lost[rank] = _CLOSED  # whoever waits for it is told

@@ -119,7 +119,8 @@ class CommWork:
         if self._broken:
             # Its works have ended, so that waiting again would find nothing wrong with results that are not there.
             raise CollectiveError(
-                f"what follows the {described(self.kind, self.name)} raised in an earlier wait: its results are not there"
+                f"what follows the {described(self.kind, self.name)} raised in an earlier wait, so its results are not "
+                "there; see the first error of this rank, and repeat the step on all ranks"
             )
         context = self._comm.context
         observer = context.observer
@@ -296,8 +297,11 @@ _kept: list[tuple[Callable[[], bool], Any]] = []
 
 
 def _keep_until(ended: Callable[[], bool], used: Any) -> None:
-    _kept[:] = [one for one in _kept if not one[0]()]
+    # In place, one by one: what goes here may be the last that held another such work, which comes here in turn.
     _kept.append((ended, used))
+    for one in list(_kept):
+        if one[0]() and one in _kept:
+            _kept.remove(one)
 
 
 def abandon(comm_work: CommWork) -> None:

@@ -28,6 +28,7 @@ from hsdp.params.pending import landed
 from hsdp.params.shares import Share
 from hsdp.params.subclass import data_of, extends, is_composite, wrapper_of
 from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
+from hsdp.policies import is_trainable
 
 PlacementFn = Callable[..., Any]
 
@@ -187,6 +188,19 @@ class ManagedParam:
         if self.inner is not None:
             self.inner.annotate(unsharded)
         return unsharded
+
+    def refuse_untrainable(self, unit_name: str) -> None:
+        """Raises StateError if gradients of its dtype cannot be reduced."""
+        if not is_trainable(self.dtype):
+            raise StateError(
+                f"unit {unit_name!r}: parameter {self.fqn!r} has dtype {self.dtype} and wants gradients, which cannot be "
+                "reduced; freeze it (requires_grad_(False))"
+            )
+
+    def dense_block(self, grad: Tensor) -> Tensor:
+        """Of an unsharded gradient, the block that this rank holds; that of an embedding with sparse=True made dense."""
+        grad = grad if grad.layout is torch.strided else grad.to_dense()
+        return grad if self.inner is None else self.inner.block_of_grad(grad)
 
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""

@@ -131,15 +131,27 @@ class ModuleHooks:
             return output, None
         return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, behind))
 
-    def user_opens(self) -> None:
-        """The user is about to compute with the unit's unsharded parameters without calling its module(s)."""
-        unit = self.unit
+    def user_opens(self, unit: Unit) -> None:
+        """The user is about to compute with the unsharded parameters of its unit, or of a companion, without a call."""
         if unit.runtime is None:
             self.own_runtime().adopt()
         runtime = runtime_of(unit)
         if runtime is not None and training_state(unit) is IDLE:
             unit.reshard_stale()
             unit.begin_forward(afresh=not runtime.reduce_order.awaited)
+
+    def is_inside(self) -> bool:
+        """Whether the caller runs inside a forward of its unit.
+
+        Raises:
+            StateError: another thread does.
+        """
+        if not self.unit.calls:
+            return False
+        runtime = runtime_of(self.unit)
+        if runtime is not None and runtime.depth and runtime.thread != get_ident():
+            raise other_thread(self.unit)
+        return True
 
     def own_runtime(self) -> Runtime:
         """The runtime that its module(s) have as a root."""

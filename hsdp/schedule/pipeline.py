@@ -174,7 +174,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     for part in reduction.parts:
                         part.release_inputs(ended=bucket.work.done())
                 if id(reduction) in failed and not reduction.is_void:
-                    reduction.unit.gradients.lose()
+                    reduction.unit.gradients.lose(reduction.parts)
         self.keep(lambda reduction: id(reduction) not in failed and not reduction.is_void)
         self._errors = []
         if len(self):
@@ -193,6 +193,12 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         with self.streams.on("scatter"):
             bucket.work = _scatter(bucket)
         return bucket
+
+    def lose(self, items: list[Reduction]) -> None:
+        """See `ReduceQueue`. Those of the backward under way, which fails now, are undone with it."""
+        for reduction in items:
+            if not reduction.parts[0].undoable:
+                reduction.unit.gradients.lose(reduction.parts)
 
     def release(self, bucket: ReductionBucket) -> None:
         """See `ReduceQueue`."""

@@ -125,6 +125,9 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def land(self, bucket: BucketT) -> None:
         """The last collective of a bucket was waited for: its reductions become gradients, or sums that are kept."""
 
+    def lose(self, items: list[ItemT]) -> None:
+        """Reductions whose next stage could not be started are in the queue no more: they will never land."""
+
     # -- decided here --------------------------------------------------------------------------------------------
 
     def __len__(self) -> int:
@@ -206,7 +209,11 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         if self._holding:
             self._release_for(sum(item.scatter_bytes() for item in self._filling))
         items, self._filling = self._filling, []
-        bucket = self.start_scatter(items)
+        try:
+            bucket = self.start_scatter(items)
+        except BaseException:
+            self.lose(items)
+            raise
         self._holding.append(bucket)
         if self.ordered_by_streams:  # the next stage is enqueued behind the event of this one, at once
             self._go_on(bucket)
@@ -225,11 +232,24 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         if bucket.work is not None:
             bucket.work.wait()  # if it raises, the bucket is still there for whoever cleans up
         self._holding.popleft()
-        self.release(bucket)
+        try:
+            self.release(bucket)
+        except BaseException:
+            self.lose(bucket.items)
+            raise
         if not self.ordered_by_streams:
             self._go_on(bucket)
 
     def _go_on(self, bucket: BucketT) -> None:
+        """The next stage of a bucket. Where it cannot be started, the reductions that have none are lost."""
+        try:
+            self._start_next(bucket)
+        except BaseException:
+            kept = {id(item) for other in self._reducing for item in other.items} | set(map(id, self._bucketed))
+            self.lose([item for item in bucket.items if id(item) not in kept])
+            raise
+
+    def _start_next(self, bucket: BucketT) -> None:
         """Behind the reduce-scatter: sums that are kept for a later micro-batch, or those for an all-reduce."""
         for item in bucket.items:
             if not item.all_reduce and not (item.in_tree and item.replicas > 1):
@@ -260,9 +280,13 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
     def _all_reduce(self, items: list[ItemT], behind: BucketT) -> None:
         # Sums that this one will add to have to be at rest, whatever room there is: a side stream, or the backend, may
         # still be writing them.
-        while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(items):
-            self._land()
-        self._reducing.append(self.start_all_reduce(items, behind))
+        try:
+            while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(items):
+                self._land()
+            self._reducing.append(self.start_all_reduce(items, behind))
+        except BaseException:
+            self.lose(items)
+            raise
 
     def _defers(self, items: list[ItemT]) -> bool:
         """Whether sums that these will be added to are still on their way."""

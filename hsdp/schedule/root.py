@@ -186,7 +186,9 @@ class Root:
             divergence_guard.note_failure()
 
     def _roll_back(self, at_once: bool = False) -> None:
-        if self.backward is not None and self.backward.reduces:
+        if self.backward is not None and not self.backward.reduces:
+            return  # that of `autograd.grad`: it took no gradients
+        if self.backward is not None:
             self._leave_word()
         with torch.no_grad():
             for unit in self.units:

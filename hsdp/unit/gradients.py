@@ -16,7 +16,7 @@ who would take them for complete.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from operator import attrgetter
 from typing import Any
 
@@ -95,9 +95,8 @@ class Gradients:
 
     def put(self, slot: int, grad: Tensor) -> None:
         """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
-        slots = self.slots
-        held = slots[slot]
-        slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
+        held = self.slots[slot]
+        self.slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
 
     def waiting(self) -> bool:
         """Whether gradients of the backward under way wait to be reduced."""
@@ -265,8 +264,8 @@ class Gradients:
             names = ", ".join(self.sentinels.names())
             raise StateError(
                 f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
-                "micro-batch with set_requires_grad_sync(True) and set_requires_all_reduce(True), call model.flush(), or "
-                "drop them with zero_grad()"
+                "micro-batch under accumulate(last=True), outside of no_sync(), or with set_requires_grad_sync(True) and "
+                "set_requires_all_reduce(True); or call model.flush(), or drop them with zero_grad()"
             )
 
     def cut_whole(self) -> None:
@@ -443,8 +442,9 @@ class Gradients:
             self.lose()
         self._remove_sentinels()
 
-    def lose(self) -> None:
-        """Sums are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+    def lose(self, parts: Sequence[GroupReduction] = ()) -> None:
+        """Sums, or `parts` in no queue, are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+        self._running = [part for part in self._running if part not in parts]
         self._stash.clear()
         self.kept, self.lost = False, True
         self._watch_all(self._plans)

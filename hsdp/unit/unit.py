@@ -13,7 +13,7 @@ from operator import or_
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from hsdp.comm.collectives import Comm, twin_of
 from hsdp.comm.custom import AllGather, ReduceScatter
@@ -23,11 +23,11 @@ from hsdp.comm.observer import CommContext, Observer, Point
 from hsdp.comm.streams import Streams
 from hsdp.comm.tree import TREE
 from hsdp.comm.work import CommWork
-from hsdp.errors import StateError
+from hsdp.errors import HSDPError, StateError
 from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import forget, refuse_tied, register
 from hsdp.params.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, is_trainable
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
 from hsdp.torch_private import graph_task, plain_access, will_execute
 from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
@@ -141,12 +141,10 @@ class Unit(UnitActivity, UnshardedParams):
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
         self._kept_shards: list[int] | None = None
-        self._words: list[Tensor] = []
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self._pending_shards: PendingShards | None = None
         self.shadows = Shadows(())
-        self._sharded: list[nn.Parameter] = []
         self._registered: list[int] = []
         weakref.finalize(self, forget, self._registered)
 
@@ -314,13 +312,25 @@ class Unit(UnitActivity, UnshardedParams):
 
     def gather_by(self, custom: AllGather | None) -> None:
         """Its gathers are `custom` from now on; None: the backend's."""
-        self.shard_comm.custom_all_gather = custom
-        self.fit_collectives()
+        self._exchange_by("custom_all_gather", custom, self.shard_comm)
 
     def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
         """Its reduce-scatters are `custom` from now on; None: the backend's."""
-        self.shard_comm.custom_reduce_scatter = self.scatter_comm.custom_reduce_scatter = custom
-        self.fit_collectives()
+        self._exchange_by("custom_reduce_scatter", custom, self.shard_comm, self.scatter_comm)
+
+    def _exchange_by(self, which: str, custom: object, *comms: Comm) -> None:
+        before = getattr(self.shard_comm, which)
+        for comm in comms:
+            setattr(comm, which, custom)
+        if not any(group.lies_otherwise(self.shard_comm.thresholds[-1]) for group in self.dtype_groups):
+            return
+        try:  # users' collectives know equal parts only: other parameters travel unevenly now
+            self.gradients.refuse_pending(self.name, f"set_{which}")
+            self.rebuild()
+        except HSDPError:
+            for comm in comms:
+                setattr(comm, which, before)
+            raise
 
     def bound_reduce_scatters(self, most: int) -> None:
         """So many reductions may hold unsharded gradients, if it is a root."""
@@ -328,14 +338,13 @@ class Unit(UnitActivity, UnshardedParams):
 
     def begin_forward(self, afresh: bool) -> None:
         """A forward begins that reads its unsharded parameters; `afresh` as in `choose_trainable`."""
-        self.forward_version = self.version
         self.choose_trainable(afresh)
+        self.forward_version = self.version
 
     def enter_forward(self, afresh: bool) -> None:
         """The same, of one of its modules."""
         self.calls += 1
-        self.choose_trainable(afresh)
-        self.forward_version = self.version
+        self.begin_forward(afresh)
         self.state = FORWARD
 
     def leave_forward(self) -> None:
@@ -373,11 +382,8 @@ class Unit(UnitActivity, UnshardedParams):
 
     def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
         for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):
-            if wants and not is_trainable(param.dtype):
-                raise StateError(
-                    f"unit {self.name!r}: parameter {param.fqn!r} has dtype {param.dtype} and wants gradients, which "
-                    "cannot be reduced; freeze it (requires_grad_(False))"
-                )
+            if wants:
+                param.refuse_untrainable(self.name)
             if param.unsharded is not None:
                 if param.trained is not None and param.node is None:
                     self._watch(slot)  # thawed where it was shown: a graph may lead to it, whatever is wanted now
@@ -415,7 +421,7 @@ class Unit(UnitActivity, UnshardedParams):
                 runtime.enter_task()
                 self.begin_task(task)
         if grad.layout is not _STRIDED or self._in_blocks:
-            grad = _dense_block(self.params[slot], grad)
+            grad = self.params[slot].dense_block(grad)
         gradients = self.gradients  # not its slots: whoever completes them is to let go of that list
         if gradients.slots[slot] is None:
             gradients.slots[slot] = grad
@@ -439,12 +445,6 @@ class Unit(UnitActivity, UnshardedParams):
         for slot, param in enumerate(self.params):
             if param.trained is not None and (grad := param.trained.grad) is not None:
                 param.trained.grad = None
-                self.gradients.put(slot, _dense_block(param, grad))
+                self.gradients.put(slot, param.dense_block(grad))
                 found = True
         return found
-
-
-def _dense_block(param: ManagedParam, grad: Tensor) -> Tensor:
-    if grad.layout is not _STRIDED:
-        grad = grad.to_dense()  # that of an embedding with sparse=True
-    return grad if param.inner is None else param.inner.block_of_grad(grad)

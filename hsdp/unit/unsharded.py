@@ -101,11 +101,6 @@ class UnshardedParams:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""
         raise AssertionError("a unit says how")
 
-    def fit_collectives(self) -> None:
-        """Makes the buffers anew if other parameters travel unevenly now: users' collectives know equal parts only."""
-        if any(group.lies_otherwise(self.shard_comm.thresholds[-1]) for group in self.dtype_groups):
-            self.rebuild()
-
     def launch(self, version: Version | None = None, looked: bool = False) -> None:
         """Starts the gather of the unsharded parameters: SHARDED -> GATHERING.
 

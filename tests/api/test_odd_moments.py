@@ -1,0 +1,308 @@
+"""Methods that are called at odd moments: beside another thread, with sums pending, behind what failed."""
+
+from __future__ import annotations
+
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.tensor import Shard
+
+import hsdp
+from hsdp import fully_shard
+from hsdp.comm import work
+from tests.support.deep import DIM, Deep, floats, mean_grads, seeded, step
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import shard
+from tests.support.twin import assert_same, full_grads
+
+# -- other threads -----------------------------------------------------------------------------------------------------
+
+
+class Slow(nn.Module):
+    """Waits inside its forward until somebody has tried to come in; `generate` is a second way in."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(DIM, DIM)
+        self.begun, self.tried = threading.Event(), threading.Event()
+
+    def forward(self, x: Tensor, waits: bool = True) -> Tensor:
+        out: Tensor = self.layer(x)
+        if waits:
+            self.begun.set()
+            assert self.tried.wait(30), "nobody came"
+        return out
+
+    def generate(self, x: Tensor) -> Tensor:
+        return self(x, waits=False)  # type: ignore[no-any-return]
+
+
+def check_threads(env: RankEnv) -> None:
+    model: Any = fully_shard(seeded(Slow), mesh=env.mesh((2,)))
+    hsdp.register_forward_method(model, "generate")
+    errors: list[str] = []
+
+    def come_in() -> None:
+        assert model.begun.wait(30)
+        for way in (model, model.forward, model.generate):
+            try:
+                way(floats(env.rank))
+            except hsdp.StateError as error:
+                errors.append(str(error))
+        model.tried.set()
+
+    thread = threading.Thread(target=come_in)
+    thread.start()
+    model(floats(env.rank)).sum().backward()
+    thread.join(30)
+    assert len(errors) == 3, errors
+    assert all("another thread" in error for error in errors), errors
+    model.generate(floats(env.rank)).sum().backward()
+
+
+def test_every_way_in_is_refused_beside_a_forward_in_another_thread(pool2: Pool) -> None:
+    pool2.run(check_threads)
+
+
+# -- settings ------------------------------------------------------------------------------------------------------------
+
+
+def check_reshard(env: RankEnv) -> None:
+    model: Any = shard(seeded(Deep), env.mesh((4,)), reshard_after_forward=2)
+    units = [block._hsdp_state.unit for block in model.blocks]
+    for reshards, kept in ((None, True), (True, False)):
+        if reshards is not None:
+            model.set_reshard_after_forward(reshards)
+        loss = model(floats(env.rank)).sum()
+        assert [unit._kept_version is not None for unit in units] == [kept] * len(units)
+        loss.backward()
+
+
+def test_parts_are_not_kept_once_units_reshard_after_forward(pool4: Pool) -> None:
+    pool4.run(check_reshard)
+
+
+def check_separate_group(env: RankEnv) -> None:
+    model: Any = fully_shard(nn.Linear(64, 64), mesh=env.mesh((2,)))
+    model.set_separate_reduce_scatter_group()
+    model(torch.ones(2, 64)).sum().backward()
+    (unit,) = model._units()
+    assert unit.scatter_comm is not unit.shard_comm
+    assert unit.shard_comm.host_memory is not None
+    assert unit.scatter_comm.host_memory is not None
+
+
+def test_a_separate_group_shares_memory_too(pool2: Pool) -> None:
+    pool2.run(check_separate_group)
+
+
+def _gathers(*, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def check_setter_that_fails(env: RankEnv) -> None:
+    """With users' collectives this parameter would be padded: its pending gradient has the layout without."""
+    model: Any = fully_shard(nn.Linear(1 << 20, 1, bias=False), mesh=env.mesh((2,)))
+    x = torch.ones(1, 1 << 20)
+    with model.no_sync():
+        model(x).sum().backward()
+    with pytest.raises(hsdp.StateError, match=r"^set_custom_all_gather: unit .* has gradients"):
+        model.set_custom_all_gather(_gathers)
+    model.zero_grad()
+    model(x).sum().backward()
+    assert torch.equal(model.weight.grad.full_tensor(), x)
+
+
+def test_a_collective_that_is_refused_is_not_set(pool2: Pool) -> None:
+    pool2.run(check_setter_that_fails)
+
+
+# -- companions ----------------------------------------------------------------------------------------------------------
+
+
+class Routed(nn.Module):
+    """Experts with a mesh of their own, by the placement function."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.experts = nn.Linear(DIM, DIM, bias=False)
+        torch.manual_seed(seed)
+        self.router = nn.Linear(DIM, DIM)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.experts(self.router(x))  # type: ignore[no-any-return]
+
+
+def _route(env: RankEnv, block: nn.Module, **options: Any) -> None:
+    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
+    result = getattr(common, "ShardPlacementResult", None)
+    if result is None:
+        pytest.skip("this torch has no ShardPlacementResult")
+    experts = set(block.experts.parameters())  # type: ignore[union-attr]
+    here = common.FSDPMeshInfo(env.mesh((2,)), shard_mesh_dim=0)
+    there = common.HSDPMeshInfo(env.mesh((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0)
+    fully_shard(
+        block,
+        mesh=env.mesh((2,)),
+        shard_placement_fn=lambda param: result(Shard(0), there if param in experts else here),
+        **options,
+    )
+
+
+def check_companion_unshards(env: RankEnv) -> None:
+    """Functions on unsharded parameters, with steps between."""
+    block: Any = Routed(0)
+    _route(env, block)
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for k in range(3):
+        block.unshard()
+        x = floats(env.rank, k).float()
+        out = (x @ block.router.weight.t() + block.router.bias) @ block.experts.weight.t()
+        out.square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        block.reshard()
+
+
+def test_a_module_opens_its_companions_too(pool2: Pool) -> None:
+    pool2.run(check_companion_unshards)
+
+
+def check_companion_stays(env: RankEnv) -> None:
+    block = Routed(env.rank)
+    with pytest.raises(hsdp.DivergenceError, match="router"):
+        _route(env, block, replica_policy="check")
+    assert type(block) is Routed
+    assert type(block.experts) is nn.Linear
+    assert type(block.experts.weight) is nn.Parameter
+
+
+def test_what_is_refused_leaves_companions_as_they_were(pool2: Pool) -> None:
+    pool2.run(check_companion_stays)
+
+
+# -- sums that are pending, and what fails beside them ---------------------------------------------------------------------
+
+
+def _pend(model: Any, rank: int, how: str) -> None:
+    """One micro-batch whose sums stay on the rank, or in the shard group."""
+    model.set_requires_grad_sync(how != "local")
+    model.set_requires_all_reduce(how == "local")
+    step(model, rank)
+    model.set_requires_grad_sync(True)
+    model.set_requires_all_reduce(True)
+
+
+def check_reset(env: RankEnv, how: str) -> None:
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)))
+    _pend(model, env.rank, how)
+    assert model.pending_gradients()
+    model.reset_iter_state()
+    assert not model.pending_gradients()
+    step(model, env.rank, 1)
+    assert_same(full_grads(model), mean_grads(seeded(Deep), lambda plain, rank: step(plain, rank, 1), env.world_size))
+
+
+@pytest.mark.parametrize("how", ["local", "deferred"])
+def test_resetting_the_iteration_drops_pending_sums(pool2: Pool, how: str) -> None:
+    pool2.run(check_reset, how)
+
+
+class BoomError(Exception):
+    """What a user's code raises, and catches."""
+
+
+def _boom(*args: object, **kwargs: object) -> None:
+    raise BoomError
+
+
+def check_failed_grad(env: RankEnv, how: str) -> None:
+    """An `autograd.grad` takes no gradients of weights: what failed in it is no reason to lose sums."""
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)))
+    _pend(model, env.rank, how)
+    x = floats(env.rank, 5)
+    data = x * 1.0
+    data.register_hook(_boom)
+    with pytest.raises(BoomError):
+        torch.autograd.grad(model(data).sum(), x)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        step(model, env.rank, 1)
+
+    def both(plain: nn.Module, rank: int) -> None:
+        step(plain, rank)
+        step(plain, rank, 1)
+
+    assert_same(full_grads(model), mean_grads(seeded(Deep), both, env.world_size))
+
+
+@pytest.mark.parametrize("how", ["local", "deferred"])
+def test_a_failed_grad_leaves_pending_sums(pool2: Pool, how: str) -> None:
+    pool2.run(check_failed_grad, how)
+
+
+class FailsOnce:
+    """An all-reduce over replicas whose call number `at` raises, on all ranks."""
+
+    def __init__(self) -> None:
+        self.calls, self.at = 0, -1
+
+    def __call__(self, *, tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
+        self.calls += 1
+        if self.calls == self.at:
+            raise MemoryError("no room for a buffer of the user's")
+        return dist.all_reduce(tensor, op, group, async_op=async_op)
+
+
+def check_lost_reduction(env: RankEnv, bucketed: bool) -> None:
+    """A reduction that runs past its backward cannot be started: nobody takes the gradients for complete."""
+    reduces = FailsOnce()
+    policy = hsdp.CommPolicy(all_reduce_bucket_bytes=1 << 20 if bucketed else 0)
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)), comm_policy=policy)
+    model.set_replica_reduce(reduces)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    model.set_is_last_backward(False)
+    step(model, env.rank)
+    reduces.at = reduces.calls + 1
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    for act in (optimizer.step, lambda: step(model, env.rank, 1), lambda: hsdp.clip_grad_norm_(model, 1.0)):
+        with pytest.raises(hsdp.StateError, match="incomplete"):
+            act()
+    model.set_is_last_backward(True)
+    model.zero_grad()
+    step(model, env.rank, 2)
+    assert_same(full_grads(model), mean_grads(seeded(Deep), lambda plain, rank: step(plain, rank, 2), env.world_size))
+    optimizer.step()
+    assert not any(unit.gradients.in_flight for unit in model._units())
+
+
+@pytest.mark.parametrize("bucketed", [False, True], ids=["", "bucketed"])
+def test_a_reduction_that_could_not_be_started_is_missed(pool2: Pool, bucketed: bool) -> None:
+    pool2.run(check_lost_reduction, bucketed)
+
+
+# -- lifetimes -------------------------------------------------------------------------------------------------------------
+
+
+def test_what_has_not_ended_is_kept_though_more_comes_meanwhile() -> None:
+    """To ask whether one has ended may free another one, which comes to be kept then."""
+
+    def asked() -> bool:
+        if all(used != "late" for _, used in work._kept):
+            work._keep_until(lambda: False, "late")
+        return False
+
+    before = list(work._kept)
+    try:
+        work._kept[:] = [(lambda: True, "ended"), (asked, "asked"), (lambda: False, "under way")]
+        work._keep_until(lambda: False, "new")
+        assert {used for _, used in work._kept} == {"asked", "under way", "late", "new"}
+    finally:
+        work._kept[:] = before

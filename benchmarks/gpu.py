@@ -299,9 +299,9 @@ class SlowComm(Comm):
     pauses: ClassVar[dict[str, float]] = {}
     """Seconds, by kind of collective."""
 
-    def _ready(self, op: int, kind: str, owner: Any) -> dist.ProcessGroup:
+    def _ready(self, op: int, kind: str, owner: Any, custom: object = None) -> tuple[dist.ProcessGroup, int]:
         _spin(self.pauses[kind], self.device)
-        return super()._ready(op, kind, owner)
+        return super()._ready(op, kind, owner, custom)
 
 
 def slow_down(model: Any, pauses: dict[str, float]) -> None:

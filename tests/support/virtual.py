@@ -203,10 +203,10 @@ class Group:
 class VirtualComm(Comm):
     """A Comm that tells its group what it starts, and for which unit."""
 
-    def _ready(self, op: int, kind: str, owner: Any) -> Any:
-        group = super()._ready(op, kind, owner)
+    def _ready(self, op: int, kind: str, owner: Any, custom: object = None) -> Any:
+        group, op = super()._ready(op, kind, owner, custom)
         group.starting = (kind, owner.name)  # type: ignore[attr-defined]
-        return group
+        return group, op
 
 
 class Compute(torch.autograd.Function):

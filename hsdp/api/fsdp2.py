@@ -76,11 +76,15 @@ class FSDP2Face(fsdp.FSDPModule):
     # -- what is not needed --------------------------------------------------------------------------------------
 
     def reset_iter_state(self) -> None:
-        """Drops an iteration that failed, and pending sums. Not needed: the next forward does it for what failed."""
+        """Drops an iteration that failed, and pending sums: they are *lost*, which is told until gradients are zeroed.
+
+        Not needed: the next forward does it for what failed.
+        """
         for runtime in self._runtimes():
             runtime.reset()
             for unit in runtime.units:
-                unit.gradients.clear()
+                if unit.gradients.is_pending():
+                    unit.gradients.lose(deferred=True)
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""

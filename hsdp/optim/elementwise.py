@@ -32,7 +32,7 @@ from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import rewrap_step
-from hsdp.unit.lookup import name_of
+from hsdp.unit.lookup import name_of, unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
 
@@ -103,6 +103,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         share_gradients_of((p for group in optimizer.param_groups for p in group["params"]), "hsdp.optim.local")
         optimizer._hsdp_steps_shares = True  # type: ignore[attr-defined]
     optimizer._hsdp_stepper = _Stepper(flat, over_replicas)  # type: ignore[attr-defined]
+    if flat:
+        optimizer.register_state_dict_post_hook(_with_own_numbers)
     optimizer.__class__ = _local_class(cls)
     rewrap_step(optimizer)
     return optimizer
@@ -262,6 +264,10 @@ class _Stepper:
 
     def _show(self, optimizer: Any) -> None:
         """Puts the state that the targets have into the optimizer's, as DTensors around the same memory."""
+        held_of = {id(m.param) for targets in self._groups for t in targets if self._state.get(t.tensor) for m in t.members}
+        for param in self._params:  # all ranks have that order, in which torch gathers a state; not that of the targets
+            if id(param) in held_of:
+                optimizer.state.setdefault(param, {})
         for targets in self._groups:
             for target in targets:
                 held = self._state.get(target.tensor)
@@ -280,8 +286,23 @@ class _Stepper:
 
 
 def _identity(optimizer: Any) -> tuple[object, ...]:
-    """Changes when the optimizer's state or groups are replaced."""
-    return (id(optimizer.state), id(optimizer.param_groups), *map(id, optimizer.param_groups))
+    """Changes when the optimizer's state or groups are replaced, or a parameter goes from one group into the next."""
+    groups = optimizer.param_groups
+    return (id(optimizer.state), id(groups), *map(id, groups), *(len(group["params"]) for group in groups))
+
+
+def _with_own_numbers(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
+    """Gives each parameter numbers of its own: an optimizer that takes them over counts each of its steps in each."""
+    seen: set[int] = set()
+    state = {}
+    for key, entries in state_dict["state"].items():
+        state[key] = dict(entries)
+        for name, value in entries.items():
+            if isinstance(value, Tensor) and not isinstance(value, DTensor):
+                if id(value) in seen:
+                    state[key][name] = value.clone()
+                seen.add(id(value))
+    return {**state_dict, "state": state}
 
 
 # -- gradients and state ----------------------------------------------------------------------------------------------
@@ -320,6 +341,9 @@ def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
         for part, member in zip(parts, target.members, strict=True)
     )
     size = target.tensor.numel()
+    # Where replicas have shares, gradients lie closer than parameters: what seems a gap is another one's gradient.
+    if target.gaps and (unit := unit_of(first)) is not None and unit.gradients.shared:
+        lie_alike = False
     if lie_alike and base is not None and base.is_contiguous() and 0 <= origin <= base.numel() - size:
         flat = base.view(-1)[origin : origin + size]
         gaps = [flat[start:stop] for start, stop in target.gaps]

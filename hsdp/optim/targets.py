@@ -131,8 +131,8 @@ def flat_targets(
     runs: dict[tuple[int, bool, object], list[Any]] = {}
     for param in params:
         share = shares.get(id(param))
-        nothing = not param._local_tensor.numel() or (share is not None and not share.rows)
-        if id(param) not in places or not used[id(param)] or nothing:
+        nothing = share is not None and not share.rows
+        if id(param) not in places or not used[id(param)] or nothing or not param._local_tensor.numel():
             targets.append(single(param, share))
         else:
             runs.setdefault((id(places[id(param)].buffer), share is None, _numbers(state.get(param))), []).append(param)

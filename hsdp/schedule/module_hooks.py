@@ -146,11 +146,13 @@ class ModuleHooks:
         Raises:
             StateError: another thread does.
         """
-        if not self.unit.calls:
+        unit = self.unit
+        if not unit.calls:
             return False
-        runtime = runtime_of(self.unit)
+        ref = unit.runtime_ref
+        runtime: Any = None if ref is None else ref()  # as in `run`
         if runtime is not None and runtime.depth and runtime.thread != get_ident():
-            raise other_thread(self.unit)
+            raise other_thread(unit)
         return True
 
     def own_runtime(self) -> Runtime:

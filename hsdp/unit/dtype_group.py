@@ -150,12 +150,14 @@ class DtypeGroup:
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
     def words(self) -> list[Tensor]:
-        """The bytes of the shard buffer as 64-bit words, and what is left; nothing if unsharded parameters are no copy."""
+        """The bytes of the shard buffer as integers, and what is left; nothing if unsharded parameters are no copy."""
         if self.shards == 1 and not self._moves:
             return []
         data = self.shard.detach().view(U8)
         whole = data.numel() // 8 * 8
-        return [words for words in (data[:whole].view(torch.int64), data[whole:]) if words.numel()]
+        # A sum does not see the highest bits of two integers that change: of float64 they are not to be signs.
+        integers = torch.int32 if self.kind.storage == torch.float64 else torch.int64
+        return [words for words in (data[:whole].view(integers), data[whole:]) if words.numel()]
 
     @property
     def keeps_writes(self) -> bool:

@@ -420,11 +420,7 @@ class Gradients:
         return sum(part.held_bytes() for part in {*self._open, *self._running})
 
     def roll_back(self, at_once: bool = False) -> None:
-        """The backward failed: gradients and pending sums are again what they were before it.
-
-        Args:
-            at_once: nobody has seen them since.
-        """
+        """The backward failed: gradients, and sums, are what they were before it. `at_once`: nobody has seen them since."""
         self.drop()
         self._running = [part for part in self._running if part not in self._open]
         for part in self._open:
@@ -442,8 +438,10 @@ class Gradients:
             self.lose()
         self._remove_sentinels()
 
-    def lose(self, parts: Sequence[GroupReduction] = ()) -> None:
+    def lose(self, parts: Sequence[GroupReduction] = (), deferred: bool = False) -> None:
         """Sums, or `parts` in no queue, are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+        if deferred:
+            self.partial, self.deferred = None, False
         self._running = [part for part in self._running if part not in parts]
         self._stash.clear()
         self.kept, self.lost = False, True

@@ -140,7 +140,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._written: str | None = None
         self._kept_version: Version | None = None
         self._versioned: list[Tensor] = []
-        self._kept_shards: list[int] | None = None
+        self._kept_shards = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self._pending_shards: PendingShards | None = None

@@ -13,9 +13,11 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsdp import debug
+from hsdp.buffers.fingerprints import fingerprint
 from hsdp.comm.collectives import Comm
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext
@@ -35,6 +37,9 @@ Version = tuple[int, int]
 """See `Unit.version`."""
 NO_VERSION: Version = (-1, -1)
 _version_of = attrgetter("_version")
+Note = Tensor | tuple[int, int]
+"""What is kept of a shard's integers to know them again: a copy of few, which takes less time than sums, else these."""
+_COPIED_BYTES = 1 << 16
 
 
 class Residency(enum.Enum):
@@ -53,10 +58,10 @@ class UnshardedParams:
     """The unsharded parameters of one unit, which `Unit` builds.
 
     Attributes:
-        residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `sought`: it did since the
-            last backward that drains, whoever has resharded them meanwhile; `retained`: a graph of
+        residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `sought`: from then until
+            the next backward that waits for all reductions, even if they were resharded in between; `retained`: a graph of
             gradients (`create_graph=True`) may read their memory, which stays when they are resharded. Gathers do not
-            depend on it: when a graph is gone, garbage collection decides, on each rank by itself.
+            depend on it: garbage collection decides when a graph goes, on each rank by itself.
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
@@ -85,7 +90,7 @@ class UnshardedParams:
     _filled_version: Version
     _fillings: int
     _written: str | None
-    _kept_shards: list[int] | None
+    _kept_shards: list[Note] | None
     _words: list[Tensor]
     _versioned: list[Tensor]
     _gather_work: CommWork | None
@@ -385,7 +390,7 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `as_kept`."""
         if self._kept_shards is None and (debug.ON or not self.context.streams.active):
-            self._kept_shards = [int(words.sum()) for words in self._words]
+            self._kept_shards = [noted(words) for words in self._words]
 
     def as_kept(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -394,7 +399,7 @@ class UnshardedParams:
         in debug mode only.
         """
         kept = self._kept_shards
-        return kept is None or kept == [int(words.sum()) for words in self._words]
+        return kept is None or all(map(is_as_noted, self._words, kept))
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""
@@ -426,6 +431,16 @@ class UnshardedParams:
             f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
             "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
         )
+
+
+def noted(integers: Tensor) -> Note:
+    """A note of them."""
+    return integers.clone() if integers.nbytes <= _COPIED_BYTES else fingerprint(integers)
+
+
+def is_as_noted(integers: Tensor, note: Note) -> bool:
+    """Whether they are what the note says."""
+    return torch.equal(integers, note) if isinstance(note, Tensor) else fingerprint(integers) == note
 
 
 def launch_ahead(units: Iterable[UnshardedParams]) -> None:

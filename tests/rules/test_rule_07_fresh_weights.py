@@ -190,7 +190,17 @@ def _by_lerp(old: list[Any], new: list[Any]) -> None:
         mine.lerp_(other, 0.1)
 
 
-AVERAGES = {"p.data": _by_data, "foreach": _by_foreach, "in place": _by_lerp}
+def _by_sign(old: list[Any], new: list[Any]) -> None:
+    for mine in old:
+        mine.data.neg_()  # sums of words do not see it: an even number of highest bits
+
+
+def _by_order(old: list[Any], new: list[Any]) -> None:
+    for mine in old:
+        mine.data.copy_(mine.data.flip(mine.ndim - 1).clone())  # nor the order of words
+
+
+AVERAGES = {"p.data": _by_data, "foreach": _by_foreach, "in place": _by_lerp, "signs": _by_sign, "order": _by_order}
 
 
 class Momentum(nn.Module):

@@ -1,0 +1,190 @@
+"""`optim.local`, flat and not, where parameters are scalars, few, moved between groups, or handed to another optimizer."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.optim import SGD, Adam, Optimizer
+
+import hsdp
+from hsdp.optim import local
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id
+from tests.support.twin import full
+
+DIM = 6
+Make = Callable[[Any], list[Optimizer]]
+
+
+class Scaled(nn.Module):
+    """Two layers and a scalar, behind which a shard buffer has padding."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.0))
+        self.a = nn.Linear(DIM, 33)
+        self.b = nn.Linear(33, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.b(torch.tanh(self.a(x))) * self.scale
+        return out
+
+
+class FewRows(nn.Module):
+    """A parameter that one rank of two holds none of, behind one that both hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Parameter(torch.randn(2, DIM))
+        self.one = nn.Parameter(torch.randn(1, DIM))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(x) * self.two.prod(0) * self.one.prod(0)
+
+
+class Both:
+    """A sharded model and its twin, which trains on the mean of the ranks' gradients."""
+
+    def __init__(self, env: RankEnv, shape: tuple[int, ...], build: type[nn.Module], **options: Any) -> None:
+        torch.manual_seed(0)
+        self.twin: Any = build().double()
+        self.model: Any = hsdp.fully_shard(copy.deepcopy(self.twin), mesh=env.mesh(shape), **options)
+        self.env = env
+
+    def step(self, k: int, ours: list[Optimizer], theirs: list[Optimizer]) -> None:
+        x = torch.randn(4, DIM, generator=torch.Generator().manual_seed(100 * self.env.rank + k)).double()
+        for model in (self.model, self.twin):
+            model(x).square().sum().backward()
+        for param in self.twin.parameters():
+            dist.all_reduce(param.grad)
+            param.grad /= self.env.world_size
+        for optimizer in (*ours, *theirs):
+            optimizer.step()
+            optimizer.zero_grad()
+
+    def check(self) -> None:
+        for (name, mine), param in zip(self.model.named_parameters(), self.twin.parameters(), strict=True):
+            torch.testing.assert_close(full(mine), param.detach(), rtol=0, atol=1e-12, msg=name)
+
+
+def check_scalar(env: RankEnv, shape: tuple[int, ...], flat: bool) -> None:
+    """Replicas have shares of gradients, which then lie closer than the parameters do."""
+    both = Both(env, shape, Scaled)
+    ours: list[Optimizer] = [local(SGD(both.model.parameters(), lr=0.01), flat=flat, over_replicas=True)]
+    for k in range(2):
+        both.step(k, ours, [SGD(both.twin.parameters(), lr=0.01)])
+    both.check()
+
+
+def check_two_optimizers(env: RankEnv, shape: tuple[int, ...], flat: bool) -> None:
+    """Of one unit: one of them has shares, the other steps what all replicas have."""
+    both = Both(env, shape, Scaled)
+    made = []
+    for model, mine in ((both.model, True), (both.twin, False)):
+        optimizers = [
+            SGD([p for p in model.parameters() if (p.ndim == 2) == matrices], lr=0.01) for matrices in (True, False)
+        ]
+        if mine:
+            local(optimizers[0], flat=not flat, over_replicas=True)
+            local(optimizers[1], flat=flat)
+        made.append(optimizers)
+    for k in range(2):
+        both.step(k, *made)
+    both.check()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
+@pytest.mark.parametrize("shape", [(2, 1), (2, 2)], ids=mesh_id)
+@pytest.mark.parametrize("check", [check_scalar, check_two_optimizers])
+def test_gaps_between_parameters_are_no_gaps_between_shares(
+    request: pytest.FixtureRequest, check: Any, shape: tuple[int, ...], flat: bool
+) -> None:
+    request.getfixturevalue("pool2" if shape == (2, 1) else "pool4").run(check, shape, flat)
+
+
+def check_regrouped(env: RankEnv, flat: bool) -> None:
+    """The last parameter of one group becomes the first of the next: all groups together list what they did."""
+    both = Both(env, (2,), Scaled)
+    made: list[list[Optimizer]] = []
+    for model in (both.model, both.twin):
+        groups = [{"params": [model.a.weight, model.b.weight], "lr": 0.01}, {"params": [model.a.bias], "lr": 0.0}]
+        made.append([SGD(groups)])
+    local(made[0][0], flat=flat)
+    for k in range(4):
+        if k == 2:
+            for (optimizer,) in made:
+                first, second = optimizer.param_groups
+                second["params"].insert(0, first["params"].pop())
+        both.step(k, *made)
+    both.check()
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
+def test_a_parameter_goes_from_one_group_to_the_next(pool2: Pool, flat: bool) -> None:
+    pool2.run(check_regrouped, flat)
+
+
+def check_handed_over(env: RankEnv, flat: bool) -> None:
+    """A stock optimizer takes the state over: each parameter counts its own steps."""
+    both = Both(env, (2,), Scaled)
+    ours, theirs = local(Adam(both.model.parameters(), lr=0.01), flat=flat), Adam(both.twin.parameters(), lr=0.01)
+    for k in range(4):
+        if k == 2:
+            stock = Adam(both.model.parameters(), lr=0.01)
+            stock.load_state_dict(ours.state_dict())
+            ours = stock
+        both.step(k, [ours], [theirs])
+    both.check()
+    assert [float(entries["step"]) for entries in ours.state.values()] == [4.0] * 5
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
+def test_another_optimizer_goes_on_with_its_state(pool2: Pool, flat: bool) -> None:
+    pool2.run(check_handed_over, flat)
+
+
+def check_gathered(env: RankEnv, flat: bool) -> None:
+    """torch gathers states in the order in which they lie in `optimizer.state`: ranks must have one."""
+    both = Both(env, (1, 2), FewRows)
+    ours, theirs = local(Adam(both.model.parameters(), lr=0.01), flat=flat), Adam(both.twin.parameters(), lr=0.01)
+    for k in range(2):
+        both.step(k, [ours], [theirs])
+    names = {param: name for name, param in both.model.named_parameters()}
+    assert [names[param] for param in ours.state] == ["two", "one"]
+    gathered: Any = get_optimizer_state_dict(both.model, ours, options=StateDictOptions(full_state_dict=True))
+    for name, param in both.twin.named_parameters():
+        for entry in ("exp_avg", "exp_avg_sq"):
+            torch.testing.assert_close(gathered["state"][name][entry], theirs.state[param][entry], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
+def test_torch_gathers_its_state(pool2: Pool, flat: bool) -> None:
+    pool2.run(check_gathered, flat)
+
+
+def check_plain_beside(env: RankEnv, flat: bool) -> None:
+    """A plain parameter, which the user reduces."""
+    torch.manual_seed(0)
+    both = Both(env, (2,), Scaled)
+    extra = [nn.Parameter(torch.ones(3, dtype=torch.float64)) for _ in range(2)]
+    ours = local(SGD([*both.model.parameters(), extra[0]], lr=0.01), flat=flat)
+    theirs = SGD([*both.twin.parameters(), extra[1]], lr=0.01)
+    for k in range(2):
+        for one in extra:
+            one.grad = torch.full((3,), 1.0 + k, dtype=torch.float64)
+        both.step(k, [ours], [theirs])
+    both.check()
+    assert torch.equal(extra[0], extra[1])
+
+
+@pytest.mark.filterwarnings("ignore:hsdp. SGD steps 1 parameter")
+@pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
+def test_plain_parameters_may_be_stepped_beside(pool2: Pool, flat: bool) -> None:
+    pool2.run(check_plain_beside, flat)

@@ -151,7 +151,8 @@ class ModuleHooks:
             return False
         ref = unit.runtime_ref
         runtime: Any = None if ref is None else ref()  # as in `run`
-        if runtime is not None and runtime.depth and runtime.thread != get_ident():
+        # On a device a thread of the engine recomputes, also what a forward under way differentiates.
+        if runtime is not None and runtime.depth and runtime.thread != get_ident() and graph_task() == NO_TASK:
             raise other_thread(unit)
         return True
 

@@ -31,6 +31,7 @@ from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_trainable
 
 U8 = torch.uint8
 NOT_OFFLOADED = OffloadPolicy()
+_COLUMNS = 509
 
 
 CAST_TOGETHER_BYTES = 256 * 1024
@@ -149,15 +150,9 @@ class DtypeGroup:
         """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
-    def words(self) -> list[Tensor]:
-        """The bytes of the shard buffer as integers, and what is left; nothing if unsharded parameters are no copy."""
-        if self.shards == 1 and not self._moves:
-            return []
-        data = self.shard.detach().view(U8)
-        whole = data.numel() // 8 * 8
-        # A sum does not see the highest bits of two integers that change: of float64 they are not to be signs.
-        integers = torch.int32 if self.kind.storage == torch.float64 else torch.int64
-        return [words for words in (data[:whole].view(integers), data[whole:]) if words.numel()]
+    def columns(self) -> list[Tensor]:
+        """The shard buffer in columns (`in_columns`); nothing if the unsharded parameters are no copy of it."""
+        return in_columns(self.shard.detach()) if self.shards > 1 or self._moves else []
 
     @property
     def keeps_writes(self) -> bool:
@@ -371,6 +366,20 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
     direct = layout.whole_packed_start
     packed = layout.whole_numel - direct
     return -(-direct // parts) * parts, -(-packed // parts) * parts
+
+
+def in_columns(shard: Tensor) -> list[Tensor]:
+    """The bits of a 1-D tensor as integers in rows: of its values, the sums of their columns are what a few bytes can tell.
+
+    Weights that change places, signs, and whatever else keeps a sum over all, change these: their number is a prime that
+    divides no size of weights, and of float64 the integers are halves, as a sum does not see the highest bits of two.
+    """
+    data = shard.view(U8)
+    whole = data.numel() // 8 * 8
+    integers = data[:whole].view(torch.int32 if shard.dtype == torch.float64 else torch.int64)
+    rows = integers.numel() // _COLUMNS * _COLUMNS
+    found = (integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1))
+    return [part for part in found if part.numel()]
 
 
 def thresholds_for(policy: CommPolicy, kind: GroupKey, gather: int, reduce: int, uneven: int) -> Thresholds:

@@ -257,7 +257,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.whole_bytes = sum(group.whole_bytes for group in self.dtype_groups)
         self._reads_host = any(group.shard.device != group.device for group in self.dtype_groups)
         self._on_meta = any(group.shard.is_meta for group in self.dtype_groups)
-        self._words = [words for group in self.dtype_groups for words in group.words()]
+        self._columns = [columns for group in self.dtype_groups for columns in group.columns()]
         for group in self.dtype_groups:
             group.arrange()
             self._wire_signature ^= group.wire_signature

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from hsdp import debug
-from hsdp.buffers.fingerprints import fingerprint
 from hsdp.comm.collectives import Comm
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext
@@ -37,9 +36,6 @@ Version = tuple[int, int]
 """See `Unit.version`."""
 NO_VERSION: Version = (-1, -1)
 _version_of = attrgetter("_version")
-Note = Tensor | tuple[int, int]
-"""What is kept of a shard's integers to know them again: a copy of few, which takes less time than sums, else these."""
-_COPIED_BYTES = 1 << 16
 
 
 class Residency(enum.Enum):
@@ -90,8 +86,8 @@ class UnshardedParams:
     _filled_version: Version
     _fillings: int
     _written: str | None
-    _kept_shards: list[Note] | None
-    _words: list[Tensor]
+    _kept_shards: list[Tensor] | None
+    _columns: list[Tensor]
     _versioned: list[Tensor]
     _gather_work: CommWork | None
     _pending_shards: PendingShards | None
@@ -390,7 +386,7 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `as_kept`."""
         if self._kept_shards is None and (debug.ON or not self.context.streams.active):
-            self._kept_shards = [noted(words) for words in self._words]
+            self._kept_shards = [columns.sum(0) for columns in self._columns]
 
     def as_kept(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -399,7 +395,7 @@ class UnshardedParams:
         in debug mode only.
         """
         kept = self._kept_shards
-        return kept is None or all(map(is_as_noted, self._words, kept))
+        return kept is None or all([torch.equal(one.sum(0), sums) for one, sums in zip(self._columns, kept, strict=True)])
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""
@@ -431,16 +427,6 @@ class UnshardedParams:
             f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
             "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward"
         )
-
-
-def noted(integers: Tensor) -> Note:
-    """A note of them."""
-    return integers.clone() if integers.nbytes <= _COPIED_BYTES else fingerprint(integers)
-
-
-def is_as_noted(integers: Tensor, note: Note) -> bool:
-    """Whether they are what the note says."""
-    return torch.equal(integers, note) if isinstance(note, Tensor) else fingerprint(integers) == note
 
 
 def launch_ahead(units: Iterable[UnshardedParams]) -> None:

@@ -47,6 +47,7 @@ from hsdp.unit.settings import UnitSettings
 from hsdp.unit.unit import Unit
 from tests import test_offload as offload
 from tests.api import test_compat
+from tests.api import test_odd_moments as odd_moments
 from tests.comm import test_compressed
 from tests.mutants.planting import (
     MUTANTS,
@@ -367,6 +368,11 @@ def remembers_failed_works() -> Any:
     return remembering(CommWork, "__init__")
 
 
+@mutant(Check(odd_moments.check_lost_reduction, (False,)), kill="DID NOT RAISE|incomplete")
+def forgets_reductions_that_it_cannot_start() -> Any:
+    return mock.patch.object(ReductionPipeline, "lose", return_value=None)
+
+
 # -- divergence guard ------------------------------------------------------------------------------------------------------
 
 SKIPS = Case("without sync", (2,), (1,), step=3)  # by then the ranks know what follows, and do not ask
@@ -398,6 +404,11 @@ def does_not_tell_of_failed_backwards() -> Any:
     return replaced(
         DivergenceGuard, "note_event", lambda note: lambda guard, event: None if event == FAILED else note(guard, event)
     )
+
+
+@mutant(Check(rule_21.calls_alike_models_in_another_order, ((2,),), ends="DivergenceError"), kill="^None")
+def takes_units_of_one_name_for_one() -> Any:
+    return mock.patch.object(DivergenceGuard, "next_user", return_value=0)
 
 
 EXTRA = Check(disagree, (Case("extra model", (2,), (1,)),), ends="DivergenceError")

@@ -9,6 +9,7 @@
     other_meshes.py   parameters that `shard_placement_fn` puts on another mesh
     describe.py       `describe`, and what `print(model)` shows
 
-May import everything but `planning` and `tracing`, which look at sharded models from outside.
+May import everything but what looks at sharded models from outside (`planning`, `tracing`, `doctor`) or uses them
+(`elastic`, `integrations`, `examples`).
 Start reading at `fully_shard`.
 """

@@ -11,5 +11,5 @@
     boxes.py              which part of a DTensor each rank holds
     dtensors.py           DTensors made without communication
 
-May import `comm.mesh` and `buffers`.
+May import `comm.mesh`, `buffers`, `policies` and `errors`.
 """

@@ -59,6 +59,7 @@ def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what:
 
 
 _KINDS = {"all-gather": 1, "reduce-scatter": 2, "all-reduce": 3, "all-to-all": 4}
+"""Numbers that stand for kinds of collectives: strings have another hash in each process."""
 
 
 class Comm:

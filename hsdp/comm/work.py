@@ -7,6 +7,7 @@ scale).
 
 from __future__ import annotations
 
+import itertools
 import time
 import weakref
 from collections.abc import Callable
@@ -292,16 +293,17 @@ def _ends(work: Any, backend: str) -> bool:
     return True
 
 
-_kept: list[tuple[Callable[[], bool], Any]] = []
-"""What collectives use that nobody waits for any more, and whether they have ended."""
+_kept: dict[int, tuple[Callable[[], bool], Any]] = {}
+"""By a number, what collectives use that nobody waits for any more, and whether they have ended."""
+_numbers = itertools.count()
 
 
 def _keep_until(ended: Callable[[], bool], used: Any) -> None:
     # In place, one by one: what goes here may be the last that held another such work, which comes here in turn.
-    _kept.append((ended, used))
-    for one in list(_kept):
-        if one[0]() and one in _kept:
-            _kept.remove(one)
+    _kept[next(_numbers)] = (ended, used)
+    for number, (has_ended, _) in list(_kept.items()):
+        if has_ended():
+            _kept.pop(number, None)
 
 
 def abandon(comm_work: CommWork) -> None:

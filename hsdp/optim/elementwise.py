@@ -63,7 +63,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
         flat: step the parameters of a unit that share group and dtype as one tensor, and keep their state so: one kernel
             for a unit. Where gradients do not lie side by side already (one shard rank), they are copied first, which
             takes the memory of the gradients once more while it steps. Parameters that step as one share the numbers in
-            their state: a count of steps that is changed in place is changed for all of them.
+            their state: a count of steps that is changed in place is changed for all of them. `state_dict()` gives each
+            its own.
         over_replicas: share gradients and the step out among replicas. Each of R replicas gets the sums of 1/R of each
             shard's gradient, has 1/R of the states and steps 1/R; the stepped parts are then all-gathered, beside whatever
             comes until somebody reads the parameters: the next forward, unit by unit. The reduce-scatter and this gather
@@ -296,6 +297,9 @@ def _with_own_numbers(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, A
     seen: set[int] = set()
     state = {}
     for key, entries in state_dict["state"].items():
+        if not isinstance(entries, dict):  # no parameter's
+            state[key] = entries
+            continue
         state[key] = dict(entries)
         for name, value in entries.items():
             if isinstance(value, Tensor) and not isinstance(value, DTensor):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import warnings
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -296,14 +297,11 @@ def test_what_has_not_ended_is_kept_though_more_comes_meanwhile() -> None:
     """To ask whether one has ended may free another one, which comes to be kept then."""
 
     def asked() -> bool:
-        if all(used != "late" for _, used in work._kept):
+        if all(used != "late" for _, used in work._kept.values()):
             work._keep_until(lambda: False, "late")
         return False
 
-    before = list(work._kept)
-    try:
-        work._kept[:] = [(lambda: True, "ended"), (asked, "asked"), (lambda: False, "under way")]
+    kept: dict[int, Any] = {-3: (lambda: True, "ended"), -2: (asked, "asked"), -1: (lambda: False, "under way")}
+    with mock.patch.object(work, "_kept", kept):
         work._keep_until(lambda: False, "new")
-        assert {used for _, used in work._kept} == {"asked", "under way", "late", "new"}
-    finally:
-        work._kept[:] = before
+    assert {used for _, used in kept.values()} == {"asked", "under way", "late", "new"}

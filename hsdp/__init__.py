@@ -30,8 +30,6 @@ The training loop stays as it was. What else there is, by purpose:
 `python -m pydoc hsdp.HSDPModule` shows the methods of a sharded module, `python -m pydoc hsdp.NAME` any other class.
 """
 
-import inspect as _inspect
-
 from hsdp import checkpoint as checkpoint  # not in __all__: `from hsdp import *` must not hide torch's checkpoint
 from hsdp import elastic as elastic
 from hsdp import integrations as integrations
@@ -113,5 +111,5 @@ __version__ = "0.1.0"
 
 
 def __dir__() -> list[str]:
-    """What `dir` and pydoc list: all but classes, of which pydoc would print 1,500 lines that most of them inherit."""
-    return [name for name in globals() if name[:2] == "__" or not _inspect.isclass(globals()[name])]
+    """What `dir`, a shell's completion and pydoc list: the public names."""
+    return [*__all__, "checkpoint", "elastic", "integrations", "optim", *(name for name in globals() if name[:2] == "__")]

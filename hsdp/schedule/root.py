@@ -156,9 +156,11 @@ class Root:
 
     def abort(self, reason: str) -> None:
         """Forgets the iteration under way and warns of it."""
+        reduces = self.backward is None or self.backward.reduces
         self.reset()
         # Last: where warnings are errors, the next iteration is fresh all the same.
-        warnings.warn(f"hsdp: {reason}; gradients of that iteration are dropped", stacklevel=3)
+        lost = "gradients of that iteration are dropped" if reduces else "an autograd.grad: no parameter's gradient is lost"
+        warnings.warn(f"hsdp: {reason}; {lost}", stacklevel=3)
 
     def reset(self) -> None:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""

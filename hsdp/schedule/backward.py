@@ -143,7 +143,7 @@ class Backwards(Root):
             # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
             backward.keeps_graph = True
             unit.retain()
-            self._graphs.append(weakref.ref(visit))
+            Root._graphs.append(weakref.ref(visit))
             unit.note_shards()
         backward.entered.add(unit)
         if visit is None or not unit.open:

@@ -53,6 +53,8 @@ class Root:
     """
 
     generation: ClassVar[int] = 0
+    # Not of one root: a unit that a graph reads may be called under another one, or by itself.
+    _graphs: ClassVar[list[weakref.ref[Visit]]] = []
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
         self.root = root
@@ -66,7 +68,6 @@ class Root:
         self.forward_pass = Pass(0)
         self.backward: BackwardPass | None = None
         self.awaits_gradients = False
-        self._graphs: list[weakref.ref[Visit]] = []
         self._generation = -1
         self._shard_guards: list[DivergenceGuard] = []
         self._backward_guards: list[DivergenceGuard] = []
@@ -125,9 +126,9 @@ class Root:
             self._collect(child, parent, dotted(name, child_name))
 
     def has_graphs(self) -> bool:
-        """Whether a graph of gradients (`create_graph=True`) is alive, which reads unsharded parameters."""
-        self._graphs = [graph for graph in self._graphs if graph() is not None]
-        return bool(self._graphs)
+        """Whether a graph of gradients (`create_graph=True`) is alive, of whatever root: it reads unsharded parameters."""
+        Root._graphs = [graph for graph in Root._graphs if graph() is not None]
+        return bool(Root._graphs)
 
     def _release(self, unit: Unit) -> None:
         """Reshards a unit, unless its forward is under way."""

@@ -303,3 +303,28 @@ def test_what_has_not_ended_is_kept_though_more_comes_meanwhile() -> None:
     with mock.patch.object(work, "_kept", kept):
         work._keep_until(lambda: False, "new")
     assert {used for _, used in kept.values()} == {"asked", "under way", "late", "new"}
+
+
+# -- graphs of gradients -----------------------------------------------------------------------------------------------
+
+
+def check_other_root(env: RankEnv) -> None:
+    """What a graph of gradients reads stays, when a unit of it runs as a root of its own, or is resharded then."""
+    model: Any = shard(seeded(Deep), env.mesh((2,)), reshard_after_forward=True)
+    plain = seeded(Deep)
+    given = {}
+    for one in (model, plain):
+        one.requires_grad_(False)
+        x = floats(env.rank, 5).requires_grad_()
+        loss = one(x).square().sum()
+        (grad,) = torch.autograd.grad(loss, x, create_graph=True)
+        one.blocks[0](floats(env.rank, 6))
+        if one is model:
+            model.blocks[0].reshard()
+        (loss + grad.square().sum()).backward()
+        given[one] = x.grad
+    torch.testing.assert_close(given[model], given[plain], rtol=1e-12, atol=1e-12)
+
+
+def test_a_graph_of_gradients_outlives_a_forward_of_a_unit_alone(pool2: Pool) -> None:
+    pool2.run(check_other_root)

@@ -219,7 +219,7 @@ class Net(nn.Module):
             if index in how.get("skip", ()):
                 continue
             out = part(x, how.get("tweaks", {}).get(index, ""), box)
-            x = self._edited(x, _opened(out), how.get("edits", {}).get(index, ""))
+            x = self._edited(x, opened(out), how.get("edits", {}).get(index, ""))
         used = how.get("heads", ("both",))
         used = used[rank % len(used)]
         outs = [head(x) for head in self.heads]  # every rank runs both: their losses differ, not their forwards
@@ -261,7 +261,8 @@ class Net(nn.Module):
         return [aux for part in self.parts for aux in part.take_aux()]  # type: ignore[operator]
 
 
-def _opened(out: Any) -> Tensor:
+def opened(out: Any) -> Tensor:
+    """The tensor that a part returned in one form or another."""
     if isinstance(out, Slots):
         return out.value
     return torch.cat(out, -1) if isinstance(out, tuple) else out

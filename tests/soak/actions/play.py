@@ -145,6 +145,8 @@ class _Play:
             return not pending  # it would see sums of backwards before it, which the twin's hooks saw already
         if kind == "scale":
             return not pending  # what is visible is scaled, and sums are not
+        if kind in ("sam", "assign", "surgery"):
+            return not pending and not (kind == "sam" and self.program.local == "over replicas")  # each has a share there
         if kind == "noise":
             return not pending and not self.zeroed  # zeros may stand where no rank used a parameter
         if kind == "set" and action[1] in self.levels:
@@ -174,7 +176,7 @@ class _Play:
                 self.drop(action)
                 return
         ours, error = _attempt(self.sharded, at, action)
-        if error is not None and kind in ("step", "raw step", "clip"):
+        if error is not None and kind in ("step", "raw step", "clip", "surgery", "assign"):
             self.refused(action, error, facts, None)
             return
         if not uneven:
@@ -187,7 +189,7 @@ class _Play:
         self.twin.forget()
         self.drop(action)
         for side in (self.sharded, self.twin):
-            if kind == "penalty" or (
+            if kind in ("penalty", "sam") or (
                 kind == "backward" and ("penalty" in action[-1] or action[-1].get("hook", ("",))[0] == "step")
             ):
                 side.zero(at, "none")  # nobody takes back what autograd gave to sharded parameters, or a hook's optimizer
@@ -259,7 +261,7 @@ class _Play:
             facts.add("write")
 
     def slots_of(self, action: Action) -> tuple[int, ...]:
-        if action[0] in ("forward", "grad"):
+        if action[0] in ("forward", "grad", "child", "distill"):
             return (action[1],)
         return tuple(action[1]) if action[0] == "backward" else ()
 
@@ -284,9 +286,9 @@ class _Play:
             if slot not in self.slots_of(action):
                 facts.add(told)
                 facts |= _facts_of(how) & {"copy_ renorm", "data renorm"}
-        if kind == "forward":
-            mine.add(f"call {action[3]}")
-            self.facts[action[1]] = set(mine - {"forward"})
+        if kind in ("forward", "child", "distill"):
+            mine |= {f"call {action[3]}"} if kind == "forward" else set()
+            self.facts[action[1]] = set(mine - {kind})
             return mine
         if kind == "backward":
             mine |= {key for key in action[2] if key != "context"} | {told, action[2].get("context", "")} - {""}

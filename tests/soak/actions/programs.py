@@ -18,6 +18,13 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("keep", kind) ("kept",)                 holds tensors in the memory of the weights: one of `KEEPS`, and reads them
     ("reset", kind, which)                   edits the optimizer's state: one of `RESETS`
     ("reload",) ("rate", factor)             load_state_dict of its own state_dict; another learning rate
+    ("child", slot, part)                    a part called by itself; keeps its loss in a slot
+    ("distill", slot) ("follow", kind)       a loss against a teacher; which then moves towards the model
+    ("surgery", kind)                        another optimizer in the place of the one there: one of `SURGERIES`
+    ("sam", scale)                           a second pass at weights that are moved along the gradient, and back
+    ("infer",)                               an evaluation under inference_mode
+    ("lists", who, forward, backward)        prefetch lists of a unit
+    ("assign",)                              load_state_dict(assign=True), and a new optimizer
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -37,6 +44,8 @@ ZEROS = ("module none", "module zero", "optimizer none", "optimizer zero", "none
 WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
 KEEPS = ("detach", "local", "state dict")
 RESETS = ("dict", "zeros", "in place", "count")
+FOLLOWS = ("foreach", "in place", "data")
+SURGERIES = ("same state", "two groups", "group added")
 LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
 """What `hsdp.optim.local` makes of the optimizer."""
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
@@ -69,6 +78,7 @@ FEATURES = {
     "max_norm": "an embedding with max_norm",
     "locals": "optimizers that step local tensors, and share the step out among replicas",
     "holders": "tensors in the memory of weights, averages of weights, edits of the optimizer's state",
+    "others": "parts called by themselves, a second model beside the first, other optimizers, prefetch lists",
 }
 """What can be left out of programs."""
 
@@ -101,7 +111,8 @@ class Program:
 def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset()) -> Program:
     """The program of a seed, on a mesh; `without`: features that it must not use."""
     program = _Draw(random.Random(seed), without).program(seed, shape)
-    return _with_more(program, random.Random(f"{seed}, what came later"), without)
+    program = _with_more(program, random.Random(f"{seed}, what came later"), without)
+    return program if "others" in without else _with_others(program, random.Random(f"{seed}, what came last"))
 
 
 class _Draw:
@@ -284,6 +295,44 @@ def _with_more(program: Program, rng: random.Random, without: frozenset[str]) ->
             actions.insert(rng.randrange(len(actions) + 1), rng.choice(_MORE)(draw))
         actions.append(("kept",))
     return replace(program, local=kind if "locals" not in without else "", actions=tuple(actions))
+
+
+def _with_others(program: Program, rng: random.Random) -> Program:
+    """With other roots, models and optimizers than the program's own; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.35:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            at = rng.randrange(len(actions) + 1)
+            chosen = rng.choice(_ONES)(rng)
+            actions.insert(at, chosen)
+            if chosen[0] in ("child", "distill"):
+                _run_backward(actions, at, chosen[1], rng)
+    return replace(program, actions=tuple(actions))
+
+
+def _run_backward(actions: list[Action], behind: int, slot: int, rng: random.Random) -> None:
+    """Some time behind a forward, alone or with other losses, comes the backward of a slot."""
+    there = [at for at in range(behind + 1, len(actions)) if actions[at][0] == "backward"]
+    if there and rng.random() < 0.5:
+        at = rng.choice(there)
+        name, slots, how = actions[at]
+        actions[at] = (name, tuple({**dict.fromkeys(slots), slot: None}), how)
+    else:
+        actions.insert(rng.randrange(behind + 1, len(actions) + 1), ("backward", (slot,), {}))
+
+
+_ONES: list[Callable[[random.Random], Action]] = [
+    lambda rng: ("child", rng.choice([4, 5]), rng.randrange(3)),
+    lambda rng: ("child", rng.choice([4, 5]), rng.randrange(3)),
+    lambda rng: ("distill", rng.choice([4, 5])),
+    lambda rng: ("distill", rng.choice([4, 5])),
+    lambda rng: ("follow", rng.choice(FOLLOWS)),
+    lambda rng: ("surgery", rng.choice(SURGERIES)),
+    lambda rng: ("sam", 0.1),
+    lambda rng: ("infer",),
+    lambda rng: ("lists", rng.randrange(-1, 3), (rng.randrange(-1, 3),), (rng.randrange(-1, 3),)),
+    lambda rng: ("assign",),
+]
 
 
 def smaller(program: Program) -> Iterator[Program]:

@@ -20,7 +20,7 @@ import hsdp
 from hsdp import debug
 from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
-from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned
+from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned, opened
 from tests.soak.actions.programs import Program
 from tests.support.rig import RankEnv
 
@@ -42,18 +42,21 @@ class Side:
     share: float
     device = "cpu"
 
-    def __init__(self, program: Program, model: Any, env: RankEnv) -> None:
-        self.program, self.model, self.env = program, model, env
+    def __init__(self, program: Program, model: Any, env: RankEnv, teacher: Any = None) -> None:
+        self.program, self.model, self.env, self.teacher = program, model, env, teacher
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
-        name, _, mode = program.optimizer.partition(" ")
-        if name == "sgd":
-            self.optimizer: torch.optim.Optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.5)
-        else:
-            self.optimizer = torch.optim.AdamW(model.parameters(), lr=0.01, eps=1e-3, **{mode: True} if mode else {})
+        self.optimizer = self.optimizer_of([{"params": list(self.params.values())}])
         self.slots: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.hooks: list[Any] = []
         self.averages: list[Tensor] = []
         self.held: list[tuple[str, Tensor]] = []
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        """The program's optimizer, new, for these groups."""
+        name, _, mode = self.program.optimizer.partition(" ")
+        if name == "sgd":
+            return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
+        return torch.optim.AdamW(groups, lr=0.01, eps=1e-3, **{mode: True} if mode else {})
 
     # -- where the sides differ ------------------------------------------------------------------------------------
 
@@ -84,9 +87,7 @@ class Side:
         return [("loss", made[self.env.rank][0].detach().clone())]
 
     def _loss(self, at: int, rank: int, how: How, call: str) -> tuple[Tensor, Tensor]:
-        seeded = torch.Generator().manual_seed(1000 * at + rank)
-        tokens = torch.randint(VOCAB, (2, LENGTH), generator=seeded).to(self.device)
-        floats = torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=seeded).to(self.device)
+        tokens, floats = self._batch(at, rank)
         penalised = how.get("loss") == "gradient penalty"
         floats.requires_grad_(bool(how.get("leaf")) or penalised)
         self.model.take_aux()
@@ -106,6 +107,11 @@ class Side:
             (grad,) = torch.autograd.grad(loss, floats, create_graph=True)
             loss = loss + grad.pow(2).sum()
         return loss, floats
+
+    def _batch(self, at: int, rank: int) -> tuple[Tensor, Tensor]:
+        seeded = torch.Generator().manual_seed(1000 * at + rank)
+        tokens = torch.randint(VOCAB, (2, LENGTH), generator=seeded).to(self.device)
+        return tokens, torch.randn(2, LENGTH, WIDTH, dtype=torch.float64, generator=seeded).to(self.device)
 
     def call(self, call: str) -> Any:
         """The root's way to be called."""
@@ -344,6 +350,83 @@ class Side:
             group["lr"] *= factor
         return []
 
+    # -- other roots, models and optimizers ---------------------------------------------------------------------------
+
+    def child(self, at: int, slot: int, part: int) -> Values:
+        self.slots.pop(slot, None)
+        part %= len(self.program.parts)
+        if self.program.parts[part].unit != "whole":  # its parameters are the root's
+            return []
+        self.slots[slot] = {rank: self._loss_of_part(at, rank, part) for rank in self.ranks}
+        return [("loss", self.slots[slot][self.env.rank][0].detach().clone())]
+
+    def _loss_of_part(self, at: int, rank: int, part: int) -> tuple[Tensor, Tensor]:
+        _, floats = self._batch(at, rank)
+        return opened(self.model.parts[part](floats, "", [])).pow(2).mean(), floats
+
+    def distill(self, at: int, slot: int) -> Values:
+        self.slots.pop(slot, None)
+        self.slots[slot] = {rank: self._loss_to_teacher(at, rank) for rank in self.ranks}
+        return [("loss", self.slots[slot][self.env.rank][0].detach().clone())]
+
+    def _loss_to_teacher(self, at: int, rank: int) -> tuple[Tensor, Tensor]:
+        tokens, floats = self._batch(at, rank)
+        with torch.no_grad():
+            wanted = self.teacher(tokens, floats, {}, rank, [])
+        return (self.model(tokens, floats, {}, rank, []) - wanted).pow(2).mean(), floats
+
+    @torch.no_grad()
+    def follow(self, at: int, kind: str) -> Values:
+        pairs = list(zip(self.teacher.parameters(), self.model.parameters(), strict=True))
+        if kind == "foreach":
+            torch._foreach_lerp_([p for p, _ in pairs], [q for _, q in pairs], 0.3)
+        else:
+            for mine, leader in pairs:
+                (mine.data if kind == "data" else mine).lerp_(leader.detach(), 0.3)
+        return []
+
+    def surgery(self, at: int, kind: str) -> Values:
+        params = list(self.params.values())
+        half = len(params) // 2 if kind != "same state" else 0
+        first, second = [{"params": params[half:]}], [{"params": params[:half], "lr": 0.02}] if half else []
+        made = self.optimizer_of([*first, *(second if kind == "two groups" else [])])
+        if kind == "same state" and len(self.optimizer.param_groups) == 1:
+            made.load_state_dict(self.optimizer.state_dict())
+        for group in second if kind == "group added" else []:
+            made.add_param_group(group)
+        self.optimizer = made
+        return []
+
+    def sam(self, at: int, scale: float) -> Values:
+        moved = [(param, scale * param.grad) for param in self.params.values() if param.grad is not None]
+        for param, by in moved:
+            param.data.add_(by)
+        try:
+            self.zero(at, "none")
+            for rank in self.ranks:
+                (self._loss(at, rank, {}, "call")[0] * self.share).backward()  # type: ignore[no-untyped-call]
+        finally:
+            for param, by in moved:
+                param.data.sub_(by)
+        return []
+
+    def infer(self, at: int) -> Values:
+        with torch.inference_mode():
+            told = [self._loss(at, rank, {}, "call")[0] for rank in self.ranks][self.place]
+        return [("loss in inference", told.clone())]
+
+    def assign(self, at: int) -> Values:
+        self.slots.clear()
+        self.hooks.clear()
+        state = {name: value * 0.95 for name, value in self.model.state_dict().items()}
+        self.model.load_state_dict(state, assign=True)
+        self.params = dict(self.model.named_parameters())
+        self.optimizer = self.optimizer_of([{"params": list(self.params.values())}])
+        return []
+
+    def lists(self, at: int, who: int, forward: tuple[int, ...], backward: tuple[int, ...]) -> Values:
+        return []
+
     def flush(self, at: int) -> Values:
         return []
 
@@ -360,8 +443,8 @@ class Side:
 class Twin(Side):
     """The oracle. Before each action it can be told to remember itself, and to forget what the action did."""
 
-    def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
-        super().__init__(program, model, env)
+    def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
+        super().__init__(program, model, env, teacher)
         self.ranks, self.share = range(env.world_size), 1.0 / env.world_size
 
     def remember(self) -> None:
@@ -420,16 +503,20 @@ class Sharded(Side):
     ends_with_errors = False
     """Whether a program ends with the first error that the twin does not have."""
 
-    def __init__(self, program: Program, model: Net, env: RankEnv) -> None:
+    def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
         self.mesh = env.mesh(program.shape)
         self.device = env.device
-        model.to(env.device)
-        self._shard(program, model)
-        super().__init__(program, model, env)
+        for one in (model,) if teacher is None else (model, teacher):
+            one.to(env.device)
+            self._shard(program, one)
+        super().__init__(program, model, env, teacher)
         self.ranks, self.share = range(env.rank, env.rank + 1), 1.0
-        if program.local:
-            options = {program.local.replace(" ", "_"): True} if program.local != "local" else {}
-            hsdp.optim.local(self.optimizer, **options)
+
+    def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
+        made, kind = super().optimizer_of(groups), self.program.local
+        if not kind:
+            return made
+        return hsdp.optim.local(made, **{kind.replace(" ", "_"): True} if kind != "local" else {})
 
     def _shard(self, program: Program, model: Net) -> None:
         options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
@@ -532,6 +619,11 @@ class Sharded(Side):
         self._unit(who).reshard()
         return []
 
+    def lists(self, at: int, who: int, forward: tuple[int, ...], backward: tuple[int, ...]) -> Values:
+        self._unit(who).set_modules_to_forward_prefetch([self._unit(other) for other in forward])
+        self._unit(who).set_modules_to_backward_prefetch([self._unit(other) for other in backward])
+        return []
+
     def _unit(self, who: int) -> Any:
         parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
         return self.model if who < 0 or not parts else parts[who % len(parts)]
@@ -552,4 +644,7 @@ def sides_of(program: Program, env: RankEnv, sharded: type[Sharded] = Sharded) -
     """Both sides, with equal weights."""
     torch.manual_seed(7)
     plain = Net(program.parts, program.max_norm).double()
-    return sharded(program, copy.deepcopy(plain), env), Twin(program, plain, env)
+    teacher: Net | None = None
+    if any(action[0] in ("distill", "follow") for action in program.actions):
+        teacher = Net(program.parts, None).double()
+    return sharded(program, copy.deepcopy(plain), env, copy.deepcopy(teacher)), Twin(program, plain, env, teacher)

@@ -145,6 +145,8 @@ class _Play:
             return not pending  # it would see sums of backwards before it, which the twin's hooks saw already
         if kind == "scale":
             return not pending  # what is visible is scaled, and sums are not
+        if kind == "assign" and self.program.max_norm:
+            return False  # the forward in it would be refused
         if kind in ("sam", "assign", "surgery"):
             return not pending and not (kind == "sam" and self.program.local == "over replicas")  # each has a share there
         if kind == "noise":

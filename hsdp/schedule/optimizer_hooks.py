@@ -10,6 +10,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
+from typing import Any
 
 import torch
 from torch import nn
@@ -92,7 +93,27 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
             root.stepped(units)
 
 
-def _before_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs: object) -> None:
+def _before_optimizer_step(
+    optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+    """Has gradients ready to be stepped; those that a closure makes are ready when it returns."""
+    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
+    if not callable(closure):
+        _make_ready(optimizer)
+        return None
+
+    def ready() -> Any:
+        loss = closure()
+        with torch.no_grad():
+            _make_ready(optimizer)
+        return loss
+
+    if "closure" in kwargs:
+        return args, {**kwargs, "closure": ready}
+    return (args[0], ready, *args[2:]), kwargs
+
+
+def _make_ready(optimizer: torch.optim.Optimizer) -> None:
     """Joins reductions that run past the end of backward; refuses to step on gradients that were not communicated.
 
     An optimizer that steps replicas' shares has `_hsdp_steps_shares`, by its `over_replicas=True`. Another one gets whole

@@ -1,0 +1,97 @@
+"""`step(closure)`: the gradients that a closure makes are joined, refused and gathered as others are before a step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hsdp
+from tests.support.deep import Deep, floats, mean_into, seeded
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
+from tests.support.twin import assert_same, full_params
+
+LOCAL: dict[str, dict[str, bool] | None] = {
+    "stock": None,
+    "local": {},
+    "flat": {"flat": True},
+    "over replicas": {"over_replicas": True},
+}
+
+
+def _loss(model: nn.Module, rank: int, seed: int) -> Tensor:
+    return model(floats(rank, seed)).square().mean()  # type: ignore[no-any-return]
+
+
+def _optimizer(model: nn.Module, how: str) -> torch.optim.Optimizer:
+    made, options = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.5), LOCAL[how]
+    return made if options is None else hsdp.optim.local(made, **options)
+
+
+def _closure(model: nn.Module, rank: int, seed: int) -> Callable[[], Tensor]:
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = _loss(model, rank, seed)
+        loss.backward()
+        return loss
+
+    return closure
+
+
+def check_late_landings(env: RankEnv, shape: tuple[int, ...], how: str, by_name: bool) -> None:
+    """Reductions that run past the end of the closure's backward."""
+    model: Any = shard(seeded(Deep), env.mesh(shape))
+    plain = seeded(Deep)
+    model.set_is_last_backward(False)
+    ours, theirs = _optimizer(model, how), _optimizer(plain, "stock")
+    for seed in range(3):
+        closure: Any = _closure(model, env.rank, seed)
+        told = ours.step(closure=closure) if by_name else ours.step(closure)  # type: ignore[call-overload]
+        plain.zero_grad()
+        mean_into(plain, lambda one, rank, seed=seed: _loss(one, rank, seed).backward(), env.world_size)
+        theirs.step()
+        assert isinstance(told, Tensor)
+    assert_same(full_params(model), full_params(plain))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+@pytest.mark.parametrize(("how", "by_name"), [*((how, False) for how in LOCAL), ("stock", True), ("flat", True)])
+def test_a_closures_reductions_land_before_the_step(pool2: Pool, shape: tuple[int, ...], how: str, by_name: bool) -> None:
+    pool2.run(check_late_landings, shape, how, by_name)
+
+
+def check_pending(env: RankEnv, how: str) -> None:
+    """A closure that leaves sums pending is refused, and nothing has been stepped; one that zeroes them first is not."""
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    optimizer, before = _optimizer(model, how), full_params(seeded(Deep))
+    with model.no_sync(), pytest.raises(hsdp.StateError, match="that were not summed over all ranks"):
+        optimizer.step(_closure(model, env.rank, 0))
+    assert_same(full_params(model), before)
+    optimizer.step(_closure(model, env.rank, 0))
+    assert not torch.equal(full_params(model)["last.weight"], before["last.weight"])
+
+
+@pytest.mark.parametrize("how", LOCAL)
+def test_a_closure_that_leaves_sums_pending_is_refused(pool2: Pool, how: str) -> None:
+    pool2.run(check_pending, how)
+
+
+def check_shares(env: RankEnv, how: str) -> None:
+    """Another optimizer than the one that shares its step out among replicas gets whole gradients of its closure."""
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)))
+    plain = seeded(Deep)
+    _optimizer(model, "over replicas")
+    ours, theirs = _optimizer(model, how), _optimizer(plain, "stock")
+    ours.step(_closure(model, env.rank, 0))
+    mean_into(plain, lambda one, rank: _loss(one, rank, 0).backward(), env.world_size)
+    theirs.step()
+    assert_same(full_params(model), full_params(plain))
+
+
+@pytest.mark.parametrize("how", ["stock", "local", "flat"])
+def test_another_optimizer_gets_whole_gradients_of_its_closure(pool2: Pool, how: str) -> None:
+    pool2.run(check_shares, how)

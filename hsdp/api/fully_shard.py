@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import warnings
 import weakref
 from collections.abc import Iterable
 from typing import Any, TypeVar
@@ -18,6 +19,7 @@ from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
 from hsdp.comm.tree import check_axes
+from hsdp.format import several
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
@@ -112,6 +114,7 @@ def fully_shard(
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     verify(unit, modules)
+    _warn_of_gradients(unit)
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit.build()
 
@@ -219,6 +222,15 @@ def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
                 "nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
             )
     return {id(param) for param in listed}
+
+
+def _warn_of_gradients(unit: Unit) -> None:
+    if had := [param.fqn for param in unit.params if param.sharded.grad is not None]:
+        warnings.warn(
+            f"fully_shard({unit.name}): {several(len(had), 'parameter')} ({had[0]!r}{', ...' if len(had) > 1 else ''}) had "
+            "a gradient, which the sharded ones do not get; step, or call zero_grad(), before",
+            stacklevel=3,
+        )
 
 
 def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:

@@ -242,12 +242,15 @@ class Setters(FSDP2Face):
             unit.settings.unshard_in_backward = flag
 
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
-        """Gathers exactly these modules' units when this module's forward begins; None: the recorded order again."""
+        """Gathers exactly these modules' units when this module's forward begins; none: the recorded order again.
+
+        A unit of another root that is not called then stays whole, or on its way, until its root's next forward.
+        """
         for unit in self._units(recurse=False):
             unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)
 
     def set_modules_to_backward_prefetch(self, modules: list[FSDPModule] | None) -> None:
-        """Gathers exactly these modules' units when this module's backward begins; None: the recorded order again."""
+        """Gathers exactly these modules' units when this module's backward begins; none: the recorded order again."""
         for unit in self._units(recurse=False):
             unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
@@ -276,7 +279,7 @@ def _check_factor(method: str, factor: Any, expected: str) -> None:
 
 
 def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
-    if modules is None:
+    if not modules:  # as in FSDP2; to gather nothing ahead is `CommPolicy(prefetch=0)`
         return None
     units: list[Unit] = []
     for module in modules:

@@ -381,7 +381,7 @@ class _Load:
         try:
             self._weights.finish()
             if self._state is not None:
-                self._state.finish()
+                self._state.finish(self._weights.report.converted)
         except Exception as error:  # of a hook of the model's or the optimizer's
             text = f"handing it over raised {type(error).__name__}: {error}. {PARTLY}"
             raise CheckpointError(f"checkpoint {self._path}: {text}") from error

@@ -24,6 +24,16 @@ def kind_of(optimizer: Optimizer) -> str:
     return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
 
 
+def class_of(optimizer: Optimizer) -> Any:
+    """The optimizer's class, without what `hsdp.optim.local` made of it."""
+    return next(cls for cls in type(optimizer).__mro__ if not cls.__name__.startswith("Local"))
+
+
+def is_torchs(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's class is one of PyTorch's: the state of others may be anything."""
+    return bool(class_of(optimizer).__module__.startswith("torch.optim"))
+
+
 class Probe:
     """Knows what an optimizer makes for the parameters of one group: it steps once for each shape and dtype among them.
 
@@ -76,9 +86,9 @@ def _family(dtype: torch.dtype) -> tuple[bool, bool]:
 
 def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any] | None:
     """The state that one step makes; None for classes that are not PyTorch's, whose steps may do anything."""
-    cls: Any = next(cls for cls in type(optimizer).__mro__ if not cls.__name__.startswith("Local"))
-    if not cls.__module__.startswith("torch.optim"):
+    if not is_torchs(optimizer):
         return None
+    cls = class_of(optimizer)
     probe: Any = object.__new__(cls)
     ghost = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"))
     ghost.grad = torch.empty_like(ghost)

@@ -6,7 +6,7 @@ nothing steps: what the state looks like is read from the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
-from hsdp.checkpoint.made import Probe, kind_of
+from hsdp.checkpoint.made import Probe, is_torchs, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
@@ -210,9 +210,13 @@ class OptimizerStaging:
         """The optimizer's groups with hyperparameters given by parameter (see `merge_groups`)."""
         return merge_groups(self._optimizer, self._members, hyper)
 
+    def numbers(self) -> dict[str, int]:
+        """The numbers that parameters have in the optimizer's state dict, by name."""
+        return {name: i for i, name in enumerate(name for members in self._members for name in members)}
+
     def state_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
         """A state dict as the optimizer's own, with parameters numbered."""
-        number = {name: i for i, name in enumerate(name for members in self._members for name in members)}
+        number = self.numbers()
         numbered = [
             {**group, "params": [number[name] for name in members]}
             for group, members in zip(groups, self._members, strict=True)
@@ -321,9 +325,10 @@ class OptimizerReading:
         self._staging.check(self._state, groups)
         self._whole = self._staging.state_dict(self._state, groups)
 
-    def finish(self) -> None:
-        """Hands the optimizer its state, which has been read by now."""
-        commit_optimizer(self._optimizer, self._whole)
+    def finish(self, converted: Iterable[str]) -> None:
+        """Hands the optimizer its state, which has been read by now; `converted`: weights that have another dtype now."""
+        numbers = self._staging.numbers()
+        commit_optimizer(self._optimizer, self._whole, {numbers[name] for name in converted if name in numbers})
 
     def _hyperparameters(self) -> dict[str, dict[str, Any]]:
         """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
@@ -361,22 +366,32 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
     return nested
 
 
-def commit_optimizer(optimizer: Optimizer, state: dict[str, Any]) -> None:
-    """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in."""
+def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Collection[int] = ()) -> None:
+    """Gives an optimizer its loaded state dict.
+
+    Tensors keep the dtype that they were saved in. Of PyTorch's optimizers, which step in the parameter's dtype, those get
+    it that were saved in a narrower one, or whose weights were `converted` to another one.
+    """
+    torchs = is_torchs(optimizer)
     with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
         optimizer.load_state_dict(state)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, entries in state["state"].items():
-            _restore_dtypes(optimizer.state[params[number]], entries, params[number].device)
+            if not (torchs and number in converted):
+                _restore_dtypes(optimizer.state[params[number]], entries, params[number].device, narrower=not torchs)
 
 
-def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device) -> None:
+def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, narrower: bool) -> None:
     # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
     for name, value in loaded.items():
         if isinstance(value, dict):
-            _restore_dtypes(held[name], value, device)
-        elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
+            _restore_dtypes(held[name], value, device, narrower)
+        elif isinstance(value, Tensor) and name != "step" and _keeps_dtype(value, held[name].dtype, narrower):
             held[name] = _moved(value, device)
+
+
+def _keeps_dtype(value: Tensor, cast_to: torch.dtype, narrower: bool) -> bool:
+    return value.dtype != cast_to and (narrower or not value.is_floating_point() or value.dtype.itemsize > cast_to.itemsize)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

@@ -6,10 +6,9 @@
 
 Gloo copies each byte into the kernel and out again, on threads that take turns with the ranks' own work. Here a byte is
 copied once and read where it lies, and only lines of numbers go through the kernel: Unix sockets, whose messages order
-memory as any lock does, let a rank sleep until they come, and end when a process does. A line also tells up to which post
-its sender has read everything: blocks of posts that all have read are written again. A block is a file without a name
-(memfd) that its owner made, and sent with the first line that tells of it: it is gone with the last process that maps it,
-however they end.
+memory as any lock does, let a rank sleep until they come, and end when a process does. A line also tells which posts its
+sender has read: blocks of posts that all have read are written again. A block is a file without a name (memfd) that its
+owner made, and sent with the first line that tells of it: it is gone with the last process that maps it, however they end.
 
 A group of which some ranks do not reach each other so (they are on other hosts, or in other networks) keeps to gloo.
 """
@@ -17,6 +16,7 @@ A group of which some ranks do not reach each other so (they are on other hosts,
 from __future__ import annotations
 
 import ctypes
+import errno
 import os
 import select
 import socket
@@ -24,7 +24,7 @@ import struct
 import time
 from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -36,13 +36,42 @@ from hsdp.torch_private import outside_transforms
 
 _ALIGNMENT = 64
 _SMALLEST_BLOCK = 1 << 20
-_LINE = struct.Struct("4q")
-"""What the collective is, the block's number, bytes written, and the post below which the sender has read all."""
+_LINE = struct.Struct("5q")
+_MOST_LATE = 63
+"""Of how many posts, the newest ones, a line tells one by one whether they were read."""
+_FULL = 60.0
+"""Seconds for which a rank tries to send a file while too many are on their way."""
 
 _CLOSED = "closed its connection"
 _OP = (1 << 63) - 1
 
 Then = Callable[[], object]
+
+
+class Line(NamedTuple):
+    """What a rank tells of its post: what the collective is, the block's number, bytes written, and what it has read."""
+
+    op: int
+    block: int
+    nbytes: int
+    read_below: int
+    unread: int
+
+
+class Reading(NamedTuple):
+    """Which posts a rank has read when it wrote post `at`: all `below` one, and of the newest those without a bit.
+
+    One post that nobody waits for must not hold the blocks of all that come after it.
+    """
+
+    at: int = -1
+    below: int = 0
+    unread: int = 0
+
+    def of(self, post: int) -> bool:
+        """Whether `post` was read."""
+        age = self.at - post
+        return post < self.below or (0 <= age < _MOST_LATE and not self.unread >> age & 1)
 
 
 class Mapping:
@@ -149,14 +178,14 @@ class HostMemory:
         self._rank_at = {peer.fileno(): other for other, peer in peers.items()}
         self._bytes = {other: bytearray() for other in peers}
         self._came = dict.fromkeys(peers, 0)  # how many lines each sent
-        self._lines: dict[int, dict[int, tuple[int, ...]]] = {}  # by post, by rank
+        self._lines: dict[int, dict[int, Line]] = {}  # by post, by rank
         self._lost: dict[int, str] = {}  # ranks from which nothing can come any more, and why
         self._unread: set[int] = set()  # posts that this rank may still read
         self._posts = 0
         self._blocks = 0
         self._free: list[Block] = []
         self._written: dict[int, Block] = {}  # by post
-        self._read_below = dict.fromkeys(peers, 0)  # by rank: it has read all posts below
+        self._readings = dict.fromkeys(peers, Reading())  # by rank
         self._theirs: dict[int, list[Mapping]] = {rank: [] for rank in peers}  # by number of the block
 
     def __del__(self) -> None:
@@ -233,9 +262,8 @@ class HostMemory:
             # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
             wanted = post.number, post.op
             for rank, mapping in enumerate(mappings):
-                assert mapping.header == wanted, (
-                    f"the block of rank {rank} was written for post {mapping.header}, not {wanted}"
-                )
+                if mapping.header != wanted:
+                    raise CollectiveError(f"the block of rank {rank} was written for post {mapping.header}, not {wanted}")
 
         return [post], read
 
@@ -256,9 +284,11 @@ class HostMemory:
                 place.copy_(tensor)
         self._written[post.number] = block
         self._posts += 1  # not before: a post that failed, for want of memory say, was none
-        line = _LINE.pack(post.op, block.number, post.nbytes, min(self._unread))
+        late = sum(1 << age for number in self._unread if (age := post.number - number) < _MOST_LATE)
+        line = _LINE.pack(*Line(post.op, block.number, post.nbytes, min(self._unread), late))
+        deadline = time.monotonic() + _FULL
         for rank in self._peers:
-            self._send(rank, line, [] if block.file is None else [block.file])
+            self._send(rank, line, [] if block.file is None else [block.file], deadline)
         block.close()
 
     def _mappings_of(self, post: _Post) -> list[Mapping]:
@@ -268,14 +298,14 @@ class HostMemory:
             if rank == self.rank:
                 found.append(self._written[post.number])
                 continue
-            op, block, nbytes, _ = self._lines[post.number][rank]
-            if (op, nbytes) != (post.op, post.nbytes):
-                what = "for another collective" if op != post.op else f"{nbytes} bytes, not {post.nbytes},"
+            line = self._lines[post.number][rank]
+            if (line.op, line.nbytes) != (post.op, post.nbytes):
+                what = "for another collective" if line.op != post.op else f"{line.nbytes} bytes, not {post.nbytes},"
                 raise DivergenceError(
                     f"rank {rank} of the group, on this host, wrote {what} where this rank started the "
                     f"{described(post.kind, post.name)}; make every rank run the same modules and steps in the same order"
                 )
-            found.append(self._theirs[rank][block])
+            found.append(self._theirs[rank][line.block])
         return found
 
     def forget(self, number: int) -> None:
@@ -288,9 +318,10 @@ class HostMemory:
 
         Waiting for others to read could wait for ever: they may wait for this post.
         """
-        read_below = min(min(self._read_below.values()), min(self._unread))
-        for post in [post for post in self._written if post < read_below]:
-            self._free.append(self._written.pop(post))
+        readings = self._readings.values()
+        for post in [post for post in self._written if post not in self._unread]:
+            if all([reading.of(post) for reading in readings]):
+                self._free.append(self._written.pop(post))
         fitting = [block for block in self._free if nbytes <= block.nbytes]
         if fitting:
             block = min(fitting, key=lambda block: block.nbytes)
@@ -303,7 +334,7 @@ class HostMemory:
 
     # -- lines -----------------------------------------------------------------------------------------------------------
 
-    def _send(self, rank: int, line: bytes, files: list[int]) -> None:
+    def _send(self, rank: int, line: bytes, files: list[int], deadline: float) -> None:
         peer = self._peers[rank]
         while line and rank not in self._lost:
             try:
@@ -315,8 +346,13 @@ class HostMemory:
                 writable.register(peer, select.POLLOUT)
                 writable.poll(1)
                 self._take_lines(0.0)
-            except OSError:
-                self._lost[rank] = _CLOSED  # whoever waits for it is told
+            except OSError as error:
+                # Of files on their way, which no rank has taken yet, a user may have as many as one process may open.
+                if error.errno == errno.ETOOMANYREFS and time.monotonic() < deadline:
+                    self._take_lines(1e-3)
+                    continue
+                full = "cannot be sent a block: too many are on their way (raise ulimit -n)"
+                self._lost[rank] = full if error.errno == errno.ETOOMANYREFS else _CLOSED  # whoever waits for it is told
 
     def receive(self, number: int, timeout: float | None) -> bool:
         """Waits until all ranks have sent their lines of a post; returns whether they have.
@@ -348,10 +384,10 @@ class HostMemory:
             held = self._bytes[rank]
             held += came
             whole = len(held) // _LINE.size * _LINE.size
-            for line in _LINE.iter_unpack(bytes(held[:whole])):
+            for line in map(Line._make, _LINE.iter_unpack(bytes(held[:whole]))):
                 number = self._came[rank]
                 self._came[rank] += 1
-                self._read_below[rank] = line[-1]
+                self._readings[rank] = Reading(number, line.read_below, line.unread)
                 if number >= self._posts or number in self._unread:
                     self._lines.setdefault(number, {})[rank] = line
             del held[:whole]

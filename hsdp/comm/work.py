@@ -95,6 +95,8 @@ class CommWork:
         _outstanding[id(self)] = weakref.ref(self)
         if len(_outstanding) > _MOST_OUTSTANDING:
             outstanding()
+        if _kept:
+            _let_go()
         context = comm.context
         if context.streams.active:
             # Made with its side stream current: order everything on that stream, the host goes on.
@@ -301,6 +303,10 @@ _numbers = itertools.count()
 def _keep_until(ended: Callable[[], bool], used: Any) -> None:
     # In place, one by one: what goes here may be the last that held another such work, which comes here in turn.
     _kept[next(_numbers)] = (ended, used)
+    _let_go()
+
+
+def _let_go() -> None:
     for number, (has_ended, _) in list(_kept.items()):
         if has_ended():
             _kept.pop(number, None)

@@ -86,8 +86,11 @@ def find_infs_on_all_axes() -> None:
         alike: dict[object, list[Any]] = {}
         for grad in args[0]:
             alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
-        for grads in alike.values():  # what one has found stays found
-            of_one_sharding(op, (grads, *args[1:]), kwargs)
+        for key, grads in alike.items():  # what one has found stays found
+            if key is None:
+                op(grads, *args[1:], **kwargs)
+            else:
+                of_one_sharding(op, (grads, *args[1:]), kwargs)
 
     handlers[unscale] = of_all
 

@@ -127,6 +127,9 @@ class ManagedParam:
         """Replaces the original parameter, in every place, by a DTensor around `local`. `unit` owns it from now on."""
         original = self.sharded
         originals[original] = (unit, self.fqn)
+        hooked: Any = original
+        before, behind = hooked._backward_hooks, hooked._post_accumulate_grad_hooks  # of users
+        hooked._backward_hooks = hooked._post_accumulate_grad_hooks = None
         if original.requires_grad:
             original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
         with torch.no_grad():
@@ -138,6 +141,9 @@ class ManagedParam:
         with torch.inference_mode(False):
             self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
+        # The same dicts: whoever holds the handle of a hook can remove it as before.
+        hooked = self.sharded
+        hooked._backward_hooks, hooked._post_accumulate_grad_hooks = before, behind
         # Marks that users and libraries put on parameters; not what the subclass itself needs.
         self.sharded.__dict__.update({name: value for name, value in vars(original).items() if name not in vars(local)})
         self._register(self.sharded)

@@ -216,17 +216,21 @@ class Backwards(Root):
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
 
-        They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run.
+        They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run. If it
+        was visited before, and stepped since, no rank can enter it: layers are trained one by one inside of a forward.
 
         Raises:
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
         first_node, version = _left(backward, unit)
+        assert backward.gathers is not None and backward.behind is not None, "a unit is passed over in an order"
+        if unit in backward.behind.visited and unit.version != version:
+            backward.gathers.move_to(unit)
+            return
         if not unit.open:
             unit.choose_trainable(afresh=False)
         if unit.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
-        assert backward.gathers is not None, "a unit is passed over in an order"
         backward.gathers.move_to(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
@@ -244,6 +248,8 @@ class Backwards(Root):
                 self._end_visits_behind(backward, _left(backward, unit)[0])
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
+            assert backward.behind is not None, "an order belongs to a forward"
+            backward.behind.visited.update(backward.gathers.expected)
 
     def _end_visits_behind(self, backward: BackwardPass, node: Moment) -> None:
         """Ends the visits that are over when an autograd node is about to run.

@@ -25,13 +25,15 @@ class Pass:
         number: how many there were before.
         left: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
             last one and its version in it; None if no gradient can enter it.
+        visited: those that a backward of it has entered or passed over.
     """
 
-    __slots__ = ("left", "number")
+    __slots__ = ("left", "number", "visited")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.left: dict[Unit, tuple[Moment, Version] | None] = {}
+        self.visited: set[Unit] = set()
 
 
 class Visit:

@@ -42,7 +42,7 @@ class Runtime(Backwards):
                 expect(unit, "forward", IDLE)
             if unit.retained and (not graphs or unit.is_stale()):
                 unit.let_go()
-            if unit.pinned:
+            if unit.pinned or unit.residency is GATHERING:  # as a prefetch list of another root's unit asks
                 unit.reshard_stale()
             elif unit.holds_unsharded:
                 unit.reshard()
@@ -119,8 +119,9 @@ class Runtime(Backwards):
         grad = torch.is_grad_enabled()
         for unit in self.units:
             if unit.state is FORWARD and not unit.calls:
-                # Not all of its modules were called, some were again after all of them had been, or a forward raised.
-                self._close(unit, hidden=False)
+                # Not all of its modules were called, some were again after all of them had been, or a forward raised. Of
+                # one that raised nobody has seen an output, but hooks may have kept what came inside of it.
+                self._close(unit, hidden=unit not in self.forward_pass.left and any(unit.trainable))
             unused = unit.residency is GATHERING or (not grad and unit.residency is UNSHARDED)
             if unused and not unit.pinned:
                 self._release(unit)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import Shard
 import hsdp
 from hsdp import fully_shard
 from hsdp.comm import work
-from tests.support.deep import DIM, Deep, floats, mean_grads, seeded, step
+from tests.support.deep import DIM, Deep, collectives, floats, mean_grads, of_kind, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import shard
 from tests.support.twin import assert_same, full_grads
@@ -328,3 +328,75 @@ def check_other_root(env: RankEnv) -> None:
 
 def test_a_graph_of_gradients_outlives_a_forward_of_a_unit_alone(pool2: Pool) -> None:
     pool2.run(check_other_root)
+
+
+# -- gradients from before ---------------------------------------------------------------------------------------------
+
+
+def check_gradients_from_before(env: RankEnv) -> None:
+    model = seeded(Deep)
+    step(model, env.rank)
+    for block in model.blocks:
+        block.zero_grad()
+        fully_shard(block, mesh=env.mesh((2,)))
+    with pytest.warns(UserWarning, match=r"fully_shard\(Deep\): 2 parameters \('last.weight', ...\) had a gradient"):
+        fully_shard(model, mesh=env.mesh((2,)))
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_fully_shard_tells_of_gradients_that_it_drops(pool2: Pool) -> None:
+    pool2.run(check_gradients_from_before)
+
+
+# -- prefetch lists ----------------------------------------------------------------------------------------------------
+
+
+def check_list_across_roots(env: RankEnv) -> None:
+    """A list may name a unit of the root that runs next: it is gathered once, and anew if its weights changed meanwhile."""
+    mesh = env.mesh((2,))
+    first: Any
+    second: Any
+    first, second = (shard(seeded(Deep), mesh) for _ in range(2))
+    first.set_modules_to_forward_prefetch([second.blocks[0]])
+    plain = [seeded(Deep) for _ in range(2)]
+    gathered: list[str] = []
+    for k in range(4):
+        if k == 3:
+            for one in (second, plain[1]):
+                for param in one.parameters():
+                    param.data.mul_(1.5)
+        with collectives() as log:
+            h = first(floats(env.rank, k))
+            if k == 2:
+                for one in (second, plain[1]):
+                    for param in one.parameters():
+                        param.data.mul_(1.5)
+            out = second(h)
+        gathered.append(str(len(of_kind(log, "all_gather"))))
+        torch.testing.assert_close(out, plain[1](plain[0](floats(env.rank, k))), rtol=1e-11, atol=1e-11)
+        out.sum().backward()
+        for one in (first, second, *plain):
+            one.zero_grad()
+    assert gathered[1] == gathered[3] and int(gathered[2]) == int(gathered[1]) + 1, gathered
+
+
+def test_a_prefetch_list_reaches_into_another_root(pool2: Pool) -> None:
+    pool2.run(check_list_across_roots)
+
+
+def check_empty_list(env: RankEnv) -> None:
+    """As in FSDP2, an empty list is none: units are gathered ahead in their order again."""
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    model.blocks[0].set_modules_to_forward_prefetch([model.blocks[3]])
+    model.blocks[0].set_modules_to_forward_prefetch([])
+    ahead: list[str] = []
+    step(model, env.rank)
+    model.blocks[0].register_forward_hook(
+        lambda *_: ahead.extend(unit.residency.value for unit in (m._hsdp_state.unit for m in model.blocks[1:]))
+    )
+    step(model, env.rank)
+    assert ahead == ["gathering", "sharded", "sharded"]
+
+
+def test_an_empty_prefetch_list_is_none(pool2: Pool) -> None:
+    pool2.run(check_empty_list)

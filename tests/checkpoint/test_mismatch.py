@@ -201,6 +201,32 @@ def test_state_keeps_its_dtype(tmp_path: Path) -> None:
     cm.assert_equal(cm.whole_state(other, fresh), cm.whole_state(model, optimizer))
 
 
+@pytest.mark.parametrize(("was", "becomes"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
+@pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
+def test_state_follows_converted_weights(
+    tmp_path: Path, was: torch.dtype, becomes: torch.dtype, optimizer_class: type[torch.optim.Optimizer]
+) -> None:
+    model = Pair().to(was)
+    optimizer = step_once(model, optimizer_class(model.parameters(), lr=0.01))
+    path = saved(tmp_path, model, optimizer)
+    other = Pair().to(becomes)
+    fresh = optimizer_class(other.parameters(), lr=0.01)
+    assert checkpoint.load(path, other, fresh, cast=True).report.converted
+    dtypes = {value.dtype for state in fresh.state.values() for name, value in state.items() if name != "step"}
+    assert dtypes == {becomes}
+    step_once(other, fresh)
+
+
+def test_whole_state_is_never_narrower_than_its_parameter() -> None:
+    model = Pair().bfloat16()
+    state = checkpoint.full_optimizer_state_dict(model, step_once(model, torch.optim.AdamW(model.parameters())))
+    wide = Pair()
+    fresh = torch.optim.AdamW(wide.parameters())
+    checkpoint.load_full_optimizer_state_dict(wide, fresh, state)
+    assert fresh.state[wide.first.weight]["exp_avg"].dtype is torch.float32
+    step_once(wide, fresh)
+
+
 def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
     model = Pair()
     path = saved(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25)))

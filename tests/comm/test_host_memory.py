@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import socket
 from collections.abc import Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from hsdp.comm import host_meeting, work
+from hsdp.comm import host_meeting, host_memory, work
 from hsdp.comm.host_meeting import host_memory_of
 from hsdp.comm.host_memory import HostMemory
 from hsdp.errors import CollectiveError, DivergenceError
@@ -168,6 +169,49 @@ def _reuses(env: RankEnv) -> None:
 
 def test_blocks_are_used_again_when_all_ranks_have_read_them(pool2: Pool) -> None:
     pool2.run(_reuses)
+
+
+def _one_late(env: RankEnv) -> None:
+    """A gather that nobody waits for yet (`unshard(async_op=True)`) holds its own block, and not those behind it."""
+    memory, mine = _memory(), torch.full((4,), float(env.rank))
+    output = torch.empty(8)
+    late = memory.all_gather(UNIT, 0, [output], [mine])
+    for k in range(1, 300):
+        total = mine.clone()
+        _now(memory.all_reduce(UNIT, k, [total]))
+        assert total.tolist() == [1.0] * 4
+    assert _blocks_of(memory) < 10, f"{_blocks_of(memory)} blocks"
+    _now(late)
+    assert output.tolist() == [0.0] * 4 + [1.0] * 4
+
+
+def test_one_late_reader_does_not_hold_the_blocks_behind(pool2: Pool) -> None:
+    pool2.run(_one_late)
+
+
+def _many_files(env: RankEnv) -> None:
+    """The kernel refuses files while too many are on their way: the rank takes what comes meanwhile, and tries again."""
+    memory, mine, refused = _memory(), torch.full((4,), float(env.rank)), []
+    send = socket.send_fds
+
+    def full(*args: Any) -> int:
+        if len(refused) < 3:
+            refused.append(None)
+            raise OSError(errno.ETOOMANYREFS, "too many")
+        return send(*args)
+
+    total = mine.clone()
+    with mock.patch.object(socket, "send_fds", full):
+        _now(memory.all_reduce(UNIT, 0, [total]))
+    assert len(refused) == 3 and total.tolist() == [1.0] * 4
+    with mock.patch.object(host_memory, "_FULL", 0.0), mock.patch.object(socket, "send_fds", full):
+        refused.clear()
+        with pytest.raises(RuntimeError, match="ulimit -n"):
+            _now(memory.all_reduce(UNIT, 1, [torch.ones(10_000_000)]))
+
+
+def test_files_that_the_kernel_does_not_take_yet_are_sent_again(pool2: Pool) -> None:
+    pool2.run(_many_files)
 
 
 def _slow_reader(env: RankEnv) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 from torch import Tensor
 
 from hsdp.comm import host_memory
-from hsdp.comm.host_memory import HostMemory
+from hsdp.comm.host_memory import HostMemory, Reading
 from tests.comm import test_host_memory as host
 from tests.mutants.planting import Check, mutant, replaced
 
@@ -21,7 +21,7 @@ def writes_blocks_again_that_others_still_read() -> Any:
     def change(take_lines: Callable[..., bool]) -> Callable[..., bool]:
         def take(memory: HostMemory, timeout: float | None) -> bool:
             came = take_lines(memory, timeout)
-            memory._read_below.update((rank, memory._posts) for rank in memory._read_below)
+            memory._readings.update((rank, Reading(below=memory._posts)) for rank in memory._readings)
             return came
 
         return take

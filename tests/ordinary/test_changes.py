@@ -260,6 +260,26 @@ def grows_deeper(program: Program) -> Results:
     return _train_in_orders(program, [list(range(1 + k)) for k in range(4)])
 
 
+def hooks_its_parameters_before_it_is_sharded(program: Program) -> Results:
+    """Halves gradients in both kinds of hooks on parameters, set before the model is sharded, and removes one later."""
+
+    def halve(param: Tensor) -> None:
+        assert param.grad is not None
+        param.grad.mul_(0.5)
+
+    model = blocks()
+    handle = model[0][0].weight.register_hook(lambda grad: grad * 0.5)
+    model[1][0].bias.register_hook(lambda grad: grad * 0.5)
+    model[2][0].weight.register_post_accumulate_grad_hook(halve)
+    program.shard(model, model)
+    optimizer = sgd(model)
+    for k in range(4):
+        if k == 2:
+            handle.remove()
+        program.train(model, optimizer, [k])
+    return results(model)
+
+
 @pytest.mark.parametrize("scenario", scenarios_in(__name__), ids=scenario_id)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_changes_equal_their_twins(request: pytest.FixtureRequest, shape: tuple[int, ...], scenario: Scenario) -> None:

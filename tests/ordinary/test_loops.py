@@ -135,6 +135,47 @@ def steps_with_a_closure(program: Program) -> Results:
     return results(model)
 
 
+class _Greedy(nn.Module):
+    """Trains each of its layers alone, inside of its forward."""
+
+    def __init__(self, layers: nn.Sequential) -> None:
+        super().__init__()
+        self.layers = layers
+        self.optimizers: list[torch.optim.Optimizer] = []
+
+    def forward(self, batches: list[Tensor]) -> Tensor:
+        for layer, optimizer in zip(self.layers, self.optimizers, strict=True):
+            batches = [layer(x.detach()) for x in batches]
+            if torch.is_grad_enabled():
+                mean([x.square().mean() for x in batches]).backward()
+                optimizer.step()
+                optimizer.zero_grad()
+        return batches[0].detach()
+
+
+def trains_layers_one_by_one_inside_a_forward(program: Program) -> Results:
+    """Goes backward and steps for each layer, of which each has its own optimizer, while the root's forward runs."""
+    model = _Greedy(blocks())
+    program.shard(model, model.layers)
+    model.optimizers = [adamw(layer) for layer in model.layers]
+    return _fit_greedily(program, model)
+
+
+def steps_all_layers_inside_a_forward(program: Program) -> Results:
+    """The same with one optimizer, for which all other gradients are None."""
+    model = _Greedy(blocks())
+    program.shard(model, model.layers)
+    model.optimizers = [adamw(model)] * len(model.layers)
+    return _fit_greedily(program, model)
+
+
+def _fit_greedily(program: Program, model: _Greedy) -> Results:
+    for k in range(3):
+        model(program.batches(k))
+    with torch.no_grad():  # the root's backward never comes, for which it stays open behind a forward with gradients
+        return results(model, evaluated=model([program.own_batch(9)]))
+
+
 def looks_ahead(program: Program) -> Results:
     """Pulls the weights to slow ones every other step, by `param.data.copy_`."""
     model = blocks(2)

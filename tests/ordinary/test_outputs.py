@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -274,6 +275,36 @@ def penalises_features_of_hooks(program: Program) -> Results:
         return loss + 0.1 * torch.stack(list(features.values())).abs().mean()
 
     return program.fit(model, model, loss_of=penalised)
+
+
+class _Found(Exception):  # noqa: N818  (it is no error: it ends a forward early)
+    pass
+
+
+class _Early(nn.Module):
+    """Ends its second layer's forward when it has what it wants of it, and goes on with that."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.inner, self.last = blocks(1), _Linear(self._give_up), blocks(1)
+        self.found: list[Tensor] = []
+
+    def _give_up(self, linear: nn.Module, x: Tensor) -> Tensor:
+        self.found.append(torch.relu(linear(x)))
+        raise _Found
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.found.clear()
+        with suppress(_Found):
+            self.inner(self.first(x))
+        out: Tensor = self.last(self.found[0])
+        return out
+
+
+def ends_a_unit_s_forward_early(program: Program) -> Results:
+    """Trains on what came inside of a unit whose forward an exception has ended, which the root caught."""
+    model = _Early()
+    return program.fit(model, [model.inner])
 
 
 def weighs_losses_by_a_feature_s_gradient(program: Program) -> Results:

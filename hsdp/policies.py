@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal, cast
+from typing import Any, Literal, cast
 
 import torch
 
@@ -55,6 +55,8 @@ def is_trainable(dtype: torch.dtype) -> bool:
 @dataclass(frozen=True)
 class CommPolicy:
     """How a unit communicates. `None` stands for a default that was measured for the backend.
+
+    The bounds `max_inflight_*` and the sizes `*_bucket_bytes` are those of the outermost unit, for all units below it.
 
     Args:
         fusion: which path parameters take. A *direct* parameter is gathered from its shard straight into its place and
@@ -121,6 +123,21 @@ class CommPolicy:
                 continue
             if not isinstance(value, int) or isinstance(value, bool) or value < bound:
                 raise ValueError(f"CommPolicy({name}={value!r}): expected an integer of at least {bound}")
+
+
+_OF_THE_ROOT = (
+    "max_inflight_reduce_scatters",
+    "max_inflight_all_reduces",
+    "reduce_scatter_bucket_bytes",
+    "all_reduce_bucket_bytes",
+)
+
+
+def unheeded(policy: CommPolicy, root: CommPolicy) -> dict[str, Any]:
+    """What was chosen in a unit's policy and is decided otherwise by its root's."""
+    default = CommPolicy()
+    chosen = {name: getattr(policy, name) for name in _OF_THE_ROOT}
+    return {name: value for name, value in chosen.items() if value not in (getattr(default, name), getattr(root, name))}
 
 
 def check_replica_policy(policy: str, where: str) -> ReplicaPolicy:

@@ -113,8 +113,7 @@ def fully_shard(
     params = manage(without(found, apart), name, axes, choose, replicated, reshard)
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
-    verify(unit, modules)
-    _warn_of_gradients(unit)
+    _look_at_values(unit, modules)
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit.build()
 
@@ -224,7 +223,9 @@ def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
     return {id(param) for param in listed}
 
 
-def _warn_of_gradients(unit: Unit) -> None:
+def _look_at_values(unit: Unit, modules: list[nn.Module]) -> None:
+    """Ranks compare values, or make them equal; and gradients that would be lost are told of."""
+    verify(unit, modules)
     if had := [param.fqn for param in unit.params if param.sharded.grad is not None]:
         warnings.warn(
             f"fully_shard({unit.name}): {several(len(had), 'parameter')} ({had[0]!r}{', ...' if len(had) > 1 else ''}) had "

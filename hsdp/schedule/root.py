@@ -27,6 +27,7 @@ from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError
 from hsdp.format import dotted
 from hsdp.params.ownership import class_name
+from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
 from hsdp.schedule.passes import BackwardPass, Moment, Pass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
@@ -96,6 +97,20 @@ class Root:
                 # that root for the unit's gradients any more.
                 before.settle()
             unit.join(this, self.streams, parent, name)
+        if fresh:
+            self._warn_of_unheeded()
+
+    def _warn_of_unheeded(self) -> None:
+        """Warns of what units' policies say about the pipeline, which is the root's."""
+        for unit in self.units:
+            if left := unheeded(unit.comm_policy, self.root.comm_policy):
+                told = ", ".join(f"{name}={value}" for name, value in left.items())
+                warnings.warn(
+                    f"hsdp: CommPolicy({told}) of unit {unit.name!r} has no effect: the outermost unit decides, "
+                    f"{self.root.name!r}; give it that policy",
+                    stacklevel=5,
+                )
+                return
 
     def modules(self) -> Iterator[nn.Module]:
         """The root's module(s)."""

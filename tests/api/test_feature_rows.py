@@ -330,6 +330,27 @@ def test_row_28_a_gradient_scaler_skips_on_all_ranks_or_on_none(pool4: Pool, sha
     pool4.run(check_scaler, shape)
 
 
+def check_scaler_beside(env: RankEnv) -> None:
+    """Parameters that are left alone are stepped beside sharded ones, and their overflows count, too."""
+    model = seeded(Deep).float()
+    shard(model, env.mesh((2,)), ignored_params=[model.last.weight])  # type: ignore[union-attr]
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for k, overflows in enumerate((False, True)):
+        before = full_params(model)
+        scaler.scale(model(floats(env.rank, k).float()).square().mean()).backward()
+        if overflows:
+            model.last.weight.grad[0, 0] = torch.inf  # type: ignore[union-attr,index]
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(before["last.weight"], full_params(model)["last.weight"]) == overflows
+
+
+def test_row_28_a_gradient_scaler_sees_parameters_that_are_left_alone(pool2: Pool) -> None:
+    pool2.run(check_scaler_beside)
+
+
 # -- row 29: other entry points than forward; hooks on parameters, optimizer in backward ----------------------------
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import warnings
 from typing import Any
 from unittest import mock
 
@@ -303,6 +304,40 @@ def test_what_has_not_ended_is_kept_though_more_comes_meanwhile() -> None:
     with mock.patch.object(work, "_kept", kept):
         work._keep_until(lambda: False, "new")
     assert {used for _, used in kept.values()} == {"asked", "under way", "late", "new"}
+
+
+def check_kept(env: RankEnv) -> None:
+    """Buffers of a collective that nobody waits for go when it has ended, with the next collective."""
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    with mock.patch.object(work, "_kept", {-1: (lambda: True, "ended")}):
+        step(model, env.rank)
+        assert not work._kept
+
+
+def test_kept_buffers_go_with_the_next_collective(pool2: Pool) -> None:
+    pool2.run(check_kept)
+
+
+# -- policies --------------------------------------------------------------------------------------------------------------
+
+
+def check_unheeded(env: RankEnv) -> None:
+    policy, mesh = hsdp.CommPolicy(all_reduce_bucket_bytes=1 << 20, prefetch=2), env.mesh((2,))
+    model = seeded(Deep)
+    for block in model.blocks:
+        fully_shard(block, mesh=mesh, comm_policy=policy)
+    fully_shard(model, mesh=mesh)
+    told = r"CommPolicy\(all_reduce_bucket_bytes=1048576\) of unit 'blocks.0' has no effect.*'Deep \(root\)'"
+    with pytest.warns(UserWarning, match=told):
+        step(model, env.rank)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        step(model, env.rank)  # once
+        step(shard(seeded(Deep), mesh, comm_policy=policy), env.rank)
+
+
+def test_a_units_policy_that_the_root_overrules_is_told_of(pool2: Pool) -> None:
+    pool2.run(check_unheeded)
 
 
 # -- graphs of gradients -----------------------------------------------------------------------------------------------

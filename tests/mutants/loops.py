@@ -26,6 +26,8 @@ import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.gather_order import GatherOrder
 from hsdp.schedule.module_hooks import ModuleHooks
+from hsdp.schedule.passes import Pass
+from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
@@ -33,7 +35,13 @@ from hsdp.unit.install import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from tests.api import test_feature_rows as rows
+from tests.api import test_odd_moments as moments
 from tests.mutants.planting import WRONG_NUMBERS, Check, mutant, replaced, trusting_what_is_whole, versions_told_by
+from tests.optim import test_closures as closures
+from tests.ordinary import program as ordinary
+from tests.ordinary import test_changes as ordinary_changes
+from tests.ordinary import test_loops as ordinary_loops
+from tests.ordinary import test_outputs as ordinary_outputs
 from tests.rules import test_rule_01_ownership as rule_01
 from tests.rules import test_rule_02_ties as rule_02
 from tests.rules import test_rule_03_mixtures as rule_03
@@ -332,3 +340,57 @@ def forgets_the_original_parameters() -> Any:
 @mutant(Check(loops.check_raw_gradients), kill="AssertionError")
 def communicates_inside_no_sync() -> Any:
     return mock.patch.object(hsdp.HSDPModule, "no_sync", lambda model: nullcontext())
+
+
+@mutant(Check(closures.check_late_landings, ((2,), "stock", False)))
+def has_gradients_ready_before_a_closure_makes_them() -> Any:
+    return mock.patch.object(hsdp.schedule.optimizer_hooks, "callable", lambda closure: False, create=True)
+
+
+@mutant(Check(moments.check_other_root), kill="inplace operation")
+def knows_the_graphs_of_one_root_alone() -> Any:
+    def change(has_graphs: Callable[[Root], bool]) -> Callable[[Root], bool]:
+        return lambda root: has_graphs(root) and len(root.units) > 1
+
+    return replaced(Root, "has_graphs", change)
+
+
+@mutant(
+    Check(ordinary.check, ((2,), ordinary_loops.trains_layers_one_by_one_inside_a_forward)), kill="StaleParametersError"
+)
+def takes_every_stale_unit_for_one_that_is_used() -> Any:
+    return mock.patch.object(Pass, "visited", property(lambda forward: set(), lambda forward, units: None))
+
+
+@mutant(Check(ordinary.check, ((2,), ordinary_outputs.ends_a_unit_s_forward_early)), kill="inplace operation")
+def frees_what_a_forward_that_ended_early_has_shown() -> Any:
+    def change(close: Callable[..., None]) -> Callable[..., None]:
+        return lambda runtime, unit, hidden: close(runtime, unit, hidden=False)
+
+    return replaced(Runtime, "_close", change)
+
+
+@mutant(Check(ordinary.check, ((2,), ordinary_changes.hooks_its_parameters_before_it_is_sharded)))
+def leaves_hooks_with_the_original_parameters() -> Any:
+    def change(register: Callable[..., None]) -> Callable[..., None]:
+        def without(param: ManagedParam, sharded: Any) -> None:
+            sharded._backward_hooks = sharded._post_accumulate_grad_hooks = None
+            register(param, sharded)
+
+        return without
+
+    return replaced(ManagedParam, "_register", change)
+
+
+@mutant(Check(moments.check_list_across_roots), kill="AssertionError")
+def drops_what_another_root_gathers_ahead() -> Any:
+    def change(begin: Callable[..., None]) -> Callable[..., None]:
+        def forward(runtime: Runtime) -> None:
+            for unit in runtime.units:
+                if unit.holds_unsharded and not unit.pinned and not unit.calls:
+                    unit.reshard()
+            begin(runtime)
+
+        return forward
+
+    return replaced(Runtime, "begin_forward", change)

@@ -77,7 +77,7 @@ def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Paramet
             f"{', '.join(told)}{more}. Their gradients are those of each rank alone, and ranks drift apart; call "
             "fully_shard on the module that holds them, and make the optimizer afterwards, or, if you sum their "
             "gradients yourself, pass them in ignored_params",
-            stacklevel=5,
+            stacklevel=6,
         )
 
 
@@ -146,7 +146,7 @@ def _warn_of_no_gradients(optimizer: torch.optim.Optimizer, units: list[Unit]) -
             f"hsdp: {type(optimizer).__name__} steps behind a forward, but no parameter has a gradient. If backward had "
             "inputs=..., sharded parameters cannot be among them: call backward() without, and requires_grad_(False) on "
             "parameters that are to get no gradients",
-            stacklevel=4,
+            stacklevel=5,
         )
 
 

@@ -60,7 +60,8 @@ class HSDPModule(Setters):
             return torch.compiler.disable(_run_between_graphs, recursive=False)(self, args, kwargs)
         if (compiler := set_compiler(None)) is not None:  # torch 2.11 gives this frame up, and runs it
             return _run_between_graphs(self, args, kwargs, compiler)
-        return self._hsdp_state.run(cast(nn.Module, self), super().__call__, args, kwargs)  # type: ignore[misc]
+        this: Any = self
+        return self._hsdp_state.run(this, super().__call__, args, kwargs)  # type: ignore[misc]
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(

@@ -31,6 +31,7 @@ class Shadows:
 
     Attributes:
         toggled: somebody set `requires_grad` of parameters as they are shown; `choose` is to be called.
+        registered: `parameters()` gives the unsharded parameters.
     """
 
     def __init__(self, params: Sequence[ManagedParam]) -> None:
@@ -55,6 +56,7 @@ class Shadows:
                 self._registered_as.append(name)
                 self._registered_params.append(param.sharded)
         self._expected = self._registered_params
+        self.registered = False
         self._shown = self._in_front = False
         self._params = list(params)
         self.choose()
@@ -86,25 +88,23 @@ class Shadows:
             self.register()
         elif not was_shown and not self.registered:
             self._put_in_front()
-        if not was_shown:
+        if self._in_rnns and not was_shown:
             self._refresh_rnns()
 
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters until they are hidden."""
         if not self.registered:
             self._exchange(self._unsharded)
+            self.registered = True
             # In front they would hide what a forward puts in their place for a while, as `functional_call` does.
-            self._take_from_front()
-
-    @property
-    def registered(self) -> bool:
-        """Whether `parameters()` gives the unsharded parameters."""
-        return self._expected is not self._registered_params
+            if self._in_front:
+                self._take_from_front()
 
     def unregister(self) -> None:
         """Makes `parameters()` give the sharded parameters again."""
         if self.registered:
             self._exchange(self._registered_params)
+            self.registered = False
             if self._shown:
                 self._put_in_front()
             self._heed_toggles()
@@ -130,12 +130,11 @@ class Shadows:
                 there.__dict__[name] = unsharded
 
     def _take_from_front(self) -> None:
-        if self._in_front:
-            self._in_front = False
-            for module, name, _ in self._shadows:
-                if (there := module()) is not None:
-                    there.__dict__.pop(name, None)
-            self._heed_toggles()
+        self._in_front = False
+        for module, name, _ in self._shadows:
+            if (there := module()) is not None:
+                there.__dict__.pop(name, None)
+        self._heed_toggles()
 
     def _refresh_rnns(self) -> None:
         for module, name in self._in_rnns:
@@ -153,9 +152,12 @@ class Shadows:
     def hide(self) -> None:
         """Takes them away again, from both places."""
         self._shown = False
-        self.unregister()
-        self._take_from_front()
-        self._refresh_rnns()
+        if self.registered:
+            self.unregister()
+        if self._in_front:
+            self._take_from_front()
+        if self._in_rnns:
+            self._refresh_rnns()
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""

@@ -415,7 +415,8 @@ class UnshardedParams:
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since its buffers were made."""
-        self.land_shards()
+        if self._pending_shards is not None:
+            self.land_shards()
         return self.shadows.disturbed()
 
     def weights_changed(self) -> None:

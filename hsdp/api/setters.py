@@ -244,7 +244,7 @@ class Setters(FSDP2Face):
     def set_modules_to_forward_prefetch(self, modules: list[FSDPModule] | None) -> None:
         """Gathers exactly these modules' units when this module's forward begins; none: the recorded order again.
 
-        A unit of another root that is not called then stays whole, or on its way, until its root's next forward.
+        A unit of another root is gathered anew when that root's forward begins.
         """
         for unit in self._units(recurse=False):
             unit.settings.forward_prefetch = _units_to_prefetch("set_modules_to_forward_prefetch", modules)

@@ -168,7 +168,15 @@ def load_full_optimizer_state_dict(
             for entry, value in entries.items():
                 if isinstance(value, Tensor):
                     deal(value, given["state"][name][entry] if given else None, src_rank, ranks)
-    commit_optimizer(optimizer, staging.state_dict(staged, merged))
+    # Nobody tells in which dtype the weights were: state that is narrower than its parameter was made for another one.
+    numbers = staging.numbers()
+    narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name].dtype)}
+    commit_optimizer(optimizer, staging.state_dict(staged, merged), narrower)
+
+
+def _is_narrower(entries: Mapping[str, Any], dtype: torch.dtype) -> bool:
+    tensors = [value for value in entries.values() if isinstance(value, Tensor) and value.ndim]
+    return any(tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize for tensor in tensors)
 
 
 def tell_units(model: nn.Module) -> None:

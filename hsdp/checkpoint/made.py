@@ -25,13 +25,13 @@ def kind_of(optimizer: Optimizer) -> str:
 
 
 def class_of(optimizer: Optimizer) -> Any:
-    """The optimizer's class, without what `hsdp.optim.local` made of it."""
-    return next(cls for cls in type(optimizer).__mro__ if not cls.__name__.startswith("Local"))
+    """The optimizer's class, or the one that `hsdp.optim.local` made that of."""
+    return getattr(optimizer, "_hsdp_made_of", type(optimizer))
 
 
-def is_torchs(optimizer: Optimizer) -> bool:
-    """Whether the optimizer's class is one of PyTorch's: the state of others may be anything."""
-    return bool(class_of(optimizer).__module__.startswith("torch.optim"))
+def is_known(optimizer: Optimizer) -> bool:
+    """Whether the optimizer's class is one of PyTorch's or hsdp's: the state of others may be anything."""
+    return str(class_of(optimizer).__module__).startswith(("torch.optim", "hsdp.optim"))
 
 
 class Probe:
@@ -86,9 +86,9 @@ def _family(dtype: torch.dtype) -> tuple[bool, bool]:
 
 def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapping[str, Any] | None:
     """The state that one step makes; None for classes that are not PyTorch's, whose steps may do anything."""
-    if not is_torchs(optimizer):
-        return None
     cls = class_of(optimizer)
+    if not cls.__module__.startswith("torch.optim"):
+        return None
     probe: Any = object.__new__(cls)
     ghost = nn.Parameter(torch.empty(param.shape, dtype=param.dtype, device="meta"))
     ghost.grad = torch.empty_like(ghost)

@@ -17,7 +17,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
-from hsdp.checkpoint.made import Probe, is_torchs, kind_of
+from hsdp.checkpoint.made import Probe, is_known, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
@@ -367,31 +367,27 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Collection[int] = ()) -> None:
-    """Gives an optimizer its loaded state dict.
+    """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in.
 
-    Tensors keep the dtype that they were saved in. Of PyTorch's optimizers, which step in the parameter's dtype, those get
-    it that were saved in a narrower one, or whose weights were `converted` to another one.
+    Of parameters (by number) that were `converted` to another dtype, the state of PyTorch's and hsdp's optimizers, which
+    step in the parameter's dtype, gets it too.
     """
-    torchs = is_torchs(optimizer)
+    follow = converted if is_known(optimizer) else ()
     with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
         optimizer.load_state_dict(state)
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, entries in state["state"].items():
-            if not (torchs and number in converted):
-                _restore_dtypes(optimizer.state[params[number]], entries, params[number].device, narrower=not torchs)
+            _restore_dtypes(optimizer.state[params[number]], entries, params[number].device, number in follow)
 
 
-def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, narrower: bool) -> None:
+def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, follows: bool) -> None:
     # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
     for name, value in loaded.items():
         if isinstance(value, dict):
-            _restore_dtypes(held[name], value, device, narrower)
-        elif isinstance(value, Tensor) and name != "step" and _keeps_dtype(value, held[name].dtype, narrower):
-            held[name] = _moved(value, device)
-
-
-def _keeps_dtype(value: Tensor, cast_to: torch.dtype, narrower: bool) -> bool:
-    return value.dtype != cast_to and (narrower or not value.is_floating_point() or value.dtype.itemsize > cast_to.itemsize)
+            _restore_dtypes(held[name], value, device, follows)
+        elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
+            of_weights = value.is_floating_point() and value.ndim > 0  # others are counts, or products that are kept wide
+            held[name] = held[name] if follows and of_weights else _moved(value, device)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

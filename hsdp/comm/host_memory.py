@@ -124,9 +124,9 @@ class _Post:
     It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
     """
 
-    def __init__(self, memory: HostMemory, number: int, kind: str, name: str, op: int, like: Sequence[Tensor]) -> None:
+    def __init__(self, memory: HostMemory, kind: str, name: str, op: int, like: Sequence[Tensor]) -> None:
         self._memory = memory
-        self.number = number
+        self.number = -1  # until it is written
         self.kind = kind
         self.name = name
         self.op = op
@@ -252,7 +252,7 @@ class HostMemory:
         self, kind: str, owner: Named, op: int, tensors: Sequence[Tensor], put_down: Callable[[list[list[Tensor]]], None]
     ) -> tuple[list[Any], Then]:
         """Posts tensors, of the same shapes on all ranks; `put_down` gets each rank's, by rank, when all have."""
-        post = _Post(self, self._posts, kind, owner.name, op & _OP, tensors)
+        post = _Post(self, kind, owner.name, op & _OP, tensors)
         self._write(post, tensors)
 
         def read() -> None:
@@ -270,7 +270,6 @@ class HostMemory:
     # -- posts -----------------------------------------------------------------------------------------------------------
 
     def _write(self, post: _Post, tensors: Sequence[Tensor]) -> None:
-        self._unread.add(post.number)
         try:
             block = self._take(post.nbytes)
         except OSError as error:
@@ -278,13 +277,17 @@ class HostMemory:
                 f"no shared memory of {post.nbytes} bytes for the {described(post.kind, post.name)} ({error}); raise the "
                 "limit of open files (ulimit -n) or of memory, or pass CommPolicy(shared_memory=False)"
             ) from error
-        block.header = post.number, post.op
+        number = self._posts
+        block.header = number, post.op
         with outside_transforms(), torch.no_grad():
             for tensor, place in zip(tensors, post.places_in(block.memory), strict=True):
                 place.copy_(tensor)
-        self._written[post.number] = block
-        self._posts += 1  # not before: a post that failed, for want of memory say, was none
-        late = sum(1 << age for number in self._unread if (age := post.number - number) < _MOST_LATE)
+        # Not before: a post that failed, for want of memory say, was none, and the next one has its number.
+        post.number = number
+        self._unread.add(number)
+        self._written[number] = block
+        self._posts += 1
+        late = sum(1 << age for unread in self._unread if (age := number - unread) < _MOST_LATE)
         line = _LINE.pack(*Line(post.op, block.number, post.nbytes, min(self._unread), late))
         deadline = time.monotonic() + _FULL
         for rank in self._peers:

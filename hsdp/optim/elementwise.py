@@ -134,7 +134,7 @@ def _local_class(cls: type[torch.optim.Optimizer]) -> Any:
                 f"{type(self).__name__} cannot be copied or pickled; make another one and load this one's state_dict()"
             )
 
-        members = {"step": step, "__reduce_ex__": refuse, "__doc__": cls.__doc__}
+        members = {"step": step, "_hsdp_made_of": cls, "__reduce_ex__": refuse, "__doc__": cls.__doc__}
         _classes[cls] = type(f"Local{cls.__name__}", (cls,), members)
     return _classes[cls]
 

@@ -249,7 +249,8 @@ class Backwards(Root):
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
             assert backward.behind is not None, "an order belongs to a forward"
-            backward.behind.visited.update(backward.gathers.expected)
+            if not self.reduce_order.retained:  # else ranks may come back to these units
+                backward.behind.visited.update(backward.gathers.expected)
 
     def _end_visits_behind(self, backward: BackwardPass, node: Moment) -> None:
         """Ends the visits that are over when an autograd node is about to run.

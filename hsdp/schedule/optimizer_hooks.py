@@ -96,17 +96,18 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
 def _before_optimizer_step(
     optimizer: torch.optim.Optimizer, args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-    """Has gradients ready to be stepped; those that a closure makes are ready when it returns."""
+    """Has gradients ready to be stepped, and again those that a closure makes: some optimizers step both, as SAM's."""
+    _make_ready(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
-    if not callable(closure):
-        _make_ready(optimizer)
+    if not callable(closure) or not _units_of(optimizer):
         return None
 
-    def ready() -> Any:
-        loss = closure()
+    @functools.wraps(closure)
+    def ready(*args: Any, **kwargs: Any) -> Any:
+        told = closure(*args, **kwargs)
         with torch.no_grad():
             _make_ready(optimizer)
-        return loss
+        return told
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": ready}

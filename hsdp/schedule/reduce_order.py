@@ -76,6 +76,7 @@ class ReduceOrder:
 
     Attributes:
         awaited: forwards of the root whose backward, by what the program did, is still to come.
+        retained: the last backward keeps its graph, so that the same forward may have another one.
     """
 
     def __init__(self) -> None:
@@ -83,7 +84,7 @@ class ReduceOrder:
         self._entered: dict[Unit, bool] = {}  # with gradients? Without, it may be recomputed: that counts for the order
         self._calls: dict[Unit, int] = {}
         self._before: tuple[dict[Unit, bool], dict[Unit, int]] = {}, {}
-        self._retained = False
+        self.retained = False
 
     # -- forward -------------------------------------------------------------------------------------------------
 
@@ -115,8 +116,8 @@ class ReduceOrder:
         `answers`: it is that of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
         """
         # With its graph kept, the same forward may have another backward.
-        self._retained = retains_graph()
-        if answers and not self._retained:
+        self.retained = retains_graph()
+        if answers and not self.retained:
             self.awaited = max(0, self.awaited - 1)
         calls = self._calls
         return ReduceTurns({u: u.visits.get(calls[u], calls[u]) for u in reversed(self._entered) if any(u.trainable)})
@@ -128,6 +129,6 @@ class ReduceOrder:
             if len(unit.visits) > _MOST_RECORDS:
                 unit.visits.clear()
             unit.visits[calls] = visits
-            if not self._retained:
+            if not self.retained:
                 self._calls[unit] = max(0, calls - visits)
         return [unit for unit in turns.left() if self._entered[unit] or unit.remaining]

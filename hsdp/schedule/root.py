@@ -108,7 +108,7 @@ class Root:
                 warnings.warn(
                     f"hsdp: CommPolicy({told}) of unit {unit.name!r} has no effect: the outermost unit decides, "
                     f"{self.root.name!r}; give it that policy",
-                    stacklevel=5,
+                    stacklevel=6,
                 )
                 return
 

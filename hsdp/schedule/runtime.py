@@ -42,7 +42,7 @@ class Runtime(Backwards):
                 expect(unit, "forward", IDLE)
             if unit.retained and (not graphs or unit.is_stale()):
                 unit.let_go()
-            if unit.pinned or unit.residency is GATHERING:  # as a prefetch list of another root's unit asks
+            if unit.pinned:
                 unit.reshard_stale()
             elif unit.holds_unsharded:
                 unit.reshard()

@@ -201,6 +201,46 @@ def test_state_keeps_its_dtype(tmp_path: Path) -> None:
     cm.assert_equal(cm.whole_state(other, fresh), cm.whole_state(model, optimizer))
 
 
+def test_narrow_state_stays_narrow_where_weights_keep_their_dtype(tmp_path: Path) -> None:
+    def with_narrow_momentum() -> tuple[nn.Module, torch.optim.Optimizer]:
+        model = Pair()
+        optimizer = step_once(model, torch.optim.NAdam(model.parameters()))
+        for state in optimizer.state.values():
+            state["exp_avg"] = state["exp_avg"].bfloat16()
+        return model, optimizer
+
+    model, optimizer = with_narrow_momentum()
+    path = saved(tmp_path, model, optimizer)
+    other = Pair()
+    fresh = torch.optim.NAdam(other.parameters())
+    checkpoint.load(path, other, fresh)
+    cm.assert_equal(cm.whole_state(other, fresh), cm.whole_state(model, optimizer))
+
+
+class LocalState(torch.optim.Optimizer):
+    """Somebody's own optimizer, with state of any dtype."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"half": param.bfloat16(), "signs": param > 0, "codes": param.to(torch.int8)}
+
+
+@pytest.mark.parametrize("becomes", [torch.float32, torch.float64])
+def test_state_of_others_optimizers_keeps_every_dtype(tmp_path: Path, becomes: torch.dtype) -> None:
+    model = Pair()
+    path = saved(tmp_path, model, step_once(model, LocalState(model.parameters())))
+    other = Pair().to(becomes)
+    fresh = LocalState(other.parameters())
+    checkpoint.load(path, other, fresh, cast=True)
+    found = {name: value.dtype for state in fresh.state.values() for name, value in state.items()}
+    assert found == {"half": torch.bfloat16, "signs": torch.bool, "codes": torch.int8}
+
+
 @pytest.mark.parametrize(("was", "becomes"), [(torch.bfloat16, torch.float32), (torch.float32, torch.bfloat16)])
 @pytest.mark.parametrize("optimizer_class", [torch.optim.AdamW, torch.optim.RMSprop])
 def test_state_follows_converted_weights(

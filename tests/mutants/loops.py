@@ -380,17 +380,3 @@ def leaves_hooks_with_the_original_parameters() -> Any:
         return without
 
     return replaced(ManagedParam, "_register", change)
-
-
-@mutant(Check(moments.check_list_across_roots), kill="AssertionError")
-def drops_what_another_root_gathers_ahead() -> Any:
-    def change(begin: Callable[..., None]) -> Callable[..., None]:
-        def forward(runtime: Runtime) -> None:
-            for unit in runtime.units:
-                if unit.holds_unsharded and not unit.pinned and not unit.calls:
-                    unit.reshard()
-            begin(runtime)
-
-        return forward
-
-    return replaced(Runtime, "begin_forward", change)

@@ -65,12 +65,13 @@ def test_a_closures_reductions_land_before_the_step(pool2: Pool, shape: tuple[in
 
 
 def check_pending(env: RankEnv, how: str) -> None:
-    """A closure that leaves sums pending is refused, and nothing has been stepped; one that zeroes them first is not."""
+    """A closure that leaves sums pending is refused, and nothing has been stepped."""
     model: Any = shard(seeded(Deep), env.mesh((2,)))
     optimizer, before = _optimizer(model, how), full_params(seeded(Deep))
     with model.no_sync(), pytest.raises(hsdp.StateError, match="that were not summed over all ranks"):
         optimizer.step(_closure(model, env.rank, 0))
     assert_same(full_params(model), before)
+    model.zero_grad()
     optimizer.step(_closure(model, env.rank, 0))
     assert not torch.equal(full_params(model)["last.weight"], before["last.weight"])
 
@@ -95,3 +96,51 @@ def check_shares(env: RankEnv, how: str) -> None:
 @pytest.mark.parametrize("how", ["stock", "local", "flat"])
 def test_another_optimizer_gets_whole_gradients_of_its_closure(pool2: Pool, how: str) -> None:
     pool2.run(check_shares, how)
+
+
+class Twice(torch.optim.Optimizer):
+    """Steps the gradients that are there, then those of the closure, as SAM's optimizers do."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        self._move(0.3)
+        with torch.enable_grad():
+            closure(backward=True)
+        self._move(0.1)
+
+    @torch.no_grad()
+    def _move(self, rate: float) -> None:
+        for group in self.param_groups:
+            for param in group["params"]:
+                param.sub_(param.grad, alpha=rate)
+
+
+def check_twice(env: RankEnv) -> None:
+    """Gradients from before the closure are ready, too; and what is called gets the arguments that it is called with."""
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    plain = seeded(Deep)
+    model.set_is_last_backward(False)
+    ours, theirs = Twice(model.parameters()), Twice(plain.parameters())
+
+    def gradients(one: nn.Module, seed: int) -> None:
+        one.zero_grad()
+        if one is model:
+            _loss(one, env.rank, seed).backward()
+        else:
+            mean_into(plain, lambda twin, rank: _loss(twin, rank, seed).backward(), env.world_size)
+
+    for one, optimizer in ((model, ours), (plain, theirs)):
+        gradients(one, 0)
+        optimizer.step(lambda backward, one=one: gradients(one, 1))
+    assert_same(full_params(model), full_params(plain))
+    model.zero_grad()
+    with model.no_sync():
+        _loss(model, env.rank, 2).backward()
+    with pytest.raises(hsdp.StateError, match="that were not summed over all ranks"):
+        ours.step(lambda backward: gradients(model, 3))
+
+
+def test_gradients_from_before_a_closure_are_ready_too(pool2: Pool) -> None:
+    pool2.run(check_twice)

@@ -66,13 +66,13 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse(
         "StaleParametersError",
         ("backward", "grad"),
-        _any_of("write", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
+        _any_of("write", "sam", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
         "weights changed between a forward and its backward: the twin uses what autograd saved, a gather cannot",
     ),
     Excuse(
         "RuntimeError",
         ("backward", "grad"),
-        _any_of("write", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
+        _any_of("write", "sam", "step", "load", "step in backward", "data renorm", "copy_ renorm", "max_norm"),
         "the weights that a graph of gradients reads changed: they are gathered anew for others, and autograd says so",
         "modified by an inplace operation",
     ),

@@ -133,14 +133,20 @@ class PipelineFace:
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._state_ctx = SimpleNamespace(all_states=())
+        self._begun = 0
 
     def _root_post_backward_final_callback(self) -> None:
         module: Any = self._module()
         assert module is not None, "a stage that ran is alive"
-        units = module._units()
-        for runtime in module._runtimes():
+        units, runtimes = module._units(), module._runtimes()
+        for runtime in runtimes:
             runtime.take_outside()
         unfound = any([unit.pop_unfound() for unit in units])
+        before, self._begun = self._begun, sum(runtime.begun for runtime in runtimes)
+        if self._begun == before:  # an evaluation, behind which schedules come here, too
+            for unit in units:
+                unit.reshard()
+            return
         if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
@@ -149,7 +155,7 @@ class PipelineFace:
                 "set_is_last_backward(False) on the stage before each part of a backward, as torch's schedules do"
             )
         module.flush()
-        for unit in module._units():
+        for unit in units:
             unit.reshard()
 
 

@@ -75,6 +75,7 @@ class Backwards(Root):
                 unit.shadows.unregister()
 
     def _begin_backward(self) -> BackwardPass:
+        self.begun += 1
         reduces = self._accumulates()
         if reduces:
             for unit in self.units:

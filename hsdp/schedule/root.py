@@ -49,6 +49,7 @@ class Root:
         reduce_order: the order in which units come to it.
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
+        begun: how many backwards have begun.
         depth: forward calls under way; `thread`: the thread that they run in.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
     """
@@ -59,7 +60,7 @@ class Root:
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
         self.root = root
-        self.depth = self.thread = 0
+        self.depth = self.thread = self.begun = 0
         self.units: list[Unit] = []
         self.streams = Streams(device)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)

@@ -104,6 +104,8 @@ def _train(env: RankEnv, schedule_class: Any, keep: bool) -> None:
         optimizer.zero_grad()
         args = (x,) if pp_rank == 0 else ()
         target = {"target": y} if count - 1 in mine else {}
+        if step != 1 and hasattr(schedule, "eval"):  # without gradients, though nothing says `no_grad`
+            schedule.eval(*args, **target)
         with collectives() as log:
             schedule.step(*args, **target)
         if step and keep and per_rank > 1:

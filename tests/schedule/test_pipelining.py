@@ -104,11 +104,11 @@ def _train(env: RankEnv, schedule_class: Any, keep: bool) -> None:
         optimizer.zero_grad()
         args = (x,) if pp_rank == 0 else ()
         target = {"target": y} if count - 1 in mine else {}
-        if step != 1 and hasattr(schedule, "eval"):  # without gradients, though nothing says `no_grad`
-            schedule.eval(*args, **target)
+        if step != 1 and hasattr(schedule, "eval") and schedule_class is not ScheduleZBVZeroBubble:  # torch's cannot
+            schedule.eval(*args, **target)  # no backward comes, though nothing says `no_grad`
         with collectives() as log:
             schedule.step(*args, **target)
-        if step and keep and per_rank > 1:
+        if step == 1 and keep and per_rank > 1:
             layers = LAYERS // 2
             assert len(of_kind(log, "all_gather")) == layers, "gathered once for all micro-batches"
         if step:

@@ -303,9 +303,9 @@ def takes_the_first_ranks_rows() -> Any:
 def steps_the_optimizer_to_give_it_a_state() -> Any:
     commit = optimizers.commit_optimizer
 
-    def stepping(optimizer: torch.optim.Optimizer, state: dict[str, Any]) -> None:
+    def stepping(optimizer: torch.optim.Optimizer, *args: Any) -> None:
         optimizer.step()
-        commit(optimizer, state)
+        commit(optimizer, *args)
 
     return mock.patch.object(optimizers, "commit_optimizer", stepping)
 

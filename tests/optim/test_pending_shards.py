@@ -114,7 +114,7 @@ def _lands_in_turn(env: RankEnv) -> None:
     first, second = mine.blocks
     first.register_forward_hook(lambda *_: seen.append((any(_waiting(first)), all(_waiting(second)))))
     for module in (mine, first):
-        module.set_modules_to_forward_prefetch([])
+        module.set_modules_to_forward_prefetch([module])  # itself alone
     with torch.no_grad():
         mine(torch.ones(2, 8, dtype=torch.float64))
     assert seen == [(False, True)], "the second block's parts are on their way while the first computes"

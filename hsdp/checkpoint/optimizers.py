@@ -387,7 +387,8 @@ def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.
             _restore_dtypes(held[name], value, device, follows)
         elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
             of_weights = value.is_floating_point() and value.ndim > 0  # others are counts, or products that are kept wide
-            held[name] = held[name] if follows and of_weights else _moved(value, device)
+            if not (follows and of_weights):
+                held[name] = _moved(value, device)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

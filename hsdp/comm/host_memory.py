@@ -263,7 +263,10 @@ class HostMemory:
             wanted = post.number, post.op
             for rank, mapping in enumerate(mappings):
                 if mapping.header != wanted:
-                    raise CollectiveError(f"the block of rank {rank} was written for post {mapping.header}, not {wanted}")
+                    raise CollectiveError(
+                        f"the {described(post.kind, post.name)} has no results: the block of rank {rank} was written for "
+                        f"post {mapping.header}, not {wanted}; pass CommPolicy(shared_memory=False), and report this"
+                    )
 
         return [post], read
 

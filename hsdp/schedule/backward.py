@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import weakref
+from collections.abc import Collection
 
 import torch
 
@@ -158,61 +159,63 @@ class Backwards(Root):
         begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
         comes = begins or visit is None
-        passed = self._pass_to(backward, unit, visit, node) if comes or not unit.open else []
-        # What comes behind the node is over on every rank, before this one gathers ahead.
-        if comes:
-            self._end_visits_behind(backward, node)
-        for other in passed:
-            self._pass_over(backward, other)
-            if comes:
-                self._end_visits_behind(backward, node)
+        if comes or not unit.open:
+            self._catch_up(backward, unit, visit, node, ends_visits=comes)
         # Behind what all ranks do before they come here: an error finds them at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in opened or unit.as_kept()):
             raise stale(unit)
-        ahead = unit.settings.backward_prefetch
-        if backward.gathers is not None:
-            backward.gathers.move_to(unit)
-            if ahead is None:
-                ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
+        ahead = _move_to(backward, unit)
         if begins:
             backward.turns.visit(unit)
         if unit.open:
             unit.shadows.register()
-            if comes:  # as on ranks on which it is not: which earlier visits a rank made is its own affair
-                launch_ahead(ahead or ())
-            if visit is not None or unit not in opened:
-                opened[unit] = (first_node, task)
-            return
-        self.pipeline.advance()  # what only waits to land is memory that the gather could have
-        if visit is not None and not unit.settings.unshard_in_backward:
-            opened[unit] = (first_node, task)
-            return
-        unit.gather(version, looked=True)
-        launch_ahead(ahead or ())
-        unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
+            if comes:  # Also where it is open on this rank alone, by a visit of its own: the others gather ahead now.
+                launch_ahead(ahead)
+            if visit is None and unit in opened:
+                return  # recomputed in the middle of a visit, which goes on
+        else:
+            self.pipeline.advance()  # what only waits to land is memory that the gather could have
+            if visit is None or unit.settings.unshard_in_backward:
+                unit.gather(version, looked=True)
+                launch_ahead(ahead)
+                unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
         opened[unit] = (first_node, task)
+
+    def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
+        """Passes over the units that other ranks may have entered before `unit`.
+
+        `ends_visits`: the visits that the engine has come behind when it runs `node` are over, on every rank, and end
+        before this one gathers ahead.
+        """
+        passed = self._pass_to(backward, unit, visit, node)
+        if ends_visits:
+            self._end_visits_behind(backward, node)
+        for other in passed:
+            self._pass_over(backward, other)
+            if ends_visits:
+                self._end_visits_behind(backward, node)
 
     def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
-        behind = visit.of if visit is not None else None
-        behind = behind or backward.behind or self.forward_pass
+        forward_pass = visit.forward_pass if visit is not None else None
+        forward_pass = forward_pass or backward.forward_pass or self.forward_pass
         gathers = backward.gathers
-        if gathers is None or backward.behind is None or behind.number < backward.behind.number:
+        if gathers is None or backward.forward_pass is None or forward_pass.number < backward.forward_pass.number:
             # The engine runs what was made later first: with several forwards behind one backward, the last one's.
             # Units that stayed whole have their place in the order too: it is that of the reductions.
             self._pass_over_rest(backward)
             gathers = backward.gathers = self._backward_order.begin(
-                (other, left is not None)
-                for other, left in reversed(behind.left.items())
+                (other, exit is not None)
+                for other, exit in reversed(forward_pass.exits.items())
                 if other.settings.unshard_in_backward
             )
-            backward.behind = behind
+            backward.forward_pass = forward_pass
         before = gathers.before(unit)
         if before is not None:
             return before
         # Recomputed against expectation: others have entered what the engine has come behind by now.
-        return [other for other in gathers.rest() if _left(backward, other)[0] > node]
+        return [other for other in gathers.rest() if _exit_of(backward, other)[0] > node]
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
@@ -223,20 +226,18 @@ class Backwards(Root):
         Raises:
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
-        first_node, version = _left(backward, unit)
-        assert backward.gathers is not None and backward.behind is not None, "a unit is passed over in an order"
-        if unit in backward.behind.visited and unit.version != version:
+        first_node, version = _exit_of(backward, unit)
+        assert backward.gathers is not None and backward.forward_pass is not None, "a unit is passed over in an order"
+        if unit in backward.forward_pass.visited and unit.version != version:
             backward.gathers.move_to(unit)
             return
         if not unit.open:
             unit.choose_trainable(afresh=False)
         if unit.disturbed() or unit.version != version or not unit.as_kept():
             raise stale(unit)
-        backward.gathers.move_to(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        ahead = unit.settings.backward_prefetch
-        launch_ahead(backward.gathers.next_units(unit.comm_policy.prefetch) if ahead is None else ahead)
+        launch_ahead(_move_to(backward, unit))
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
@@ -246,12 +247,12 @@ class Backwards(Root):
         """The backward of one forward is over: passes over what is left of it."""
         if backward.gathers is not None:
             for unit in backward.gathers.rest():
-                self._end_visits_behind(backward, _left(backward, unit)[0])
+                self._end_visits_behind(backward, _exit_of(backward, unit)[0])
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
-            assert backward.behind is not None, "an order belongs to a forward"
+            assert backward.forward_pass is not None, "an order belongs to a forward"
             if not self.reduce_order.retained:  # else ranks may come back to these units
-                backward.behind.visited.update(backward.gathers.expected)
+                backward.forward_pass.visited.update(backward.gathers.expected)
 
     def _end_visits_behind(self, backward: BackwardPass, node: Moment) -> None:
         """Ends the visits that are over when an autograd node is about to run.
@@ -407,12 +408,22 @@ class Backwards(Root):
         self.tell(Point.BACKWARD_ENDS)
 
 
-def _left(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:
-    """How the forward whose backward runs left a unit: see `Pass.left`."""
-    assert backward.behind is not None, "an order belongs to a forward"
-    left = backward.behind.left[unit]
-    assert left is not None, f"no gradient can enter unit {unit.name!r}"
-    return left
+def _exit_of(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:
+    """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""
+    assert backward.forward_pass is not None, "an order belongs to a forward"
+    found = backward.forward_pass.exits[unit]
+    assert found is not None, f"no gradient can enter unit {unit.name!r}"
+    return found
+
+
+def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
+    """The backward is at `unit`; returns the units to be gathered ahead from there."""
+    ahead = unit.settings.backward_prefetch
+    if backward.gathers is not None:
+        backward.gathers.move_to(unit)
+        if ahead is None:
+            ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
+    return ahead or ()
 
 
 def _stay(unit: Unit) -> None:

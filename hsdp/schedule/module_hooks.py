@@ -21,7 +21,7 @@ from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
-from hsdp.schedule.passes import Moment, Pass, Visit
+from hsdp.schedule.passes import ForwardPass, Moment, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
 from hsdp.unit.state import IDLE, other_thread, training_state
@@ -109,7 +109,12 @@ class ModuleHooks:
             return self.run(module, forward, args, kwargs)
 
     def after_forward(
-        self, runtime: Runtime, output: Any, arguments: tuple[Any, ...], first_node: Moment, behind: Pass | None
+        self,
+        runtime: Runtime,
+        output: Any,
+        arguments: tuple[Any, ...],
+        first_node: Moment,
+        forward_pass: ForwardPass | None,
     ) -> tuple[Any, Visit | None]:
         """The module's forward returned: casts its outputs and watches them for the backward.
 
@@ -118,7 +123,8 @@ class ModuleHooks:
             output: what the forward returned.
             arguments: what it was called with.
             first_node: the moment at which autograd made, or would have made, the first node of this forward.
-            behind: the root's forward that it was a part of; None for a recomputation, a part of the backward under way.
+            forward_pass: the root's forward that it was a part of; None for a recomputation, a part of the backward under
+                way.
 
         Returns:
             The outputs, and the visit that gradients make which enter the unit; None if they cannot.
@@ -129,7 +135,7 @@ class ModuleHooks:
         output, tensors = self._own_output(output)
         if not torch.is_grad_enabled():
             return output, None
-        return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, behind))
+        return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, forward_pass))
 
     def user_opens(self, unit: Unit) -> None:
         """The user is about to compute with the unsharded parameters of its unit, or of a companion, without a call."""

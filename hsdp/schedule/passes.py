@@ -18,21 +18,21 @@ What is recomputed inside of a task is run by a task inside of that one, before 
 """
 
 
-class Pass:
+class ForwardPass:
     """One forward of the root.
 
     Attributes:
         number: how many there were before.
-        left: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
+        exits: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
             last one and its version in it; None if no gradient can enter it.
         visited: those that a backward of it has entered or passed over.
     """
 
-    __slots__ = ("left", "number", "visited")
+    __slots__ = ("exits", "number", "visited")
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.left: dict[Unit, tuple[Moment, Version] | None] = {}
+        self.exits: dict[Unit, tuple[Moment, Version] | None] = {}
         self.visited: set[Unit] = set()
 
 
@@ -42,15 +42,15 @@ class Visit:
     Attributes:
         version: the unit's version in that forward.
         first_node: moment of the first autograd node made inside it.
-        of: the root's forward that it was a part of; None for a recomputation.
+        forward_pass: the root's forward that it was a part of; None for a recomputation.
     """
 
-    __slots__ = ("__weakref__", "first_node", "of", "version")
+    __slots__ = ("__weakref__", "first_node", "forward_pass", "version")
 
-    def __init__(self, version: Version, first_node: Moment, of: Pass | None) -> None:
+    def __init__(self, version: Version, first_node: Moment, forward_pass: ForwardPass | None) -> None:
         self.version = version
         self.first_node = first_node
-        self.of = of
+        self.forward_pass = forward_pass
 
 
 class Token:
@@ -71,14 +71,15 @@ class BackwardPass:
         opened: the units whose visits are under way, with the moment of the forward's first node (None: recomputed only)
             and the graph task that opened them.
         entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
-        behind: the forward whose backward runs at present, with the order of its gathers; None before the first one.
+        forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
+            before the first one.
         ending: its last graph task is over, and what is left is swept.
     """
 
     __slots__ = (
-        "behind",
         "ending",
         "entered",
+        "forward_pass",
         "found",
         "gathers",
         "keeps_graph",
@@ -98,6 +99,6 @@ class BackwardPass:
         self.found = found
         self.entered: set[Unit] = set()
         self.reduced: set[Unit] = set()
-        self.behind: Pass | None = None
+        self.forward_pass: ForwardPass | None = None
         self.gathers: BackwardGathers[Unit] | None = None
         self.ending = False

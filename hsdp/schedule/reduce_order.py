@@ -65,7 +65,7 @@ class ReduceTurns:
             come.append(first)
         return come
 
-    def left(self) -> Iterator[Unit]:
+    def outstanding(self) -> Iterator[Unit]:
         """The units whose turn did not come, and behind them those that were visited after theirs."""
         yield from self._queue
         yield from self._again
@@ -131,4 +131,4 @@ class ReduceOrder:
             unit.visits[calls] = visits
             if not self.retained:
                 self._calls[unit] = max(0, calls - visits)
-        return [unit for unit in turns.left() if self._entered[unit] or unit.remaining]
+        return [unit for unit in turns.outstanding() if self._entered[unit] or unit.remaining]

@@ -29,7 +29,7 @@ from hsdp.format import dotted
 from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
-from hsdp.schedule.passes import BackwardPass, Moment, Pass, Visit
+from hsdp.schedule.passes import BackwardPass, ForwardPass, Moment, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node
@@ -67,7 +67,7 @@ class Root:
         self._forward_order: GatherOrder[Unit] = GatherOrder()
         self._backward_order: BackwardGatherOrder[Unit] = BackwardGatherOrder()
         self.reduce_order = ReduceOrder()
-        self.forward_pass = Pass(0)
+        self.forward_pass = ForwardPass(0)
         self.backward: BackwardPass | None = None
         self.awaits_gradients = False
         self._generation = -1

@@ -15,7 +15,7 @@ import torch
 from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
-from hsdp.schedule.passes import Pass, Visit
+from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
@@ -34,7 +34,7 @@ class Runtime(Backwards):
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
-        self.forward_pass = Pass(self.forward_pass.number + 1)
+        self.forward_pass = ForwardPass(self.forward_pass.number + 1)
         self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
@@ -78,9 +78,9 @@ class Runtime(Backwards):
         Raises:
             StateError: the forward wrote to an unsharded parameter.
         """
-        left = self.forward_pass.left
-        before = left.pop(unit, None)
-        left[unit] = before if visit is None else (visit.first_node, visit.version)
+        exits = self.forward_pass.exits
+        before = exits.pop(unit, None)
+        exits[unit] = before if visit is None else (visit.first_node, visit.version)
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:
@@ -121,7 +121,7 @@ class Runtime(Backwards):
             if unit.state is FORWARD and not unit.calls:
                 # Not all of its modules were called, some were again after all of them had been, or a forward raised. Of
                 # one that raised nobody has seen an output, but hooks may have kept what came inside of it.
-                self._close(unit, hidden=unit not in self.forward_pass.left and any(unit.trainable))
+                self._close(unit, hidden=unit not in self.forward_pass.exits and any(unit.trainable))
             unused = unit.residency is GATHERING or (not grad and unit.residency is UNSHARDED)
             if unused and not unit.pinned:
                 self._release(unit)

@@ -26,7 +26,7 @@ import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.gather_order import GatherOrder
 from hsdp.schedule.module_hooks import ModuleHooks
-from hsdp.schedule.passes import Pass
+from hsdp.schedule.passes import ForwardPass
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
@@ -359,7 +359,7 @@ def knows_the_graphs_of_one_root_alone() -> Any:
     Check(ordinary.check, ((2,), ordinary_loops.trains_layers_one_by_one_inside_a_forward)), kill="StaleParametersError"
 )
 def takes_every_stale_unit_for_one_that_is_used() -> Any:
-    return mock.patch.object(Pass, "visited", property(lambda forward: set(), lambda forward, units: None))
+    return mock.patch.object(ForwardPass, "visited", property(lambda forward: set(), lambda forward, units: None))
 
 
 @mutant(Check(ordinary.check, ((2,), ordinary_outputs.ends_a_unit_s_forward_early)), kill="inplace operation")

@@ -290,7 +290,8 @@ class HostMemory:
         self._unread.add(number)
         self._written[number] = block
         self._posts += 1
-        late = sum(1 << age for unread in self._unread if (age := number - unread) < _MOST_LATE)
+        # A copy: garbage collection, which may run in here, lets go of posts.
+        late = sum(1 << age for unread in tuple(self._unread) if (age := number - unread) < _MOST_LATE)
         line = _LINE.pack(*Line(post.op, block.number, post.nbytes, min(self._unread), late))
         deadline = time.monotonic() + _FULL
         for rank in self._peers:

@@ -44,6 +44,10 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     pin_memory: bool = True
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.pin_memory, bool):
+            raise ValueError(f"CPUOffloadPolicy(pin_memory={self.pin_memory!r}): expected True or False")
+
     def home(self, device: torch.device) -> torch.device:
         """Host memory."""
         return torch.device("cpu")

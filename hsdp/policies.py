@@ -41,6 +41,15 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point torch.dtype such as "
                     "torch.bfloat16, or None to keep the original dtype"
                 )
+            if dtype is not None and name in ("param_dtype", "reduce_dtype") and not is_trainable(dtype):
+                raise ValueError(
+                    f"MixedPrecisionPolicy({name}={dtype}): gradients cannot be computed or summed in it; choose one of "
+                    "16 bits or more. For float8 gathers use a tensor subclass with fsdp_pre_all_gather"
+                )
+        if not isinstance(self.cast_forward_inputs, bool):
+            raise ValueError(
+                f"MixedPrecisionPolicy(cast_forward_inputs={self.cast_forward_inputs!r}): expected True or False"
+            )
 
 
 def is_trainable(dtype: torch.dtype) -> bool:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import inspect
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -304,6 +306,10 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         state = own_state(owner)
         return call(*args, **kwargs) if state.is_inside() else state.run(owner, call, args, kwargs)
 
+    # `wraps` keeps the bound method, and by it the module: its signature is all that is asked of it.
+    with contextlib.suppress(TypeError, ValueError):
+        entry.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
+    del entry.__wrapped__
     setattr(module, method_name, entry)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle
+from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle, check_flag
 from hsdp.api.setters import Setters
 from hsdp.format import several
 from hsdp.params.ownership import PREFIX
@@ -35,8 +35,10 @@ class HSDPModule(Setters):
 
     Setters reach this module and all sharded modules below it, with `recurse=False` this one alone; where FSDP2 has the
     same setter, its reach is FSDP2's, and its docstring says so. They hold until they are called again. What makes no sense
-    is refused with a TypeError or ValueError, what comes at the wrong moment with a StateError that names the unit, the
-    state that it is in, and those that were expected. Gradients and sums are those of the ranks of the unit's mesh.
+    is refused with a TypeError or ValueError. Call setters between iterations: they do not look at the moment, and in a
+    forward or backward part of the units would follow the old value. The other methods refuse the wrong moment with a
+    StateError that names the unit, its state, and those that were expected. Gradients and sums are those of the ranks of
+    the unit's mesh.
     """
 
     _hsdp_state: ModuleHooks
@@ -140,6 +142,7 @@ class HSDPModule(Setters):
         Raises:
             StateError: inside `full_params`.
         """
+        async_op = check_flag("unshard", async_op)
         units = self._units(recurse=False)
         for unit in units:
             expect(unit, "unshard", *(state for state in TrainingState if state is not FULL_PARAMS))
@@ -196,6 +199,7 @@ class HSDPModule(Setters):
                 with model.accumulate(last=i == len(micro_batches) - 1):
                     loss_of(model(batch)).backward()
         """
+        last = check_flag("accumulate", last)
         settings = [unit.settings for unit in self._units()]
         before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
         # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory

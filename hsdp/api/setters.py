@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -90,7 +91,7 @@ class Setters(FSDP2Face):
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
         """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
-        _check_factor("set_gradient_scaling_factor", factor, "a number that is not 0")
+        _check_factor("set_gradient_scaling_factor", factor, "a finite number that is not 0")
         for unit in self._units(recurse):
             unit.settings.gradient_scale = float(factor)
 
@@ -100,7 +101,7 @@ class Setters(FSDP2Face):
         Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
         """
         if factor is not None:
-            _check_factor("set_gradient_divide_factor", factor, "a number that is not 0, or None")
+            _check_factor("set_gradient_divide_factor", factor, "a finite number that is not 0, or None")
         for unit in self._units(recurse):
             unit.settings.divide_factor = None if factor is None else float(factor)
 
@@ -184,9 +185,12 @@ class Setters(FSDP2Face):
         without replicas only.
 
         Raises:
+            TypeError: `hook` cannot be called.
             ValueError: `stream` is given, and the unit has replicas.
             StateError: replicas have shares of gradients, by `hsdp.optim.local(over_replicas=True)`.
         """
+        if hook is not None and not callable(hook):
+            raise TypeError(f"set_all_reduce_hook({hook!r}): expected a function of a tensor, or None")
         for unit in self._units(recurse=False):
             if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
                 raise ValueError(
@@ -274,13 +278,15 @@ def _gather_again(units: list[Unit]) -> None:
 
 
 def _check_factor(method: str, factor: Any, expected: str) -> None:
-    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0:
+    if not isinstance(factor, (int, float)) or isinstance(factor, bool) or factor == 0 or not math.isfinite(factor):
         raise ValueError(f"{method}({factor!r}): expected {expected}")
 
 
 def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Unit] | None:
     if not modules:  # as in FSDP2; to gather nothing ahead is `CommPolicy(prefetch=0)`
         return None
+    if isinstance(modules, Setters):  # a sharded nn.Sequential would pass as the list of its children
+        raise TypeError(f"{method}({type(modules).__name__}): expected a list of sharded modules, such as [module]")
     units: list[Unit] = []
     for module in modules:
         if not isinstance(module, Setters):

@@ -2,11 +2,13 @@
 
     patterns --> chosen modules, children first --> what each will own --checked as a whole--> fully_shard, one by one
 
-Everything that can be checked is, before the first module is touched: no model is left half sharded.
+Patterns, ties, and the names of arguments are checked before the first module is touched. What `fully_shard` itself refuses
+(a mesh, the answer of `shard_placement_fn` for a parameter) shows at that unit: units before it stay sharded then.
 """
 
 from __future__ import annotations
 
+import inspect
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
@@ -77,6 +79,10 @@ def shard_units(
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard_units: expected an nn.Module, not {type(model).__name__}")
     kwargs = {name: list(value) if name in _SETS and value is not None else value for name, value in kwargs.items()}
+    try:
+        inspect.signature(fully_shard).bind(model, **kwargs)
+    except TypeError as error:
+        raise TypeError(f"shard_units: {error}; its further arguments are those of fully_shard") from None
     ignored = {id(param) for param in kwargs.get("ignored_params") or ()}
     units = choose_units(model, patterns, root, ignored)
     if dry_run:

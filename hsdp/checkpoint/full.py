@@ -24,6 +24,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import Entry, listing, model_entries
+from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.errors import CheckpointError
@@ -97,6 +98,7 @@ def full_optimizer_state_dict(
     return state if dst is None or dst == _rank() else {}
 
 
+@when_settled
 def load_full_state_dict(
     model: nn.Module,
     state: Mapping[str, Any] | None,
@@ -136,6 +138,7 @@ def load_full_state_dict(
     tell_units(model)
 
 
+@when_settled
 def load_full_optimizer_state_dict(
     model: nn.Module,
     optimizer: Optimizer,

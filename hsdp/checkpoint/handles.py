@@ -9,13 +9,18 @@ thread keeps.
 from __future__ import annotations
 
 import atexit
+import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import ParamSpec, TypeVar
 
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
+
+P = ParamSpec("P")
+R = TypeVar("R")
 
 logger = logging.getLogger("hsdp.checkpoint")
 
@@ -82,8 +87,13 @@ class SaveHandle:
 
         if in_background:
             SaveHandle._in_flight = self
-            # Not a daemon: a process that ends normally first completes its checkpoint.
-            threading.Thread(target=body, name=f"hsdp-save-{self.step}").start()
+            try:
+                # Not a daemon: a process that ends normally first completes its checkpoint.
+                threading.Thread(target=body, name=f"hsdp-save-{self.step}").start()
+            except BaseException as error:  # no thread is to be had: the next save must not wait for this one
+                self._error = error
+                self._finished.set()
+                raise
         else:
             body()
 
@@ -101,6 +111,20 @@ def settled() -> Iterator[None]:
         if handle is not None:
             handle.wait()
         yield
+
+
+def when_settled(call: Callable[P, R]) -> Callable[P, R]:
+    """Has a function that talks to the other ranks run when no save or load of this process is under way.
+
+    The thread of a background save talks over the same group, under the same tag: messages of both would be mixed up.
+    """
+
+    @functools.wraps(call)
+    def settled_call(*args: P.args, **kwargs: P.kwargs) -> R:
+        with settled():
+            return call(*args, **kwargs)
+
+    return settled_call
 
 
 @atexit.register

@@ -175,7 +175,7 @@ def _is_gone(owner: dict[str, Any]) -> bool:
     if owner.get("host") != socket.gethostname() or not isinstance(pid, int) or pid <= 0:
         return False
     if pid == os.getpid():
-        return owner.get("started") == _started(pid)
+        return True  # this process itself, or one that had its number before (a container starts with the same ones again)
     try:
         os.kill(pid, 0)
     except ProcessLookupError:

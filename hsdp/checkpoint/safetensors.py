@@ -32,6 +32,7 @@ from torch.distributed import ProcessGroup
 from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
+from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.store import expanded
 from hsdp.errors import CheckpointError
@@ -60,6 +61,7 @@ _DTYPES = {
 _CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
+@when_settled
 def save_safetensors(
     directory: str | os.PathLike[str],
     model: nn.Module,
@@ -119,6 +121,7 @@ def save_safetensors(
     return [directory / file.name for file in files]
 
 
+@when_settled
 def load_safetensors(
     path: str | os.PathLike[str],
     model: nn.Module,

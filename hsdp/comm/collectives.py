@@ -159,8 +159,7 @@ class Comm:
             works, then = memory.all_gather(owner, op, outputs, inputs)
             finish = in_turn(then, finish)
         else:
-            calls = [(outputs, inputs)] if self.backend != "gloo" else self._calls(outputs, inputs, GATHER_ALONE_BYTES)
-            for outs, ins in calls:
+            for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
                 works += _start_gather(group, outs, ins, self._all_gather_options)
         if uneven:
             works += start_gathers(group, self.backend, uneven, self._all_gather_options)
@@ -202,7 +201,7 @@ class Comm:
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else backends.by_dtype(outputs, inputs):
+            for outs, ins in backends.by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
             started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))

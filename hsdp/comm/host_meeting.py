@@ -58,7 +58,7 @@ def _meet(group: ProcessGroup) -> HostMemory | None:
             probe.header = secret, rank
             goes = all(_reaches(peers, other, int(names[other]), rank, probe.file) for other in range(rank))
         # Behind the first question all calls have come, or nobody goes on; behind the second all have what they need.
-        if _on_all(goes, group) and _on_all(_hears(peers, listener, secret, rank, names), group):
+        if _on_all(goes, group) and _on_all(_hears(peers, listener, secret, names), group):
             return HostMemory(rank, peers)
         for peer in peers.values():
             peer.close()
@@ -89,9 +89,7 @@ def _reaches(peers: dict[int, socket.socket], other: int, secret: int, rank: int
     return True
 
 
-def _hears(
-    peers: dict[int, socket.socket], listener: socket.socket, secret: int, rank: int, names: Sequence[Tensor]
-) -> bool:
+def _hears(peers: dict[int, socket.socket], listener: socket.socket, secret: int, names: Sequence[Tensor]) -> bool:
     """Takes the calls of the ranks above, and maps the block that each sends."""
     while len(peers) < len(names) - 1:
         try:

@@ -48,10 +48,12 @@ _MOST_OUTSTANDING = 1024
 
 def outstanding() -> list[CommWork]:
     """Collectives that were not waited for yet, oldest first: what a time-out tells of."""
-    alive = {key: work for key, ref in _outstanding.items() if (work := ref()) is not None}
-    for key in _outstanding.keys() - alive.keys():
-        del _outstanding[key]
-    return sorted(alive.values(), key=lambda work: work.start)
+    held = list(_outstanding.items())  # at once: models in other threads add to it
+    alive = [work for _, ref in held if (work := ref()) is not None]
+    for key, ref in held:
+        if ref() is None and _outstanding.get(key) is ref:  # not a later work with the same identity
+            del _outstanding[key]
+    return sorted(alive, key=lambda work: work.start)
 
 
 class CommWork:
@@ -165,15 +167,8 @@ class CommWork:
         works, comm = self._works, self._comm
         assert works is not None, "a collective settles once"
         for work in works:
-            if work is None:
-                continue
-            if comm.backend == "gloo":
+            if work is not None:
                 wait_for(work, comm.backend, comm.divergence_guard, self._count, self.kind, self.name)
-                continue
-            try:
-                work.wait()
-            except RuntimeError as error:
-                raise _failed(error, self.kind, self.name) from error
         self._works = None
         if self._finish is not None:
             self._broken = True

@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from hsdp.comm.observer import Point
-from hsdp.schedule.passes import BackwardPass, Moment, Token, Visit
+from hsdp.schedule.passes import BackwardPass, Exit, Moment, Opened, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
@@ -45,6 +45,7 @@ class Backwards(Root):
             bury_tasks(backward)
         if backward is None or not backward.tasks:
             # One that failed is forgotten first: it would count this one's gradients among its own, and undo them.
+            self.refuse_landing("backward")
             self.recover()
             backward = self._begin_backward()
         elif not backward.reduces:
@@ -147,23 +148,16 @@ class Backwards(Root):
             unit.retain()
             Root._graphs.append(weakref.ref(visit))
             unit.note_shards()
-        backward.entered.add(unit)
-        if visit is None or not unit.open:
-            # What is recomputed, be it inside of the unit's own forward, sees what is trained by then.
-            unit.choose_trainable(afresh=False)
-        if backward.reduces and task not in unit.remaining:
-            unit.begin_task(task)
-        backward.reduced.discard(unit)
-        first_node = None if visit is None else visit.first_node
-        opened = backward.opened
-        begins = visit is not None and (unit not in opened or opened[unit][0] != first_node)
+        self._note_entry(backward, unit, task, recomputed=visit is None)
+        opened = backward.opened.get(unit)
+        begins = visit is not None and (opened is None or opened.first_node != visit.first_node)
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
-        # Behind what all ranks do before they come here: an error finds them at one point.
+        # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
-        if (visit is not None and visit.version != version) or not (unit in opened or unit.as_kept()):
+        if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
             raise stale(unit)
         ahead = _move_to(backward, unit)
         if begins:
@@ -172,15 +166,29 @@ class Backwards(Root):
             unit.shadows.register()
             if comes:  # Also where it is open on this rank alone, by a visit of its own: the others gather ahead now.
                 launch_ahead(ahead)
-            if visit is None and unit in opened:
+            if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
         else:
-            self.pipeline.advance()  # what only waits to land is memory that the gather could have
-            if visit is None or unit.settings.unshard_in_backward:
-                unit.gather(version, looked=True)
-                launch_ahead(ahead)
-                unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
-        opened[unit] = (first_node, task)
+            self._gather_for_backward(unit, visit, version, ahead)
+        backward.opened[unit] = Opened(None if visit is None else visit.first_node, task)
+
+    def _note_entry(self, backward: BackwardPass, unit: Unit, task: int, recomputed: bool) -> None:
+        """Notes that `unit` is entered: which of its parameters train, and which of their gradients `task` will make."""
+        backward.entered.add(unit)
+        backward.reduced.discard(unit)
+        if recomputed or not unit.open:
+            # A recomputation, also one inside the unit's own forward, sees the `requires_grad` of now.
+            unit.choose_trainable(afresh=False)
+        if backward.reduces and task not in unit.remaining:
+            unit.begin_task(task)
+
+    def _gather_for_backward(self, unit: Unit, visit: Visit | None, version: Version, ahead: Collection[Unit]) -> None:
+        """Gathers `unit`, which is not open, and the units `ahead`; neither with `set_unshard_in_backward(False)`."""
+        self.pipeline.advance()  # lands what is at rest: the gather can have that memory
+        if visit is None or unit.settings.unshard_in_backward:
+            unit.gather(version, looked=True)
+            launch_ahead(ahead)
+            unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
 
     def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
         """Passes over the units that other ranks may have entered before `unit`.
@@ -206,8 +214,8 @@ class Backwards(Root):
             # Units that stayed whole have their place in the order too: it is that of the reductions.
             self._pass_over_rest(backward)
             gathers = backward.gathers = self._backward_order.begin(
-                (other, exit is not None)
-                for other, exit in reversed(forward_pass.exits.items())
+                (other, ended is not None)
+                for other, ended in reversed(forward_pass.exits.items())
                 if other.settings.unshard_in_backward
             )
             backward.forward_pass = forward_pass
@@ -215,7 +223,7 @@ class Backwards(Root):
         if before is not None:
             return before
         # Recomputed against expectation: others have entered what the engine has come behind by now.
-        return [other for other in gathers.rest() if _exit_of(backward, other)[0] > node]
+        return [other for other in gathers.rest() if _exit_of(backward, other).first_node > node]
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
@@ -241,13 +249,13 @@ class Backwards(Root):
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
-        backward.opened[unit] = (first_node, graph_task())
+        backward.opened[unit] = Opened(first_node, graph_task())
 
     def _pass_over_rest(self, backward: BackwardPass) -> None:
         """The backward of one forward is over: passes over what is left of it."""
         if backward.gathers is not None:
             for unit in backward.gathers.rest():
-                self._end_visits_behind(backward, _exit_of(backward, unit)[0])
+                self._end_visits_behind(backward, _exit_of(backward, unit).first_node)
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
             assert backward.forward_pass is not None, "an order belongs to a forward"
@@ -260,8 +268,8 @@ class Backwards(Root):
         The engine runs nodes that were made later first. So units whose forward began after the node was made have run
         all of theirs, also those that only hand gradients through frozen weights.
         """
-        for unit, (first_node, _) in list(backward.opened.items()):
-            if first_node is not None and first_node > node:
+        for unit, opened in list(backward.opened.items()):
+            if opened.first_node is not None and opened.first_node > node:
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
@@ -284,7 +292,7 @@ class Backwards(Root):
         backward = self.backward
         if backward is None:
             return  # It is another root's, which had the unit in its forward: that ends the unit's visit itself.
-        if unit in backward.opened and backward.opened[unit][1] != graph_task():
+        if unit in backward.opened and backward.opened[unit].task != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
         if unit not in backward.turns.waiting:
             self._reduce(unit)
@@ -357,8 +365,8 @@ class Backwards(Root):
             finally:
                 backward.ending = False
             return
-        for unit, (_, opened_in) in list(backward.opened.items()):
-            if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
+        for unit, opened in list(backward.opened.items()):
+            if opened.task == task:  # what an inner task (reentrant checkpointing) entered is over with it
                 self._end_visit(backward, unit)
 
     def _end_backward(self, backward: BackwardPass) -> None:
@@ -408,7 +416,7 @@ class Backwards(Root):
         self.tell(Point.BACKWARD_ENDS)
 
 
-def _exit_of(backward: BackwardPass, unit: Unit) -> tuple[Moment, Version]:
+def _exit_of(backward: BackwardPass, unit: Unit) -> Exit:
     """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""
     assert backward.forward_pass is not None, "an order belongs to a forward"
     found = backward.forward_pass.exits[unit]

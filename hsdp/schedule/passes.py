@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
+from typing import NamedTuple
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.reduce_order import ReduceTurns
@@ -18,13 +19,37 @@ What is recomputed inside of a task is run by a task inside of that one, before 
 """
 
 
+class Exit(NamedTuple):
+    """How the last forward of a unit ended in a forward of the root: what its backward needs to know.
+
+    Attributes:
+        first_node: moment of the first autograd node that it made.
+        version: the unit's version in it.
+    """
+
+    first_node: Moment
+    version: Version
+
+
+class Opened(NamedTuple):
+    """A visit of a unit that is under way in a backward.
+
+    Attributes:
+        first_node: moment of the first autograd node of the forward that the visit belongs to; None: recomputed only.
+        task: the graph task that opened the unit.
+    """
+
+    first_node: Moment | None
+    task: int
+
+
 class ForwardPass:
     """One forward of the root.
 
     Attributes:
         number: how many there were before.
-        exits: the units in the order in which their forwards ended, each with the moment of the first autograd node of its
-            last one and its version in it; None if no gradient can enter it.
+        exits: the units in the order in which their forwards ended, each with how its last forward ended; None if no
+            gradient can enter it.
         visited: those that a backward of it has entered or passed over.
     """
 
@@ -32,7 +57,7 @@ class ForwardPass:
 
     def __init__(self, number: int) -> None:
         self.number = number
-        self.exits: dict[Unit, tuple[Moment, Version] | None] = {}
+        self.exits: dict[Unit, Exit | None] = {}
         self.visited: set[Unit] = set()
 
 
@@ -68,8 +93,7 @@ class BackwardPass:
     Attributes:
         tasks: the graph tasks under way, the outermost first; each token lives until its task ends or fails.
         keeps_graph: it runs with create_graph=True: unsharded parameters are part of its own graph.
-        opened: the units whose visits are under way, with the moment of the forward's first node (None: recomputed only)
-            and the graph task that opened them.
+        opened: the units whose visits are under way.
         entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
             before the first one.
@@ -95,7 +119,7 @@ class BackwardPass:
         self.reduces = reduces
         self.turns = turns
         self.keeps_graph = False
-        self.opened: dict[Unit, tuple[Moment | None, int]] = {}
+        self.opened: dict[Unit, Opened] = {}
         self.found = found
         self.entered: set[Unit] = set()
         self.reduced: set[Unit] = set()

@@ -24,7 +24,7 @@ from hsdp.comm.collectives import Comm
 from hsdp.comm.divergence import FAILED, DivergenceGuard
 from hsdp.comm.observer import Point
 from hsdp.comm.streams import Streams
-from hsdp.errors import HSDPError
+from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
 from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
@@ -166,18 +166,25 @@ class Root:
         with torch.no_grad():
             self.pipeline.drain()
 
-    def recover(self, reason: str = "a backward pass failed") -> None:
-        """Forgets a backward that failed, if one did since. Whatever looks at gradients or begins a pass asks for it."""
-        if self.backward is not None:
-            self.abort(reason)
+    def refuse_landing(self, what: str) -> None:
+        """Raises StateError where a user's hook runs the model while the last gradients of a backward land."""
+        if self.backward is not None and self.backward.ending:
+            raise StateError(
+                f"{what} of {self.root.name!r}: a hook on a parameter's gradient runs the model while its backward ends, "
+                "which would drop the gradients that have landed; run it after backward() has returned"
+            )
 
-    def abort(self, reason: str) -> None:
-        """Forgets the iteration under way and warns of it."""
-        reduces = self.backward is None or self.backward.reduces
+    def recover(self, reason: str = "a backward pass failed") -> None:
+        """Forgets a backward that failed, if one did since, and warns of it. Called before gradients are looked at, and
+        before a pass begins.
+        """
+        if self.backward is None:
+            return
+        reduces = self.backward.reduces
         self.reset()
         # Last: where warnings are errors, the next iteration is fresh all the same.
         lost = "gradients of that iteration are dropped" if reduces else "an autograd.grad: no parameter's gradient is lost"
-        warnings.warn(f"hsdp: {reason}; {lost}", stacklevel=3)
+        warnings.warn(f"hsdp: {reason}; {lost}", stacklevel=2)
 
     def reset(self) -> None:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""

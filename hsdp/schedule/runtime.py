@@ -15,7 +15,7 @@ import torch
 from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
-from hsdp.schedule.passes import ForwardPass, Visit
+from hsdp.schedule.passes import Exit, ForwardPass, Visit
 from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
@@ -28,6 +28,7 @@ class Runtime(Backwards):
         """A forward of the root begins."""
         self.thread = get_ident()
         # First of all: what a failed backward left would decide below which units are whole, and which have sums pending.
+        self.refuse_landing("forward")
         self.recover("a backward pass did not end")
         self.adopt()
         self.tell(Point.FORWARD_BEGINS)
@@ -80,7 +81,7 @@ class Runtime(Backwards):
         """
         exits = self.forward_pass.exits
         before = exits.pop(unit, None)
-        exits[unit] = before if visit is None else (visit.first_node, visit.version)
+        exits[unit] = before if visit is None else Exit(visit.first_node, visit.version)
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:

@@ -22,7 +22,6 @@ from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.observer import CommContext, Observer, Point
 from hsdp.comm.streams import Streams
 from hsdp.comm.tree import TREE
-from hsdp.comm.work import CommWork
 from hsdp.errors import HSDPError, StateError
 from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import forget, refuse_tied, register
@@ -34,10 +33,9 @@ from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.install import Shadows, requires_grad_of
-from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
-from hsdp.unit.unsharded import NO_VERSION, SHARDED, UNSHARDED, UnshardedParams, Version
+from hsdp.unit.unsharded import UNSHARDED, UnshardedParams
 from hsdp.unit.write_guard import WriteGuard
 
 _STRIDED = torch.strided
@@ -109,7 +107,8 @@ class Unit(UnitActivity, UnshardedParams):
         replica_policy: ReplicaPolicy,
         ignored: frozenset[int],
     ) -> None:
-        super().__init__()
+        UnitActivity.__init__(self)
+        UnshardedParams.__init__(self)
         self.name = name
         self.params = params
         self._in_blocks = any(param.inner is not None for param in params)
@@ -129,23 +128,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.parent: Unit | None = None
         self.op = 0
 
-        # Unsharded parameters.
-        self.dtype_groups: list[DtypeGroup] = []
-        self.whole_bytes = 0
-        self.residency = SHARDED
-        self.open = self.pinned = self.sought = self.retained = False
-        self.weights_version = 0
-        self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
-        self._fillings = 0
-        self._written: str | None = None
-        self._kept_version: Version | None = None
-        self._versioned: list[Tensor] = []
-        self._kept_shards = None
-        self._guard = WriteGuard((), 0)
-        self._gather_work: CommWork | None = None
-        self._pending_shards: PendingShards | None = None
-        self.shadows = Shadows(())
-        self._registered: list[int] = []
+        self._registered: list[int] = []  # identities of its sharded parameters in the table of owners
         weakref.finalize(self, forget, self._registered)
 
         # Gradients.

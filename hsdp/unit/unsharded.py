@@ -64,39 +64,37 @@ class UnshardedParams:
         part_comm: the smaller group over which unsharded parameters stay sharded after forward, if any.
     """
 
+    # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.
     name: str
     params: list[ManagedParam]
     axes: MeshAxes
-    dtype_groups: list[DtypeGroup]
-    whole_bytes: int
     settings: UnitSettings[Any]
-    forward_version: Version
-    residency: Residency
-    open: bool
-    pinned: bool
-    sought: bool
-    retained: bool
-    weights_version: int
-    gathered_version: Version
     op: int
     context: CommContext
     shard_comm: Comm
     part_comm: Comm | None
-    _kept_version: Version | None
-    _filled_version: Version
-    _fillings: int
-    _written: str | None
-    _kept_shards: list[Tensor] | None
-    _columns: list[Tensor]
-    _versioned: list[Tensor]
-    _gather_work: CommWork | None
-    _pending_shards: PendingShards | None
-    shadows: Shadows
-    _guard: WriteGuard
     _parts: int
+    _columns: list[Tensor]
     _wire_signature: int
     _reads_host: bool
     _on_meta: bool
+
+    def __init__(self) -> None:
+        self.dtype_groups: list[DtypeGroup] = []
+        self.whole_bytes = 0
+        self.residency = SHARDED
+        self.open = self.pinned = self.sought = self.retained = False
+        self.weights_version = 0
+        self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
+        self._fillings = 0
+        self._written: str | None = None
+        self._kept_version: Version | None = None
+        self._versioned: list[Tensor] = []
+        self._kept_shards: list[Tensor] | None = None
+        self._guard = WriteGuard((), 0)
+        self._gather_work: CommWork | None = None
+        self._pending_shards: PendingShards | None = None
+        self.shadows = Shadows(())
 
     def rebuild(self, loses_sums: bool = False) -> None:
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised."""

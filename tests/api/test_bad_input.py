@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import pickle
 import re
@@ -239,6 +240,9 @@ def test_arguments_of_the_wrong_type_are_refused_by_name(world: RankEnv, name: s
 _POLICIES: dict[str, tuple[Callable[[], Any], tuple[str, ...]]] = {
     "param_dtype": (lambda: MixedPrecisionPolicy(param_dtype=torch.int8), ("int8", "floating", "bfloat16")),
     "reduce_dtype": (lambda: MixedPrecisionPolicy(reduce_dtype="fp32"), ("'fp32'", "floating")),
+    "param_dtype=": (lambda: MixedPrecisionPolicy(param_dtype=torch.float8_e4m3fn), ("float8", "16 bits")),
+    "cast_forward_inputs": (lambda: MixedPrecisionPolicy(cast_forward_inputs="no"), ("'no'", "True or False")),
+    "pin_memory": (lambda: hsdp.CPUOffloadPolicy(pin_memory="no"), ("'no'", "True or False")),
     "output_dtype": (lambda: MixedPrecisionPolicy(output_dtype=torch.bool), ("bool", "floating")),
     "fusion": (lambda: CommPolicy(fusion="always"), ("'always'", "'auto', 'packed' or 'direct'")),
     "prefetch": (lambda: CommPolicy(prefetch=-1), ("-1", "at least 0")),
@@ -263,6 +267,11 @@ _SETTERS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "set_reshard_after_backward": (2, TypeError, ("True or False",)),
     "set_reduce_op_type": ("max", ValueError, ("'max'", "'avg' or 'sum'")),
     "set_gradient_scaling_factor": (0, ValueError, ("not 0",)),
+    "set_gradient_divide_factor": (float("inf"), ValueError, ("inf", "finite")),
+    "set_all_reduce_hook": (3, TypeError, ("3", "function")),
+    "set_modules_to_forward_prefetch": (fully_shard, TypeError, ("list of sharded modules",)),
+    "unshard": ("x", TypeError, ("'x'", "True or False")),
+    "accumulate": ({"last": 3}, TypeError, ("3", "True or False")),
     "set_replica_reduce": ("ring", TypeError, ("'ring'", "tensor=", "CompressedAllReduce")),
 }
 
@@ -272,8 +281,13 @@ def test_setters_refuse_what_makes_no_sense_and_change_nothing(world: RankEnv, n
     value, kind, parts = _SETTERS[name]
     model = shard(MLP(), world.mesh(4))
     before = [copy.copy(unit.settings) for unit in model._units()]
-    with pytest.raises(kind) as caught:
-        getattr(model, name)(value)
+    if value is fully_shard:
+        value = shard(nn.Sequential(MLP()), world.mesh(4))  # it may be iterated over, as a list
+    with pytest.raises(kind) as caught, contextlib.ExitStack() as stack:
+        if isinstance(value, dict):
+            stack.enter_context(getattr(model, name)(**value))
+        else:
+            getattr(model, name)(value)
     _says(caught.value, name, *parts)
     assert [unit.settings for unit in model._units()] == before
 

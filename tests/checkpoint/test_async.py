@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import logging
 import threading
+import time
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -70,6 +72,47 @@ def test_the_next_save_and_a_load_wait_for_the_one_under_way(tmp_path: Path) -> 
     assert first.done()
     assert checkpoint.load(tmp_path, model).step == 2
     assert second.done()
+
+
+def _exchange_while_saving(env: RankEnv, directory: str, call: str) -> None:
+    model = cm.build(env.mesh((1, 2)))
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, range(1), env.rank, 2)
+    state, of_optimizer = checkpoint.full_state_dict(model), checkpoint.full_optimizer_state_dict(model, optimizer)
+    checkpoint.save_safetensors(Path(directory, "weights"), model)
+    begun = threading.Event()
+
+    def slowly(done: int, total: int) -> None:
+        begun.set()
+        time.sleep(0.1)
+
+    handle = checkpoint.save(directory, model, optimizer, step=1, async_=True, progress=slowly)
+    assert begun.wait(30)
+    {
+        "load_full_state_dict": lambda: checkpoint.load_full_state_dict(model, state),
+        "load_full_optimizer_state_dict": lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, of_optimizer),
+        "save_safetensors": lambda: checkpoint.save_safetensors(Path(directory, "more"), model),
+        "load_safetensors": lambda: checkpoint.load_safetensors(Path(directory, "weights"), model),
+    }[call]()
+    assert handle.done(), f"{call} ran beside a save, whose ranks talk over the same group"
+    assert handle.wait() == Path(directory, "step-000001")
+
+
+@pytest.mark.parametrize(
+    "call", ["load_full_state_dict", "load_full_optimizer_state_dict", "save_safetensors", "load_safetensors"]
+)
+def test_other_calls_wait_for_a_save_in_the_background(pool2: Pool, tmp_path: Path, call: str) -> None:
+    pool2.run(_exchange_while_saving, str(tmp_path), call)
+
+
+def test_a_save_for_which_there_is_no_thread_does_not_hold_up_the_next(tmp_path: Path) -> None:
+    model = cm.build(None)
+    none = mock.patch.object(threading.Thread, "start", side_effect=RuntimeError("can't start new thread"))
+    with none, pytest.raises(RuntimeError, match="new thread"):
+        checkpoint.save(tmp_path, model, step=1, async_=True)
+    with pytest.raises(RuntimeError, match="new thread"):
+        checkpoint.save(tmp_path, model, step=2)  # as behind any save that failed in the background
+    assert checkpoint.save(tmp_path, model, step=3).done()
 
 
 def test_a_failure_in_the_background_comes_out_of_wait_or_of_the_next_save(tmp_path: Path) -> None:

@@ -6,6 +6,7 @@ import errno
 import json
 import logging
 import os
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -307,11 +308,18 @@ def test_the_lock_where_the_file_system_has_none(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match="process 1 on host elsewhere"):
             lock(tmp_path)
         dead = subprocess.run([sys.executable, "-c", "import os; print(os.getpid())"], capture_output=True, check=True)
-        import socket
-
         (tmp_path / LOCK).write_text(json.dumps({"host": socket.gethostname(), "pid": int(dead.stdout), "started": "0"}))
         lock(tmp_path)
         unlock(tmp_path)
+
+
+def test_the_lock_of_a_dead_process_that_had_this_ones_number(tmp_path: Path) -> None:
+    """A container that was killed starts again under its name, with the same process numbers."""
+    (tmp_path / LOCK).touch()
+    dead = {"host": socket.gethostname(), "pid": os.getpid(), "started": "0", "inode": (tmp_path / LOCK).stat().st_ino}
+    (tmp_path / LOCK).write_text(json.dumps(dead))
+    lock(tmp_path)
+    unlock(tmp_path)
 
 
 def test_a_reader_whose_checkpoint_is_pruned_takes_the_next(tmp_path: Path) -> None:

@@ -334,6 +334,9 @@ def test_a_second_job_on_this_host_is_told_of_the_first() -> None:
         checkpoint.save(RUN, valued(1), step=1)
     put_lock(host=socket.gethostname(), pid=os.getppid(), started="long ago")  # another process has its number now
     checkpoint.save(RUN, valued(1), step=1)
+    locks._claimed.clear()
+    put_lock(host=socket.gethostname(), pid=os.getpid(), started="long ago")  # this one has the number of a dead one
+    checkpoint.save(RUN, valued(1), step=2)
 
 
 def test_a_directory_that_is_released_is_anybodys() -> None:

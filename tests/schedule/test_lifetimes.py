@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import copy
 import gc
+import inspect
 import weakref
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor, nn
 
+from hsdp import StateError, register_forward_method
 from tests.support.graphs import Chain, Net, floats, step, tokens
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, shard
@@ -158,3 +161,60 @@ def _train_in_backward(env: RankEnv) -> None:
 
 def test_an_optimizer_in_the_parameters_hooks(pool2: Pool) -> None:
     pool2.run(_train_in_backward)
+
+
+def _run_in_hook(env: RankEnv) -> None:
+    """A hook of the last gradients runs the model: refused, as it would drop what has landed."""
+    plain = Net().double()
+    model = shard(copy.deepcopy(plain), env.mesh(2))
+    ran: list[int] = []
+
+    def evaluate(p: Tensor) -> None:
+        if not ran:
+            ran.append(1)
+            with torch.no_grad():
+                model(tokens(env.rank))
+
+    handle = model.embedding.weight.register_post_accumulate_grad_hook(evaluate)
+    with pytest.raises(StateError, match="after backward"):
+        step(model, env.rank)
+    assert ran, "the hook ran"
+    handle.remove()
+    model.zero_grad()
+    check_grads(model, plain, step, env.rank, 2)
+    check_rest(model)
+
+
+def test_a_hook_that_runs_its_own_model_is_refused(pool2: Pool) -> None:
+    pool2.run(_run_in_hook)
+
+
+class _Named(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.encode(x)
+
+    def encode(self, x: Tensor, scale: float = 1.0) -> Tensor:
+        return self.layer(x) * scale  # type: ignore[no-any-return]
+
+
+def _delete_named(env: RankEnv) -> None:
+    model = shard(_Named(), env.mesh(2))
+    register_forward_method(model, "encode")
+    assert list(inspect.signature(model.encode).parameters) == ["x", "scale"]
+    model.encode(torch.ones(2, 4), scale=2.0).sum().backward()
+    watched = weakref.ref(model)
+    gc.collect()
+    gc.disable()
+    try:
+        del model
+        assert watched() is None, "still alive without a collection"
+    finally:
+        gc.enable()
+
+
+def test_a_registered_method_does_not_keep_its_module(pool2: Pool) -> None:
+    pool2.run(_delete_named)

@@ -150,7 +150,8 @@ class Backwards(Root):
             unit.note_shards()
         self._note_entry(backward, unit, task, recomputed=visit is None)
         opened = backward.opened.get(unit)
-        begins = visit is not None and (opened is None or opened.first_node != visit.first_node)
+        begun = () if opened is None else opened.begun
+        begins = visit is not None and visit.first_node not in begun
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
         comes = begins or visit is None
         if comes or not unit.open:
@@ -170,7 +171,7 @@ class Backwards(Root):
                 return  # recomputed in the middle of a visit, which goes on
         else:
             self._gather_for_backward(unit, visit, version, ahead)
-        backward.opened[unit] = Opened(None if visit is None else visit.first_node, task)
+        backward.opened[unit] = Opened((*begun, visit.first_node) if visit is not None and begins else begun, task)
 
     def _note_entry(self, backward: BackwardPass, unit: Unit, task: int, recomputed: bool) -> None:
         """Notes that `unit` is entered: which of its parameters train, and which of their gradients `task` will make."""
@@ -249,7 +250,7 @@ class Backwards(Root):
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
-        backward.opened[unit] = Opened(first_node, graph_task())
+        backward.opened[unit] = Opened((first_node,), graph_task())
 
     def _pass_over_rest(self, backward: BackwardPass) -> None:
         """The backward of one forward is over: passes over what is left of it."""
@@ -269,7 +270,7 @@ class Backwards(Root):
         all of theirs, also those that only hand gradients through frozen weights.
         """
         for unit, opened in list(backward.opened.items()):
-            if opened.first_node is not None and opened.first_node > node:
+            if opened.is_behind(node):
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:

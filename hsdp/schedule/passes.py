@@ -32,15 +32,23 @@ class Exit(NamedTuple):
 
 
 class Opened(NamedTuple):
-    """A visit of a unit that is under way in a backward.
+    """The visits of a unit that are under way in a backward.
+
+    There are several of a unit that calls itself: the visit of the outer call begins first, and goes on when that of the
+    inner one is over.
 
     Attributes:
-        first_node: moment of the first autograd node of the forward that the visit belongs to; None: recomputed only.
-        task: the graph task that opened the unit.
+        begun: for each visit the moment of the first autograd node of the forward that it belongs to; none if the unit was
+            recomputed only.
+        task: the graph task that opened the unit last.
     """
 
-    first_node: Moment | None
+    begun: tuple[Moment, ...]
     task: int
+
+    def is_behind(self, node: Moment) -> bool:
+        """Whether they are over when an autograd node is about to run that was made at `node`."""
+        return bool(self.begun) and min(self.begun) > node
 
 
 class ForwardPass:

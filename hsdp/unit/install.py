@@ -94,8 +94,8 @@ class Shadows:
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters until they are hidden."""
         if not self.registered:
+            self.registered = True  # first: what an interrupt from the keyboard leaves half done is taken away again
             self._exchange(self._unsharded)
-            self.registered = True
             # In front they would hide what a forward puts in their place for a while, as `functional_call` does.
             if self._in_front:
                 self._take_from_front()
@@ -142,10 +142,11 @@ class Shadows:
                 refresh_flat_weights(there, name, getattr(there, name))
 
     def _exchange(self, params: list[Any]) -> None:
-        for registered, name, before, after in zip(
-            self._registered, self._registered_as, self._expected, params, strict=True
+        for registered, name, sharded, unsharded, after in zip(
+            self._registered, self._registered_as, self._registered_params, self._unsharded, params, strict=True
         ):
-            if registered.get(name) is before:  # else somebody replaced it, which `disturbed` is to see
+            now = registered.get(name)
+            if now is sharded or now is unsharded:  # else somebody replaced it, which `disturbed` is to see
                 registered[name] = after
         self._expected = params
 

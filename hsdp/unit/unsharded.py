@@ -238,8 +238,8 @@ class UnshardedParams:
         assert self._gather_work is not None and self.residency is GATHERING, f"unit {self.name!r} is not gathering"
         # If this raises, the gather may still be writing: the unit keeps the collective, and nothing is freed.
         self._gather_work.wait()
+        self.residency = SHARDED  # before the work goes: an interrupt from the keyboard must not leave a gather without one
         self._gather_work = None
-        self.residency = SHARDED
         observer = self.context.observer
         if observer is not None:
             observer.begins("copy", self)

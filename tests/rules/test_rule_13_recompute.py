@@ -116,3 +116,46 @@ def check_numbers(env: RankEnv, reentrant: bool, shape: tuple[int, ...]) -> None
 @pytest.mark.parametrize("reentrant", [True, False])
 def test_rule_13_numbers_of_nodes_are_those_of_a_thread(pool2: Pool, reentrant: bool) -> None:
     pool2.run(check_numbers, reentrant, (2,))
+
+
+class CallsItself(nn.Module):
+    """A unit that recomputes its body, with a unit in it, and calls itself with what comes out."""
+
+    def __init__(self, reentrant: bool | None, depth: int) -> None:
+        super().__init__()
+        self.inner = nn.Linear(8, 8)
+        self.scale = nn.Parameter(torch.linspace(0.5, 0.9, 8))
+        self.reentrant, self.depth = reentrant, depth
+
+    def units(self) -> list[nn.Module]:
+        return [self.inner]
+
+    def body(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.inner(x) * self.scale)
+
+    def forward(self, x: Tensor, calls: int | None = None) -> Tensor:
+        calls = self.depth if calls is None else calls
+        y = self.body(x) if self.reentrant is None else checkpoint(self.body, x, use_reentrant=self.reentrant)
+        return y if calls == 0 else self(y, calls - 1) + x * 0.1
+
+
+def check_recursion(env: RankEnv, reentrant: bool | None, depth: int) -> None:
+    plain, model = (seeded(lambda: nn.Sequential(CallsItself(reentrant, depth))) for _ in range(2))
+    shard(model[0], env.mesh(2), reshard_after_forward=True)
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+
+    def run(module: nn.Module, rank: int) -> None:
+        x = torch.full((3, 8), 1.0 + rank, requires_grad=True, dtype=torch.float64)
+        module(x).square().sum().backward()
+
+    for _ in range(3):
+        check_grads(model, plain, run, env.rank, env.world_size)
+        check_rest(model)
+
+
+@pytest.mark.parametrize("depth", [1, 2])
+@pytest.mark.parametrize("reentrant", [None, False, True])
+def test_rule_13_the_visit_of_an_outer_call_goes_on_behind_that_of_an_inner_one(
+    pool2: Pool, reentrant: bool | None, depth: int
+) -> None:
+    pool2.run(check_recursion, reentrant, depth)

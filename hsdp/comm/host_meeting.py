@@ -25,6 +25,7 @@ from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.comm.host_memory import Block, HostMemory, Mapping
+from hsdp.torch_private import outside_transforms
 
 _known: weakref.WeakKeyDictionary[ProcessGroup, HostMemory | None] = weakref.WeakKeyDictionary()
 
@@ -39,7 +40,7 @@ def host_memory_of(group: ProcessGroup) -> HostMemory | None:
 def _meet(group: ProcessGroup) -> HostMemory | None:
     """Connects each pair of ranks, and has the one that called send a block: what the system forbids shows here."""
     rank, size = group.rank(), group.size()
-    with ExitStack() as until_done:
+    with ExitStack() as until_done, outside_transforms():
         secret, probe = 0, None
         if hasattr(os, "memfd_create"):  # Linux, whose sockets have names outside of the file system, too
             with suppress(OSError):

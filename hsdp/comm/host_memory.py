@@ -81,7 +81,7 @@ class Mapping:
         # By its name: Python's mmap keeps a file open for each mapping, and of open files a process may have a thousand.
         name = f"/proc/self/fd/{file}"
         try:
-            with torch.inference_mode(False):  # written again outside of it
+            with outside_transforms(), torch.inference_mode(False):  # written again outside of both
                 self.memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
         except RuntimeError as error:
             raise OSError(f"{name} of {nbytes} bytes cannot be mapped") from error

@@ -48,6 +48,11 @@ def owner_of(param: object) -> Owner | None:
     return unit
 
 
+def owners() -> list[Owner]:
+    """All units of the process."""
+    return list(dict.fromkeys(unit for ref in list(_managed.values()) if (unit := ref()) is not None))
+
+
 def refuse_tied(param: ManagedParam, unit_name: str) -> None:
     """Nobody ties a sharded parameter to another one: each has memory, a gradient and a gather of its own.
 

@@ -24,7 +24,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import leave_out_of_graphs
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import all_units, unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
@@ -59,21 +59,25 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
 
 
 def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:
-    """Warns of parameters that are stepped beside sharded ones though nothing sums their gradients over ranks.
+    """Warns of parameters that are stepped though nothing sums their gradients over ranks.
 
-    They were added to a sharded module, or lie in one that nobody called `fully_shard` on.
+    They were added to a sharded module, perhaps as adapters that an optimizer steps alone, or lie beside sharded parameters
+    in a module that nobody called `fully_shard` on.
     """
-    if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
+    plain = [param for param in params if param.requires_grad and not isinstance(param, DTensor)]
+    beside = bool(units)
+    if plain and not units:
+        units = all_units()
+    if not plain or all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
         return
     known = {key for unit in units for key in unit.ignored}
-    alone = [p for p in params if p.requires_grad and not isinstance(p, DTensor) and id(p) not in known]
-    if alone:
-        roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
-        names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
+    roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
+    names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
+    if alone := [param for param in plain if id(param) not in known and (beside or id(param) in names)]:
         told = [names.get(id(param), f"one of shape {tuple(param.shape)}") for param in alone[:3]]
         more = ", ..." if len(alone) > 3 else ""
         warnings.warn(
-            f"hsdp: {type(optimizer).__name__} steps {len(alone)} parameter(s) beside sharded ones that are in no unit: "
+            f"hsdp: {type(optimizer).__name__} steps {len(alone)} parameter(s) of sharded models that are in no unit: "
             f"{', '.join(told)}{more}. Their gradients are those of each rank alone, and ranks drift apart; call "
             "fully_shard on the module that holds them, and make the optimizer afterwards, or, if you sum their "
             "gradients yourself, pass them in ignored_params",

@@ -6,7 +6,7 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
-from hsdp.params.ownership import owner_of
+from hsdp.params.ownership import owner_of, owners
 from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
 
@@ -14,6 +14,11 @@ from hsdp.unit.unit import Unit
 def unit_of(param: object) -> Unit | None:
     """The unit that a sharded parameter belongs to."""
     return cast("Unit | None", owner_of(param))
+
+
+def all_units() -> list[Unit]:
+    """Every unit of the process."""
+    return cast("list[Unit]", owners())
 
 
 def name_of(param: Tensor) -> str:

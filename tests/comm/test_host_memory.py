@@ -93,6 +93,26 @@ def _collectives(env: RankEnv) -> None:
             assert torch.equal(received, expected)
 
 
+def _inside_a_transform(env: RankEnv) -> None:
+    """Ranks meet, and gather more than they have a block for."""
+    group, numel = dist.new_group(), 1 << 18
+    whole = torch.zeros(2 * numel, dtype=torch.float64)
+    mine = torch.full((numel,), 1.0 + env.rank, dtype=torch.float64)
+
+    def call(x: Tensor) -> Tensor:
+        _now(_memory(group).all_gather(UNIT, 1, [whole], [mine]))
+        return x * 2.0
+
+    _, tangent = torch.func.jvp(call, (torch.ones(2),), (torch.ones(2),))
+    assert tangent.tolist() == [2.0, 2.0]
+    assert torch.func.grad(lambda x: call(x).sum())(torch.ones(2)).tolist() == [2.0, 2.0]
+    assert whole[:numel].eq(1.0).all() and whole[numel:].eq(2.0).all()
+
+
+def test_ranks_meet_inside_a_transform_of_torch_func(pool2: Pool) -> None:
+    pool2.run(_inside_a_transform)
+
+
 def test_collectives_give_what_sockets_give(pool4: Pool) -> None:
     pool4.run(_collectives)
 

@@ -267,16 +267,17 @@ def check_drift(env: RankEnv, how: str) -> None:
             hsdp.fully_shard(block, mesh=env.mesh(2))
     else:
         shard(model, env.mesh(2), ignored_params=[model.last.bias] if how == "ignored" else None)
-    if how == "added":
+    if how in ("added", "alone"):
         model.last.register_parameter("late", nn.Parameter(torch.ones(DIM, dtype=torch.float64)))
         model.last.register_forward_hook(lambda last, args, out: out * last.late)
-    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer = torch.optim.SGD([model.last.late] if how == "alone" else model.parameters(), lr=0.1)
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         for _ in range(3):
             step(model, env.rank)
             optimizer.step()
     named = {
+        "alone": r"SGD steps 1 parameter\(s\) .* in no unit: 'last\.late'\. .*call fully_shard",
         "added": r"SGD steps 1 parameter\(s\) .* in no unit: 'last\.late'\. .*call fully_shard",
         "no root": r"SGD steps 2 .* in no unit: one of shape \(6, 6\), one of shape \(6,\)",
     }
@@ -286,6 +287,6 @@ def check_drift(env: RankEnv, how: str) -> None:
     assert not texts or told[0].filename == __file__, "the warning points at the user's own line"
 
 
-@pytest.mark.parametrize("how", ["", "ignored", "added", "no root"])
+@pytest.mark.parametrize("how", ["", "ignored", "added", "alone", "no root"])
 def test_parameters_that_nobody_sums_are_told_once_by_name(pool2: Pool, how: str) -> None:
     pool2.run(check_drift, how)

@@ -108,7 +108,7 @@ class DivergenceGuard:
         return cls._of_group.get(group)
 
     def next_user(self) -> int:
-        """A number for who will communicate in the group: ranks make units in one order, which `fully_shard` sees to."""
+        """A number for a new `Comm` of the group: equal on all ranks, because `fully_shard` makes units in one order."""
         self._users += 1
         return self._users
 
@@ -142,12 +142,12 @@ class DivergenceGuard:
         """
         self.count += 1
         state, begins, events = self._state, self._begins, self._events
-        told = hash((op, self._plan if begins else 0, events)) if begins or events else op
+        expected = hash((op, self._plan if begins else 0, events)) if begins or events else op
         known = self._branches.get((state, self._passes)) if self._branches else None
         known = known or self._follows.get(state)
-        if known != told:
-            self._ask(Answer(self._rank, self.count, described(kind, name), told), known is not None)
-            self._learn(known is None, told)
+        if known != expected:
+            self._ask(Answer(self._rank, self.count, described(kind, name), expected), known is not None)
+            self._learn(known is None, expected)
         self._state = hash((self._plan if begins else state, op))
         if events:
             self._passes = self._events = 0

@@ -179,9 +179,9 @@ class CommWork:
 class _Lent:
     """What a side stream uses until an event.
 
-    If it goes while it holds something, nobody waited: a backward failed, and its model went before anything looked at it
-    again. The allocator would hand out the buffers, which belong to the compute stream, while the side stream still works
-    on them.
+    If it is deleted while `used` is set, nobody waited for the collective: its backward failed, and the model was deleted.
+    The buffers are kept until the event: they belong to the compute stream, whose allocator would hand them out while the
+    side stream still works on them.
     """
 
     __slots__ = ("event", "used")

@@ -94,7 +94,7 @@ class _Rehearsal:
         self._gathers: BackwardGathers[_Unit] = BackwardGatherOrder[_Unit]().begin(())
         self._forward_order.begin()
         for place in self._places:  # as the step before it recorded them
-            self._forward_order.visit(place, 0)
+            self._forward_order.enter(place, 0)
         self._forward_order.end()
         self._opened: list[int] = []  # in backward, not freed yet
         self._last = True
@@ -115,7 +115,7 @@ class _Rehearsal:
         self._forward_order.end()
 
     def _forward_of(self, unit: int) -> None:
-        self._open(unit, self._forward_order.visit(self._places[unit], self._window(unit)))
+        self._open(unit, self._forward_order.enter(self._places[unit], self._window(unit)))
         for child in self._children[unit]:
             self._forward_of(child)
         self._emit(Verb.FORWARD, unit)

@@ -44,7 +44,7 @@ class Backwards(Root):
         if backward is not None:
             bury_tasks(backward)
         if backward is None or not backward.tasks:
-            # One that failed is forgotten first: it would count this one's gradients among its own, and undo them.
+            # A backward that failed is rolled back before a new one begins: later that would undo the new gradients too.
             self.refuse_landing("backward")
             self.recover()
             backward = self._begin_backward()
@@ -58,8 +58,9 @@ class Backwards(Root):
     def _dropped(self, token: object) -> None:
         """The engine dropped a callback, and with it the token: that graph task failed.
 
-        With the outermost one the backward has. On the CPU the exception is just passing: gradients are put back before
-        anybody can look at them. On a device this may be the engine's own thread, which must not: `recover` does it.
+        If no other graph task of this backward is alive, the backward has failed. On the CPU the exception is just passing:
+        gradients are put back before anybody can look at them. On a device this may be the engine's own thread, which must
+        not: `recover` does it.
         """
         backward = self.backward
         if backward is None or any(left() is not None for left in backward.tasks.values()):
@@ -71,7 +72,7 @@ class Backwards(Root):
             self.tell(Point.DROPPED)
 
     def _unregister(self) -> None:
-        """A backward is over, or has failed: `parameters()` gives sharded parameters, but in forwards under way."""
+        """A backward is over, or failed: `parameters()` gives sharded parameters, except in units whose forward runs."""
         for unit in self.units:
             if not unit.calls:
                 unit.shadows.unregister()
@@ -102,8 +103,9 @@ class Backwards(Root):
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.
 
-        A rank whose loss reaches none that is trained sees by other leaves, as an input of the model, that it does. There
-        `backward(inputs=...)` looks alike: ranks of which some reach one raise then, as they disagree.
+        A rank whose loss reaches no trained parameter decides by the other leaves of its graph, inputs of the model say:
+        `backward()` accumulates into all of them, `backward(inputs=...)` does not. If another rank's `backward(inputs=...)`
+        does reach a parameter, the ranks disagree, and the divergence guard raises.
         """
         try:
             if any(unit.will_get_gradients() for unit in self.units):
@@ -113,7 +115,7 @@ class Backwards(Root):
             return False
 
     def _asks_for_weights(self) -> bool:
-        """Whether this graph task is that of an `autograd.grad` of unsharded parameters, which somebody found then."""
+        """Whether this graph task is an `autograd.grad` of unsharded parameters, as pipeline schedules call it."""
         try:
             any(unit.will_get_gradients() for unit in self.units)
         except RuntimeError:
@@ -229,8 +231,9 @@ class Backwards(Root):
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
 
-        They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run. If it
-        was visited before, and stepped since, no rank can enter it: layers are trained one by one inside of a forward.
+        They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run. A unit
+        that an earlier backward of this forward visited, and that was stepped since, can be entered on no rank, and is
+        skipped: layers are trained one by one inside of a forward.
 
         Raises:
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
@@ -292,14 +295,14 @@ class Backwards(Root):
         """All gradients of `unit` that this graph task will make on this rank are there."""
         backward = self.backward
         if backward is None:
-            return  # It is another root's, which had the unit in its forward: that ends the unit's visit itself.
+            return  # The gradient belongs to another root's forward of the unit; the runtime of that root ends the visit.
         if unit in backward.opened and backward.opened[unit].task != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
         if unit not in backward.turns.waiting:
             self._reduce(unit)
         elif unit not in self._parents:
             self._complete(backward.turns, unit)
-        # Else other units run in the middle of its visit, and which of its own parts come behind them differs by rank.
+        # A unit with units below it is completed when its visit ends: when its last gradient comes differs by rank.
 
     def _complete(self, turns: ReduceTurns, unit: Unit) -> None:
         for other in turns.complete(unit):
@@ -327,7 +330,7 @@ class Backwards(Root):
 
     def _submit(self, unit: Unit, runs_on: bool, all_reduce: bool) -> None:
         """Starts a reduction of all gradients of `unit`; `runs_on` and `all_reduce` as `Gradients.take` has them."""
-        # Before the operands are made: what waits here gives back its own, which would else be there beside them.
+        # Before the operands are made: to wait here frees those of earlier reductions, so that both never exist at once.
         self.pipeline.make_room(unit.gradients.scatter_bytes)
         observer = unit.context.observer
         if observer is not None:
@@ -395,7 +398,8 @@ class Backwards(Root):
         for unit in self.units:
             unit.remaining.clear()
             if backward.keeps_graph and (unit.retained or unit in backward.opened):
-                # Entered or passed over: whole on all ranks until the next forward, or one before it would gather on some.
+                # Entered or passed over, it stays whole on all ranks until the next forward: else a second backward would
+                # gather it on some ranks only.
                 _stay(unit)
                 if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()

@@ -49,7 +49,7 @@ class GatherOrder(Generic[UnitT]):
         self._follows = bool(self._expected)
         self._windows = self._windows.of(self._expected)
 
-    def visit(self, unit: UnitT, window: int) -> list[UnitT]:
+    def enter(self, unit: UnitT, window: int) -> list[UnitT]:
         """Records that `unit` is entered; returns the window of units behind it, or none once the pass left the order."""
         at = len(self._seen)
         self._seen.append(unit)
@@ -61,7 +61,7 @@ class GatherOrder(Generic[UnitT]):
         """Whether `unit` is where a pass that kept to the order ends."""
         return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
 
-    def cancel(self) -> None:
+    def leave(self) -> None:
         """Ends a pass that failed: what is expected stays."""
         self._seen = []
         self._follows = False
@@ -71,7 +71,7 @@ class GatherOrder(Generic[UnitT]):
         if self._seen and self._seen != self._expected:
             self._expected = self._seen
             self.plan = hash(tuple(unit.op for unit in self._seen))
-        self.cancel()
+        self.leave()
 
 
 class BackwardGatherOrder(Generic[UnitT]):

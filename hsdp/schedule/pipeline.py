@@ -39,8 +39,9 @@ class Reduction:
 
     Attributes:
         unit, source: whose gradients they are.
-        replicas: ranks over which it is all-reduced; 0: the all-reduce stage knows.
-        parts: its operands, one part per dtype group;
+        replicas: ranks over which it is all-reduced; 0: replicas that are not in
+            the mesh, which the all-reduce stage counts.
+        parts: its operands, by dtype group, in one part each.
         all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
             tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
         factor: what its sums are multiplied with.
@@ -202,8 +203,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
 
     def release(self, bucket: ReductionBucket) -> None:
         """See `ReduceQueue`."""
-        # Somebody has waited: compute is behind the reduce-scatter, so that what its allocator makes of this memory is,
-        # too.
+        # Compute's stream is behind the reduce-scatter now: its allocator may hand this memory on.
         for reduction in bucket.items:
             for part in reduction.parts:
                 part.release_inputs()
@@ -355,7 +355,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
         finish = None if first.replicas > 1 else scale
         return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish, uneven)
     if in_sum and not replicated and len(factors) == 1:
-        # The unused-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
+        # The used-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
         return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop(), uneven)
     return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, 1.0, uneven)
 

@@ -201,7 +201,7 @@ class Root:
                 if param.trained is not None:
                     param.trained.grad = None  # a hook that was interrupted did not take it
             unit.remaining.clear()
-        self._forward_order.cancel()
+        self._forward_order.leave()
         # Last: what failed in here finds the backward still there, and the next to look clears up behind it once more.
         self.backward = None
         self.tell(Point.DROPPED)

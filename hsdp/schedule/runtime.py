@@ -27,7 +27,7 @@ class Runtime(Backwards):
     def begin_forward(self) -> None:
         """A forward of the root begins."""
         self.thread = get_ident()
-        # First of all: what a failed backward left would decide below which units are whole, and which have sums pending.
+        # First: a backward that failed is rolled back before anything asks which units are whole, or have pending sums.
         self.refuse_landing("forward")
         self.recover("a backward pass did not end")
         self.adopt()
@@ -58,7 +58,7 @@ class Runtime(Backwards):
             unit.context.observer.passes(Point.FORWARD_ENTERED, unit)
         self.reduce_order.enter(unit)
         unit.enter_forward(afresh=not self.reduce_order.awaited)
-        ahead = self._forward_order.visit(unit, unit.comm_policy.prefetch)
+        ahead = self._forward_order.enter(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
         # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
         # only then does `show` wait, so that those ahead are on their way meanwhile.
@@ -92,10 +92,12 @@ class Runtime(Backwards):
 
         Args:
             unit: the unit.
-            hidden: it trains, but no output that anybody sees carries gradients: one went out by another way.
+            hidden: it trains, but none of its visible outputs carries gradients: a tensor left the forward in a way that
+                hooks cannot see.
 
         Where the user leaves it open, the last unit stays whole too: its backward comes first, with nothing to hide a
-        gather behind. Last is who is gathered last, which all ranks agree about; the backward's order may be their own.
+        gather behind. "Last" is the unit that the forward gathers last: that is one unit on all ranks, while the order of
+        the backward may differ by rank.
         """
         unit.leave_forward()
         reshard = unit.settings.reshard_after_forward
@@ -131,7 +133,7 @@ class Runtime(Backwards):
 
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
-        self._forward_order.cancel()
+        self._forward_order.leave()
         self.reduce_order.forget_forward()
         for unit in self.units:
             unit.ran.clear()
@@ -168,10 +170,10 @@ class Runtime(Backwards):
             unit.gradients.commit()
 
     def stepped(self, units: Sequence[Unit]) -> None:
-        """An optimizer stepped parameters of these units of this root: every rank does, between the same passes."""
+        """An optimizer stepped parameters of `units`, which are this root's, on all ranks between the same passes."""
         # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
         if self.backward is None:
-            self.reduce_order.awaited = 0  # what was forward before would be stale
+            self.reduce_order.awaited = 0  # graphs of earlier forwards are stale now
             for unit in self.units:
                 if unit.retained and not unit.calls:
                     unit.let_go()

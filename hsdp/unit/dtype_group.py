@@ -369,10 +369,11 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
 
 
 def in_columns(shard: Tensor) -> list[Tensor]:
-    """The bits of a 1-D tensor as integers in rows: of its values, the sums of their columns are what a few bytes can tell.
+    """The bits of a 1-D tensor as integers in columns, whose sums are a fingerprint of its values.
 
-    Weights that change places, signs, and whatever else keeps a sum over all, change these: their number is a prime that
-    divides no size of weights, and of float64 the integers are halves, as a sum does not see the highest bits of two.
+    Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
+    is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
+    highest bits of two values change.
     """
     data = shard.view(U8)
     whole = data.numel() // 8 * 8

@@ -49,8 +49,8 @@ class Gradients:
         slots: unsharded gradients of the backward under way, one per parameter; None where none came.
         scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
         partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
-        kept: a backward that did not communicate ended, and all sums have not been sent since: some rank has whole sums,
-            though perhaps not this one. Equal on all ranks, as is `deferred`: they decide about collectives.
+        kept: some rank, perhaps not this one, holds whole sums of backwards that did not communicate. Equal on all ranks,
+            as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
         sentinels: those in gradients of parameters that have pending sums.
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
@@ -329,7 +329,7 @@ class Gradients:
         if self.sentinels.up:
             self._remove_sentinels()
         for part in parts:
-            plan = part.lies
+            plan = part.grad_layout
             used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
@@ -365,7 +365,7 @@ class Gradients:
 
     def _assign(self, part: GroupReduction, used: list[bool], undoable: bool) -> None:
         """Its values are added to the gradients of the parameters that were used, or become them."""
-        for param, local, was_used in zip(part.lies.params, part.locals(), used, strict=True):
+        for param, local, was_used in zip(part.grad_layout.params, part.locals(), used, strict=True):
             if not was_used:
                 continue
             sharded: Any = param.sharded
@@ -391,7 +391,7 @@ class Gradients:
         values = part.stored()
         if len(values) > 1:
             return False
-        flat, base = values[0], shared_memory(part.lies)
+        flat, base = values[0], shared_memory(part.grad_layout)
         if base is None or base.ndim != 1 or base.numel() < flat.numel():
             return False
         if undoable:
@@ -420,7 +420,7 @@ class Gradients:
         return sum(part.held_bytes() for part in {*self._open, *self._running})
 
     def roll_back(self, at_once: bool = False) -> None:
-        """The backward failed: gradients, and sums, are what they were before it. `at_once`: nobody has seen them since."""
+        """The backward failed: gradients, and sums, are what they were before it. `at_once`: no user's code ran since."""
         self.drop()
         self._running = [part for part in self._running if part not in self._open]
         for part in self._open:
@@ -439,7 +439,7 @@ class Gradients:
         self._remove_sentinels()
 
     def lose(self, parts: Sequence[GroupReduction] = (), deferred: bool = False) -> None:
-        """Sums, or `parts` in no queue, are not coming back: nobody is to take `.grad` for complete until it is zeroed."""
+        """Pending sums, or `parts` that have left the queue, are lost: until gradients are zeroed, to use them raises."""
         if deferred:
             self.partial, self.deferred = None, False
         self._running = [part for part in self._running if part not in parts]

@@ -51,7 +51,7 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
 
     They run when the reduction has ended, which depends on this rank's timing: they must not communicate.
     """
-    for param, local, was_used in zip(part.lies.params, part.locals(), used, strict=True):
+    for param, local, was_used in zip(part.grad_layout.params, part.locals(), used, strict=True):
         for hook in list((param.sharded._backward_hooks or {}).values()) if was_used else ():
             other: Any = hook(as_dtensor(local, param.grad_spec))
             if other is None:
@@ -66,7 +66,7 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
 
 def show(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
     """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
-    plan, locals_ = part.lies, part.locals()
+    plan, locals_ = part.grad_layout, part.locals()
     grads = as_dtensors(locals_, plan.grad_specs)
     with plain_access():
         for param, grad in zip(plan.sharded, grads, strict=True):

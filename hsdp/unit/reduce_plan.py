@@ -57,7 +57,7 @@ class ReducePlan(GradLayout):
         op: identifies the set for the ranks' divergence guard.
         shares: what follows where replicas have shares of the gradients; else None.
         scatter_bytes: of the inputs of its reduce-scatter.
-        free_rows: inputs of reduce-scatters that are over, without memory.
+        free_rows: `Rows` of finished reductions, kept for their views; their memory is freed.
     """
 
     def __init__(self, group: DtypeGroup, trainable: tuple[int, ...]) -> None:
@@ -93,7 +93,8 @@ class ReducePlan(GradLayout):
         self._large = [i for i in direct if i not in self._small]
         self._direct = self._large + self._small
         self.packed = layout.numel - layout.reduce_packed_start + self.flags
-        # Of the others, rows of dim 0 are dealt out to the ranks: a contiguous gradient is a transfer as it is.
+        # Where the first two dims are cut as one, a gradient is flattened. Of others the backend splits dim 0: they go as
+        # they lie, if they are contiguous.
         self._merged = {i for i in self._direct if layout.pieces[i].spec.merged > 1}
         self._in_parts = layout.reduce_packed_start > 0
         self._even = [i for i, p in enumerate(layout.pieces) if not p.direct_reduce and p.even]
@@ -149,7 +150,7 @@ class ReducePlan(GradLayout):
         return reduction
 
     def _parts(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
-        """What is reduced to the ranks that hold it: each gets its own rows, and zeros behind them if others hold more."""
+        """Inputs of the uneven reduce-scatter; in `buffer`, zeros follow this rank's rows where other ranks hold more."""
         found = []
         for i, piece, sizes in self._uneven:
             (whole,) = self._own(grads, (i,))
@@ -305,7 +306,7 @@ class GroupReduction:
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
         void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
-        lies: where gradients lie in the operands.
+        grad_layout: where gradients lie in the operands.
         stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
             Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
@@ -316,9 +317,9 @@ class GroupReduction:
         "_stored",
         "_values",
         "dropped",
+        "grad_layout",
         "inputs",
         "joined",
-        "lies",
         "operands",
         "outputs",
         "plan",
@@ -342,7 +343,7 @@ class GroupReduction:
         uneven: Sequence[Uneven] = (),
     ) -> None:
         self.plan = plan
-        self.lies: GradLayout = plan
+        self.grad_layout: GradLayout = plan
         self.inputs = inputs
         self.outputs = outputs
         self.operands = operands
@@ -388,7 +389,8 @@ class GroupReduction:
         """The operands without the used-flags."""
         if self._values is None:
             operands = self.operands
-            self._values = [operands[0].as_strided((self.lies.numel,), (1,))] if len(operands) == 1 else operands[:-1]
+            alone = len(operands) == 1
+            self._values = [operands[0].as_strided((self.grad_layout.numel,), (1,))] if alone else operands[:-1]
         return self._values
 
     def share_out(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -401,7 +403,7 @@ class GroupReduction:
         assert stage is not None and shares is not None, "replicas have shares of its gradients"
         transfers = shares.fill(stage, self.cut(self.values()), self.flags())
         self.sums, self.operands = self.operands, [stage.result]
-        self.lies, self._values = shares.left, None
+        self.grad_layout, self._values = shares.result_layout, None
         return transfers
 
     def store(self) -> None:
@@ -428,11 +430,11 @@ class GroupReduction:
     def cut(self, values: list[Tensor]) -> list[Tensor]:
         """`values` as one tensor for each parameter; the same tensors each time, for the same list."""
         if values is not self._cut_of:
-            self._locals, self._cut_of = self.lies.locals(values), values
+            self._locals, self._cut_of = self.grad_layout.locals(values), values
         return self._locals
 
     def flags(self) -> Tensor:
         """How many ranks used each parameter: exact only in sign."""
         if len(self.operands) == 1:
-            return self.operands[0][self.lies.numel :]
+            return self.operands[0][self.grad_layout.numel :]
         return self.operands[-1]

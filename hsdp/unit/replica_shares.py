@@ -34,7 +34,7 @@ class ReplicaShares:
     """How sums over the shard group become a replica's share of them.
 
     Attributes:
-        left: where gradients lie in what it leaves.
+        result_layout: where gradients lie in what it leaves.
     """
 
     def __init__(self, sums: GradLayout, replicas: int, thresholds: Thresholds) -> None:
@@ -66,14 +66,14 @@ class ReplicaShares:
             share = shares[i]
             assert share is not None, "only shares are packed"
             at += share.chunk * math.prod(shapes[i][1:])
-        self.left = GradLayout(
+        self.result_layout = GradLayout(
             sums.kind, sums.device, sums.offload, sums.params, sums.slots, shapes, offsets, at, alone=False
         )
 
     def stage(self) -> Stage:
         """Allocates the memory of one reduce-scatter: on the compute stream, to which gradients belong."""
         dtype, device = self._sums.kind.reduce, self._sums.device
-        total = self.left.numel + self.left.flags
+        total = self.result_layout.numel + self.result_layout.flags
         return Stage(
             torch.empty(total, dtype=dtype, device=device),
             torch.empty(self._replicas, total - self._packed_start, dtype=dtype, device=device),
@@ -90,9 +90,10 @@ class ReplicaShares:
         Returns:
             Inputs and outputs of the transfers, and what is summed in place; all 1-D.
         """
-        left, result = self.left, stage.result
+        layout, result = self.result_layout, stage.result
         inputs = [locals_[i].view(-1) for i in self._direct]
-        outputs = [cut(result, left.offsets[i], inputs[at].numel() // self._replicas) for at, i in enumerate(self._direct)]
+        offsets = [layout.offsets[i] for i in self._direct]
+        outputs = [cut(result, at, mine.numel() // self._replicas) for at, mine in zip(offsets, inputs, strict=True)]
         chunk_cat([*(locals_[i] for i in self._packed), flags.repeat(self._replicas)], 0, self._replicas, out=stage.rows)
         inputs.append(stage.rows.view(-1))
         outputs.append(cut(result, self._packed_start, stage.rows.shape[1]))

@@ -63,7 +63,7 @@ class UnitActivity:
         ran: identities of its modules whose forward ended while others of them were still to run.
         split: a schedule of pipelines split a backward into inputs and weights, of which some weights' gradients may still
             be to come.
-        unfound: it did so while `parameters()` did not show its unsharded parameters, whose gradients are lost.
+        unfound: it did so while `parameters()` showed its sharded parameters: gradients of weights are lost.
     """
 
     def __init__(self) -> None:

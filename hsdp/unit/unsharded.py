@@ -105,7 +105,7 @@ class UnshardedParams:
 
         Args:
             version: `version`, if the caller has just asked for it; None: ahead of use, before which shards may be written.
-            looked: the caller has asked, or will ask before they are used, whether they are `disturbed`.
+            looked: the caller has checked `disturbed()`, or does before the parameters are used.
 
         Raises:
             StateError: a parameter was replaced by something that is not its equal, is still on the meta device, or was
@@ -157,7 +157,7 @@ class UnshardedParams:
         if ahead:
             self.note_shards()
         if self.retained:
-            # The gather writes the bits that are there, but the graph that reads them comes without another word.
+            # The graph of gradients that reads this memory runs without calling hsdp: wait for the gather now.
             self.join_gather()
 
     def gather(self, version: Version, looked: bool = False) -> None:
@@ -318,10 +318,10 @@ class UnshardedParams:
             raise written(self.name, name)
 
     def undo_writes(self) -> bool:
-        """Unsharded parameters that somebody gave other memory have theirs again; of an iteration that failed anyway.
+        """Gives unsharded parameters their memory back that a failed forward replaced; returns whether one was written to.
 
-        Returns whether somebody wrote to them. If they are the shards themselves, the next gather tells of it: replicas
-        may have written other values. What users wrote to such shards, behind the gather, is no write of a forward.
+        With one shard rank they are the shards themselves, and the next gather raises, because replicas may hold other
+        values. What users wrote to such shards behind the gather does not count.
         """
         looks = self.axes.shard_size > 1 or self.gathered_version == self.version
         name = self._guard.written(content=looks) if self.residency is UNSHARDED else None
@@ -359,7 +359,7 @@ class UnshardedParams:
                 group.free_unsharded()
 
     def let_go(self) -> None:
-        """No graph of gradients reads the unsharded parameters any more, or none that may."""
+        """Frees the memory that was retained for graphs of gradients: none is alive, or none may go on."""
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:

@@ -155,12 +155,12 @@ def does_not_heed_what_a_forward_sets() -> Any:
 
 @mutant(Check(rule_08.check_bound, (1,)), kill="AssertionError")
 def gathers_all_that_follows() -> Any:
-    return replaced(GatherOrder, "visit", lambda visit: lambda order, unit, window: visit(order, unit, 99))
+    return replaced(GatherOrder, "enter", lambda enter: lambda order, unit, window: enter(order, unit, 99))
 
 
 @mutant(Check(rule_08.check_other_order), kill="AssertionError")
 def never_records_anew() -> Any:
-    return replaced(GatherOrder, "end", lambda end: lambda order: order.cancel() if order._expected else end(order))
+    return replaced(GatherOrder, "end", lambda end: lambda order: order.leave() if order._expected else end(order))
 
 
 @mutant(Check(rule_09.check_freed), kill="still there")

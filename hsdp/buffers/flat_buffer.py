@@ -21,8 +21,10 @@ def owned(tensor: Tensor) -> Tensor:
 
 def with_own_storage(tensor: Tensor) -> Tensor:
     """The same memory as a tensor with a storage of its own, which begins where `tensor` does and keeps it alive."""
+    if not tensor.numel():  # there is no memory to share, and an offset of its own into none would be left
+        return torch.empty_like(tensor)
     # By way of a capsule: a tensor's own `__dlpack_device__` refuses third-party devices once they were given a name.
-    return dlpack.from_dlpack(dlpack.to_dlpack(tensor)) if tensor.numel() else tensor  # type: ignore[attr-defined]
+    return dlpack.from_dlpack(dlpack.to_dlpack(tensor))  # type: ignore[attr-defined]
 
 
 class FlatBuffer:

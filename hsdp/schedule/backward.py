@@ -8,7 +8,7 @@ from collections.abc import Collection
 import torch
 
 from hsdp.comm.observer import Point
-from hsdp.schedule.passes import BackwardPass, Exit, Moment, Opened, Token, Visit
+from hsdp.schedule.passes import BEFORE_ALL, BackwardPass, Moment, Opened, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
@@ -158,11 +158,12 @@ class Backwards(Root):
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
+        begun += backward.skipped(unit, begun, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
             raise stale(unit)
-        ahead = _move_to(backward, unit)
+        ahead = backward.move_to(unit)
         if begins:
             backward.turns.visit(unit)
         if unit.open:
@@ -226,7 +227,7 @@ class Backwards(Root):
         if before is not None:
             return before
         # Recomputed against expectation: others have entered what the engine has come behind by now.
-        return [other for other in gathers.rest() if _exit_of(backward, other).first_node > node]
+        return [other for other in gathers.rest() if backward.exit_of(other).first_node > node]
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
@@ -238,7 +239,7 @@ class Backwards(Root):
         Raises:
             StaleParametersError: the parameters changed since the forward, as those ranks are told.
         """
-        first_node, version = _exit_of(backward, unit)
+        first_node, version = backward.exit_of(unit)
         assert backward.gathers is not None and backward.forward_pass is not None, "a unit is passed over in an order"
         if unit in backward.forward_pass.visited and unit.version != version:
             backward.gathers.move_to(unit)
@@ -249,7 +250,7 @@ class Backwards(Root):
             raise stale(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        launch_ahead(_move_to(backward, unit))
+        launch_ahead(backward.move_to(unit))
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
@@ -259,10 +260,12 @@ class Backwards(Root):
         """The backward of one forward is over: passes over what is left of it."""
         if backward.gathers is not None:
             for unit in backward.gathers.rest():
-                self._end_visits_behind(backward, _exit_of(backward, unit).first_node)
+                self._end_visits_behind(backward, backward.exit_of(unit).first_node)
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
             assert backward.forward_pass is not None, "an order belongs to a forward"
+            for unit in backward.opened:
+                backward.note_skipped(unit, BEFORE_ALL)
             if not self.reduce_order.retained:  # else ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
@@ -274,6 +277,7 @@ class Backwards(Root):
         """
         for unit, opened in list(backward.opened.items()):
             if opened.is_behind(node):
+                backward.note_skipped(unit, node)
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
@@ -281,7 +285,7 @@ class Backwards(Root):
         turns = backward.turns
         if turns.expects(unit):
             return
-        if backward.reduces and turns.lacks(unit):
+        if backward.reduces and unit in turns.waiting:
             self._complete(turns, unit)
         if not backward.keeps_graph:
             del backward.opened[unit]
@@ -419,24 +423,6 @@ class Backwards(Root):
             self.awaits_gradients = False
         self.backward = None
         self.tell(Point.BACKWARD_ENDS)
-
-
-def _exit_of(backward: BackwardPass, unit: Unit) -> Exit:
-    """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""
-    assert backward.forward_pass is not None, "an order belongs to a forward"
-    found = backward.forward_pass.exits[unit]
-    assert found is not None, f"no gradient can enter unit {unit.name!r}"
-    return found
-
-
-def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
-    """The backward is at `unit`; returns the units to be gathered ahead from there."""
-    ahead = unit.settings.backward_prefetch
-    if backward.gathers is not None:
-        backward.gathers.move_to(unit)
-        if ahead is None:
-            ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
-    return ahead or ()
 
 
 def _stay(unit: Unit) -> None:

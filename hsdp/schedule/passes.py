@@ -8,6 +8,7 @@ from typing import NamedTuple
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.reduce_order import ReduceTurns
+from hsdp.torch_private import NO_TASK
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Version
 
@@ -17,6 +18,10 @@ Moment = tuple[int, int]
 Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
 What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
 """
+
+
+BEFORE_ALL: Moment = (NO_TASK, -1)
+"""Before any node that a forward made."""
 
 
 class Exit(NamedTuple):
@@ -38,8 +43,8 @@ class Opened(NamedTuple):
     inner one is over.
 
     Attributes:
-        begun: for each visit the moment of the first autograd node of the forward that it belongs to; none if the unit was
-            recomputed only.
+        begun: for each visit, made or over without this rank, the moment of the first autograd node of the forward that it
+            belongs to; none if the unit was recomputed only.
         task: the graph task that opened the unit last.
     """
 
@@ -58,14 +63,16 @@ class ForwardPass:
         number: how many there were before.
         exits: the units in the order in which their forwards ended, each with how its last forward ended; None if no
             gradient can enter it.
+        calls: for each unit the moments of the first autograd nodes of those of its forwards that gradients can enter.
         visited: those that a backward of it has entered or passed over.
     """
 
-    __slots__ = ("exits", "number", "visited")
+    __slots__ = ("calls", "exits", "number", "visited")
 
     def __init__(self, number: int) -> None:
         self.number = number
         self.exits: dict[Unit, Exit | None] = {}
+        self.calls: dict[Unit, list[Moment]] = {}
         self.visited: set[Unit] = set()
 
 
@@ -134,3 +141,37 @@ class BackwardPass:
         self.forward_pass: ForwardPass | None = None
         self.gathers: BackwardGathers[Unit] | None = None
         self.ending = False
+
+    def exit_of(self, unit: Unit) -> Exit:
+        """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""
+        assert self.forward_pass is not None, "an order belongs to a forward"
+        found = self.forward_pass.exits[unit]
+        assert found is not None, f"no gradient can enter unit {unit.name!r}"
+        return found
+
+    def move_to(self, unit: Unit) -> Collection[Unit]:
+        """The backward is at `unit`; returns the units to be gathered ahead from there."""
+        ahead = unit.settings.backward_prefetch
+        if self.gathers is not None:
+            self.gathers.move_to(unit)
+            if ahead is None:
+                ahead = self.gathers.next_units(unit.comm_policy.prefetch)
+        return ahead or ()
+
+    def skipped(self, unit: Unit, begun: tuple[Moment, ...], node: Moment) -> tuple[Moment, ...]:
+        """Counts the visits of `unit` that this rank has not `begun` and that are over when `node` runs.
+
+        Other ranks, whose losses use the outputs of those forwards, have made them. Returns their moments.
+        """
+        calls = self.forward_pass.calls.get(unit, ()) if self.forward_pass is not None else ()
+        if len(calls) < 2:  # the one that is entered, or passed over
+            return ()
+        over = tuple(first for first in calls if first > node and first not in begun)
+        self.turns.skip(unit, len(over))
+        return over
+
+    def note_skipped(self, unit: Unit, node: Moment) -> None:
+        """The same of a unit whose visits are under way."""
+        opened = self.opened[unit]
+        if over := self.skipped(unit, opened.begun, node):
+            self.opened[unit] = opened._replace(begun=opened.begun + over)

@@ -5,9 +5,10 @@
 
 A *visit* is the backward of one forward of a unit. When a rank has all its own gradients of a unit, the unit is complete,
 and is reduced as soon as its turn comes. A rank that used the parameters in none or only some of the visits cannot tell
-from its gradients: for it the unit is complete after its last visit, and all ranks make the same visits. The number of
-visits is taken to be what it was the last time the same number of forwards awaited their backward; the first time, one
-per forward. A unit that is visited after its turn is reduced again at the end.
+from its gradients: for it the unit is complete after its last visit, and all ranks count the same visits: one that a rank
+does not make is over when the engine has come behind it. There is one visit for each forward that gradients can enter. Of
+units that are recomputed there may be more: as many as the last time the same number of forwards awaited their backward.
+A unit that is visited after its turn is reduced again at the end.
 """
 
 from __future__ import annotations
@@ -46,13 +47,13 @@ class ReduceTurns:
             self.waiting.add(unit)
             self._again.append(unit)
 
+    def skip(self, unit: Unit, visits: int) -> None:
+        """So many visits of `unit` are over that this rank does not make."""
+        self.visits[unit] = self.visits.get(unit, 0) + visits
+
     def expects(self, unit: Unit) -> bool:
         """Whether `unit` will be visited again before its turn."""
         return unit in self.waiting and self.visits.get(unit, 0) < self.expected[unit]
-
-    def lacks(self, unit: Unit) -> bool:
-        """Whether `unit` has a turn to come and was not told to be complete."""
-        return unit in self.waiting and unit not in self._ready
 
     def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
@@ -96,9 +97,11 @@ class ReduceOrder:
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
-        grad = torch.is_grad_enabled()
-        self._entered[unit] = self._entered.get(unit, False) or grad
-        self._calls[unit] = self._calls.get(unit, 0) + grad
+        self._entered[unit] = self._entered.get(unit, False) or torch.is_grad_enabled()
+
+    def leave(self, unit: Unit) -> None:
+        """A forward of `unit` ended that gradients can enter."""
+        self._calls[unit] = self._calls.get(unit, 0) + 1
 
     def end_forward(self) -> None:
         """The root's forward ended."""
@@ -119,13 +122,18 @@ class ReduceOrder:
         self.retained = retains_graph()
         if answers and not self.retained:
             self.awaited = max(0, self.awaited - 1)
-        calls = self._calls
-        return ReduceTurns({u: u.visits.get(calls[u], calls[u]) for u in reversed(self._entered) if any(u.trainable)})
+        expected = {}
+        for unit in reversed(self._entered):
+            if any(unit.trainable):
+                # Never fewer than there are forwards: what this rank made of them the last time is its own affair.
+                calls = self._calls.get(unit, 0)
+                expected[unit] = max(calls, unit.visits.get(calls, 0))
+        return ReduceTurns(expected)
 
     def end(self, turns: ReduceTurns) -> list[Unit]:
         """The backward is over. Returns the units still to be reduced: not those that ran without gradients only."""
         for unit in turns.expected:
-            calls, visits = self._calls[unit], turns.visits.get(unit, 0)
+            calls, visits = self._calls.get(unit, 0), turns.visits.get(unit, 0)
             if len(unit.visits) > _MOST_RECORDS:
                 unit.visits.clear()
             unit.visits[calls] = visits

@@ -81,7 +81,12 @@ class Runtime(Backwards):
         """
         exits = self.forward_pass.exits
         before = exits.pop(unit, None)
-        exits[unit] = before if visit is None else Exit(visit.first_node, visit.version)
+        if visit is None:
+            exits[unit] = before
+        else:
+            exits[unit] = Exit(visit.first_node, visit.version)
+            self.forward_pass.calls.setdefault(unit, []).append(visit.first_node)
+            self.reduce_order.leave(unit)
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:

@@ -32,6 +32,11 @@ EXTRA_STATE = "_extra_state"
 """What torch calls a module's extra state in state dicts."""
 
 
+def is_extra_state(name: str) -> bool:
+    """Whether an entry of a state dict is a module's extra state: any object, and no parameter."""
+    return name.rpartition(".")[2] == EXTRA_STATE
+
+
 def clean_name(name: str) -> str:
     """A parameter's name without what wrappers put into it."""
     *modules, last = name.split(".")
@@ -130,7 +135,7 @@ def _state_staging(
     if isinstance(held, Tensor) and tuple(held.shape) == shape:
         if not isinstance(held, DTensor):
             return torch.empty(shape, dtype=dtype, device=device)
-        placements = held.placements
+        placements = tuple(Replicate() if p.is_partial() else p for p in held.placements)
     else:
         # Shaped as the parameter where it is sharded: sharded likewise (factored states have 1 elsewhere); else whole.
         placements = tuple(_state_placement(p, tuple(param.shape), shape) for p in param.placements)

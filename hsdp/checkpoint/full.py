@@ -27,6 +27,7 @@ from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import full_tensor
 from hsdp.params.tensor_parallel import block_of
@@ -89,12 +90,9 @@ def full_optimizer_state_dict(
     state = optimizer_state(model, optimizer)
     dst = first_rank(model.parameters()) if rank0_only else None
 
-    def whole(value: Any) -> Any:
-        return (
-            {key: whole(item) for key, item in value.items()} if isinstance(value, dict) else whole_value(value, dst, cpu)
-        )
-
-    state["state"] = whole(state["state"])
+    held = state["state"]
+    for name, entries in held.items():
+        held[name] = whole_value(entries, dst, cpu)
     return state if dst is None or dst == _rank() else {}
 
 
@@ -159,7 +157,7 @@ def load_full_optimizer_state_dict(
     source = ranks.rank_of(src_rank)
     given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}
     what = "load_full_optimizer_state_dict"
-    described, groups = ranks.one(what, lambda: describe_state(given), source)
+    described, groups, skeletons = ranks.one(what, lambda: describe_state(given), source)
     staging = OptimizerStaging(model, optimizer)
     staged: dict[str, dict[str, Any]] = {}
     ranks.each(what, lambda: staged.update(staging.allocate(described)))
@@ -168,13 +166,14 @@ def load_full_optimizer_state_dict(
     ranks.each(what, lambda: staging.check(described, merged))
     with torch.no_grad():
         for name, entries in staged.items():
+            whole = leaves_of(given["state"][name]) if given else {}
             for entry, value in entries.items():
                 if isinstance(value, Tensor):
-                    deal(value, given["state"][name][entry] if given else None, src_rank, ranks)
+                    deal(value, whole.get(entry), src_rank, ranks)
     # Nobody tells in which dtype the weights were: state that is narrower than its parameter was made for another one.
     numbers = staging.numbers()
     narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name].dtype)}
-    commit_optimizer(optimizer, staging.state_dict(staged, merged), narrower)
+    commit_optimizer(optimizer, staging.state_dict(staged, merged, skeletons), narrower)
 
 
 def _is_narrower(entries: Mapping[str, Any], dtype: torch.dtype) -> bool:
@@ -240,9 +239,18 @@ def first_rank(values: Iterable[Any]) -> int:
 
 
 def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
-    """A value with nothing sharded in it, for rank `dst` (None: for every rank); None for the others."""
-    if not isinstance(value, Tensor):
-        return value if dst is None or dst == _rank() else None
+    """A value with nothing sharded in it at any depth, for rank `dst` (None: for every rank); None for the others.
+
+    Raises:
+        CheckpointError: on every rank: it has shards in an object, where they are not found.
+    """
+    if isinstance(value, Tensor):
+        return _whole_tensor(value, dst, cpu)
+    whole = mapped(value, lambda leaf: _whole_tensor(leaf, dst, cpu) if isinstance(leaf, Tensor) else leaf, "a value")
+    return whole if dst is None or dst == _rank() else None
+
+
+def _whole_tensor(value: Tensor, dst: int | None, cpu: bool) -> Tensor | None:
     with torch.no_grad():
         if isinstance(value, DTensor):
             whole = gather_to(value, dst) if dst is not None else full_tensor(value)

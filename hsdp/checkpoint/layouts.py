@@ -20,9 +20,8 @@ from torch import nn
 
 from hsdp.checkpoint import manifests
 from hsdp.checkpoint.choice import Choice
-from hsdp.checkpoint.contents import listing, model_entries
+from hsdp.checkpoint.contents import is_extra_state, listing, model_entries
 from hsdp.checkpoint.index import Index, Place, Record, TensorRecord, from_dcp
-from hsdp.checkpoint.models import is_extra_state
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 

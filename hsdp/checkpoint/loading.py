@@ -356,10 +356,12 @@ class _Load:
         check_zip = job.validate and self._manifest is None
         self._reader = Reader(self._path, files, index, check_zip, job.progress, packed.values)
         saved = layout.model_records(index)
-        self._weights = ModelReading(self._reader, index, saved, layout.prefix, job.model, job.choice, self._path)
+        self._weights = ModelReading(
+            self._reader, index, saved, layout.prefix, job.model, job.choice, packed.structures, self._path
+        )
         if job.optimizer is not None:
             records = layout.optimizer_records(index)
-            place = (layout.optimizer_prefix, layout.inner, job.model, job.optimizer, packed.optimizer, self._path)
+            place = (layout.optimizer_prefix, layout.inner, job.model, job.optimizer, packed, self._path)
             self._state = OptimizerReading(self._reader, records, *place)
         self._reader.prepare()
         self._weights.check()

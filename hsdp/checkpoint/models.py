@@ -9,9 +9,11 @@ import torch
 from torch import Tensor, nn
 
 from hsdp.checkpoint.choice import Choice, Report
-from hsdp.checkpoint.contents import EXTRA_STATE, Entry, clean_name, listing, model_entries, staging_like
+from hsdp.checkpoint.contents import EXTRA_STATE, Entry, clean_name, is_extra_state, listing, model_entries, staging_like
 from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
+from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
+from hsdp.checkpoint.structure import put_together
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import storage_key
@@ -32,6 +34,7 @@ class ModelReading:
         prefix: str,
         model: nn.Module,
         choice: Choice,
+        structures: Mapping[str, bytes],
         where: object,
     ) -> None:
         """Compares names, shapes and dtypes.
@@ -43,6 +46,7 @@ class ModelReading:
             prefix: what their keys begin with.
             model: the module that loads.
             choice: which names go where.
+            structures: packed skeletons of extra states, by key.
             where: what the checkpoint is called in errors.
 
         Raises:
@@ -54,8 +58,10 @@ class ModelReading:
         self._choice = choice
         everything = model_entries(model)
         sources = choice.sources(list(saved))
+        below = {key[len(prefix) :]: data for key, data in structures.items() if key.startswith(prefix)}
+        renamed = choice.sources([name for name in below if is_extra_state(name)])
         self._extras = {
-            name: _ExtraState(entry, name, index, sources, saved, prefix)
+            name: _ExtraState(entry, name, index, sources, saved, prefix, below.get(renamed.get(name, "")))
             for name, entry in everything.items()
             if is_extra_state(name) and choice.wants(name)
         }
@@ -143,11 +149,6 @@ class ModelReading:
         self._model.load_state_dict({**self._staged, **self._states}, strict=False)
 
 
-def is_extra_state(name: str) -> bool:
-    """Whether an entry of a state dict is a module's extra state: any object, and no parameter."""
-    return name.rpartition(".")[2] == EXTRA_STATE
-
-
 def _whole_name(name: str) -> str:
     """The name itself; of a part of an extra state the extra state's."""
     above, found, _ = name.partition(f"{EXTRA_STATE}.")
@@ -183,7 +184,11 @@ def _difference(found: Record, own: Any, cast: bool) -> str | None:
 
 
 class _ExtraState:
-    """A module's extra state, which DCP takes apart into entries of its own where it is a dict or a list."""
+    """A module's extra state, which DCP takes apart into entries of its own where it is a dict or a list.
+
+    What it consisted of is known from its skeleton, and without one (of another library, or of an earlier version) from the
+    names of the entries.
+    """
 
     def __init__(
         self,
@@ -193,12 +198,15 @@ class _ExtraState:
         sources: Mapping[str, str],
         saved: Mapping[str, Record],
         prefix: str,
+        structure: bytes | None,
     ) -> None:
         self.entry = entry
+        self._skeleton = None if structure is None else unpack(structure)
+        self._name = name
         self.names = [key for key in sources if key == name or key.startswith(name + ".")]
         self._prefix = prefix
         # An empty dict or list leaves no entry behind.
-        self.missing = not self.names and entry.value not in ({}, [])
+        self.missing = not self.names and structure is None and entry.value not in ({}, [])
         self._parts: list[tuple[tuple[str | int, ...], str, Tensor | None]] = []
         for new in self.names:
             key = sources[new]
@@ -207,7 +215,8 @@ class _ExtraState:
             place = None
             if isinstance(record, TensorRecord):
                 place = torch.empty(record.shape, dtype=record.dtype, device="cpu")
-            self._parts.append((_path_below(index, prefix + key, prefix + top), key, place))
+            path = () if structure is not None else _path_below(index, prefix + key, prefix + top)
+            self._parts.append((path, key, place))
 
     def ask(self, reader: Reader) -> None:
         """Asks for every part."""
@@ -220,9 +229,15 @@ class _ExtraState:
 
     def assembled(self) -> Any:
         """The state, put together again; the values are there by now."""
-        if not self._parts:
-            return self.entry.value
-        return _assemble([(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts])
+        parts = [(p, self._reader.values[self._prefix + key] if t is None else t) for p, key, t in self._parts]
+        if self._skeleton is not None:
+            leaves = {new[len(self._name) + 1 :]: part for new, (_, part) in zip(self.names, parts, strict=True)}
+            try:
+                return put_together(self._skeleton, leaves)
+            except (KeyError, TypeError) as error:
+                told = f"the structure of {self._name!r} is damaged: {type(error).__name__}: {error}"
+                raise CheckpointError(told) from None
+        return _assemble(parts) if parts else self.entry.value
 
 
 def _path_below(index: Index, key: str, top: str) -> tuple[str | int, ...]:

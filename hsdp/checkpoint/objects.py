@@ -284,19 +284,23 @@ class Packed:
         extra: the rank's `extra`.
         values: packed values of the model's and the optimizer's state, by key.
         optimizer: the class of the optimizer that was saved; None if there was none.
+        structures: packed skeletons (see `structure.py`) of what was taken apart, by key.
     """
 
     extra: Any = None
     values: Mapping[str, bytes] = field(default_factory=dict)
     optimizer: str | None = None
+    structures: Mapping[str, bytes] = field(default_factory=dict)
 
 
-def pack_extras(extras: list[bytes], values: Mapping[str, bytes], optimizer: str | None) -> bytes:
+def pack_extras(
+    extras: list[bytes], values: Mapping[str, bytes], optimizer: str | None, structures: Mapping[str, bytes]
+) -> bytes:
     """The content of `extra.bin`: every rank's packed `extra`, equal ones once, and the rest of `Packed`."""
     number: dict[bytes, int] = {}
     of_rank = [number.setdefault(one, len(number)) for one in extras]
     content = {"extras": list(number), "of_rank": of_rank, "values": dict(values), "optimizer": optimizer}
-    return pack(content, "extra")
+    return pack({**content, "structures": dict(structures)}, "extra")
 
 
 def unpack_extras(data: bytes, rank: int, world_size: int) -> Packed:
@@ -309,10 +313,12 @@ def unpack_extras(data: bytes, rank: int, world_size: int) -> Packed:
     try:
         of_rank, values, optimizer = held["of_rank"], held["values"], held["optimizer"]
         packed = held["extras"][of_rank[rank if len(of_rank) == world_size else 0]]
-        if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in values.items()):
-            raise TypeError("its values are none")
+        structures = held.get("structures", {})  # not there in checkpoints of earlier versions
+        for packs in (values, structures):
+            if not all(isinstance(key, str) and isinstance(value, bytes) for key, value in packs.items()):
+                raise TypeError("its values are none")
         if not isinstance(optimizer, (str, type(None))):
             raise TypeError("its optimizer is none")
     except (KeyError, TypeError, IndexError, AttributeError) as error:
         raise CheckpointError(f"it is damaged: {type(error).__name__}: {error}") from None
-    return Packed(unpack(packed), values, optimizer)
+    return Packed(unpack(packed), values, optimizer, structures)

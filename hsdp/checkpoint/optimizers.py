@@ -6,34 +6,36 @@ nothing steps: what the state looks like is read from the checkpoint.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.made import Probe, is_known, kind_of
+from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
+from hsdp.checkpoint.settings import merge_groups
+from hsdp.checkpoint.structure import (
+    SEQUENCES,
+    dict_like,
+    hides_shards,
+    leaves_of,
+    mapped,
+    put_together,
+    sequence_like,
+    skeleton_of,
+    take_apart,
+)
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.tensor_parallel import block_of
-
-_NOT_TRAINING = frozenset(
-    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "algorithm", "matrices", "split_sizes"}
-)
-"""Entries of an optimizer's groups that say how it computes here, not what, or how hsdp.optim.Muon reads parameters: the
-loading optimizer keeps its own."""
-
-_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-"""Entries that learning rate schedulers add to groups."""
-
-_BY_VERSION = frozenset({"decoupled_weight_decay", "maximize"})
-"""Entries that PyTorch's versions added to groups of one kind of optimizer."""
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -41,7 +43,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
     Returns:
         `{"state": {parameter: {name: value}}, "param_groups": [{..., "params": [parameter, ...]}]}`; of a parameter
-        that was never stepped there is no state.
+        that was never stepped there is no state. Containers in the state are new ones of the same kinds.
+
+    Raises:
+        CheckpointError: a parameter is not one of the model's, or there are sharded tensors where nobody finds them.
     """
     names = parameter_names(model)
     state: dict[str, Any] = {}
@@ -50,9 +55,27 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         members = group_names(names, group, index)
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
-                state[name] = {entry: plain(value) for entry, value in optimizer.state[param].items()}
+                what = f"the optimizer's state of {name!r}"
+                state[name] = {
+                    entry: mapped(value, _savable, f"{entry!r} of {what}")
+                    for entry, value in optimizer.state[param].items()
+                }
+        for key, value in group.items():
+            if key != "params" and hides_shards(value, objects=False):
+                raise CheckpointError(
+                    f"{key!r} of the optimizer's group {index} has a sharded tensor, which no checkpoint can hold among "
+                    "the settings of groups: keep it in the optimizer's state of a parameter"
+                )
         groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
     return {"state": state, "param_groups": groups}
+
+
+def _savable(value: Any) -> Any:
+    """A leaf of the state as it is saved; of a sum that is still in parts on the ranks the sum."""
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        with torch.no_grad():
+            value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+    return plain(value)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -77,63 +100,6 @@ def group_names(names: Mapping[nn.Parameter, str], group: Mapping[str, Any], ind
     return found
 
 
-def merge_groups(
-    optimizer: Optimizer, members: list[list[str]], saved: Mapping[str, dict[str, Any]]
-) -> list[dict[str, Any]]:
-    """The optimizer's groups with the hyperparameters of a checkpoint.
-
-    Args:
-        optimizer: the optimizer that loads; its groups may be cut otherwise than those that were saved.
-        members: the names of the parameters of each of its groups.
-        saved: the saved hyperparameters, by parameter.
-
-    Raises:
-        CheckpointError: a parameter has none, or those of one group's parameters differ.
-    """
-    merged = []
-    for index, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
-        if missing := [name for name in names if name not in saved]:
-            raise CheckpointError(
-                f"the checkpoint's optimizer does not know {listing(missing)} of the optimizer's group {index}"
-            )
-        values = [{k: v for k, v in saved[name].items() if k not in _NOT_TRAINING} for name in names]
-        for name, value in zip(names, values, strict=True):
-            if differing := [key for key in value if key not in values[0] or value[key] != values[0][key]]:
-                raise CheckpointError(
-                    f"group {index} of the optimizer has {names[0]!r} and {name!r} together, but the checkpoint has them "
-                    f"in groups that differ in {listing(differing)}; group the parameters as they were when it was saved"
-                )
-        hyper = {key: value for key, value in group.items() if key != "params"}
-        if values:
-            _check_kind(optimizer, hyper.keys() - _NOT_TRAINING, values[0].keys())
-            hyper.update(values[0])
-        merged.append({key: _like(hyper[key], group.get(key)) for key in hyper})
-    return merged
-
-
-def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
-    """Refuses the settings of another kind of optimizer."""
-    known = _BY_SCHEDULERS | _BY_VERSION
-    only_own, only_saved = own - saved - known, saved - own - known
-    if only_own or only_saved:
-        has = " and ".join(
-            f"{who} {listing(sorted(names))}"
-            for who, names in (("it has", only_saved), (f"{type(optimizer).__name__} has", only_own))
-            if names
-        )
-        raise CheckpointError(f"the checkpoint's optimizer is of another kind: only {has}")
-
-
-def _like(saved: Any, own: Any) -> Any:
-    # `capturable` optimizers keep the learning rate in a tensor.
-    if isinstance(saved, Tensor) and isinstance(own, float):
-        return float(saved)
-    if isinstance(own, Tensor) and isinstance(saved, (int, float)):
-        with torch.inference_mode(False):
-            return torch.full_like(own, saved)
-    return saved
-
-
 @dataclass(frozen=True)
 class Described:
     """A state tensor that is yet to come: its whole shape and dtype."""
@@ -143,7 +109,10 @@ class Described:
 
 
 State = Mapping[str, Mapping[str, Any]]
-"""By parameter and entry: a `Described` tensor, or a value."""
+"""By parameter and entry (of nested state the name of a leaf, see `structure.py`): a `Described` tensor, or a value."""
+
+Skeletons = Mapping[str, Any]
+"""By parameter: the containers of its state, where it has any."""
 
 
 class OptimizerStaging:
@@ -178,9 +147,10 @@ class OptimizerStaging:
                 scalars |= {e for e, value in entries.items() if isinstance(value, Described) and not value.shape}
         staged: dict[str, dict[str, Any]] = {}
         for name, entries in state.items():
-            param, held = self.params[name], self._optimizer.state.get(self.params[name], {})
+            param, own = self.params[name], self._optimizer.state.get(self.params[name], {})
+            held = leaves_of(own)
             staged[name] = {
-                entry: self._place(param, value, held.get(entry), entry in scalars, reuse)
+                entry: self._place(param, value, held.get(entry), entry in scalars, reuse and entry in own)
                 if isinstance(value, Described)
                 else value
                 for entry, value in entries.items()
@@ -214,31 +184,39 @@ class OptimizerStaging:
         """The numbers that parameters have in the optimizer's state dict, by name."""
         return {name: i for i, name in enumerate(name for members in self._members for name in members)}
 
-    def state_dict(self, state: State, groups: list[dict[str, Any]]) -> dict[str, Any]:
-        """A state dict as the optimizer's own, with parameters numbered."""
+    def state_dict(self, state: State, groups: list[dict[str, Any]], skeletons: Skeletons) -> dict[str, Any]:
+        """A state dict as the optimizer's own, with parameters numbered, and state nested as it was."""
         number = self.numbers()
         numbered = [
             {**group, "params": [number[name] for name in members]}
             for group, members in zip(groups, self._members, strict=True)
         ]
-        return {"state": {number[name]: _nested(entries) for name, entries in state.items()}, "param_groups": numbered}
+        whole = {
+            number[name]: put_together(skeletons[name], entries) if name in skeletons else _nested(entries)
+            for name, entries in state.items()
+        }
+        return {"state": whole, "param_groups": numbered}
 
 
-def describe_state(state: Mapping[str, Any]) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]]]:
-    """A whole optimizer state without its tensors, and its hyperparameters by parameter."""
+def describe_state(
+    state: Mapping[str, Any],
+) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, Any]]:
+    """A whole optimizer state without its tensors, its hyperparameters by parameter, and its skeletons."""
     if not {"state", "param_groups"} <= state.keys():
         raise CheckpointError("the optimizer's state has no 'state' and 'param_groups'")
-    described = {
-        name: {
-            entry: Described(tuple(value.shape), value.dtype) if isinstance(value, Tensor) else value
-            for entry, value in entries.items()
-        }
-        for name, entries in state["state"].items()
-    }
+    apart = {name: take_apart(entries, f"the state of {name!r}") for name, entries in state["state"].items()}
+    described: dict[str, dict[str, Any]] = {}
+    for name, one in apart.items():
+        described[name] = {}
+        for entry, value in one.leaves.items():
+            if isinstance(value, DTensor):
+                raise CheckpointError(f"{entry!r} of the optimizer's state of {name!r} is a DTensor, not a whole tensor")
+            is_tensor = isinstance(value, Tensor)
+            described[name][entry] = Described(tuple(value.shape), value.dtype) if is_tensor else value
     hyper: dict[str, dict[str, Any]] = {}
     for group in state["param_groups"]:
         hyper.update((name, {k: v for k, v in group.items() if k != "params"}) for name in group["params"])
-    return described, hyper
+    return described, hyper, {name: one.skeleton for name, one in apart.items()}
 
 
 class OptimizerReading:
@@ -250,7 +228,8 @@ class OptimizerReading:
         prefix: what their keys begin with.
         inner: what the names of parameters begin with there, and in `model` do not.
         model, optimizer: what loads.
-        kind: the class of the optimizer that was saved, if that is known.
+        packed: what there is beside the records: the class of the optimizer that was saved, if that is known, and how its
+            state was nested.
         where: what the checkpoint is called in errors.
     """
 
@@ -262,7 +241,7 @@ class OptimizerReading:
         inner: str,
         model: nn.Module,
         optimizer: Optimizer,
-        kind: str | None,
+        packed: Packed,
         where: object,
     ) -> None:
         if not any(key.startswith("param_groups.") for key in saved):
@@ -271,7 +250,8 @@ class OptimizerReading:
         self._prefix = prefix
         self._inner = inner
         self._optimizer = optimizer
-        self._kind = kind
+        self._kind = packed.optimizer
+        self._structures = {key[len(prefix) :]: data for key, data in packed.structures.items() if key.startswith(prefix)}
         self._staging = OptimizerStaging(model, optimizer)
         self._keys: dict[tuple[str, str], str] = {}
         state: dict[str, dict[str, Any]] = {}
@@ -281,6 +261,11 @@ class OptimizerReading:
                 self._keys[name, entry] = key
                 described = Described(record.shape, record.dtype) if isinstance(record, TensorRecord) else None
                 state.setdefault(name, {})[entry] = described
+        self._skeletons: dict[str, Any] = {}
+        for key, data in self._structures.items():
+            if key.startswith("state."):
+                name = key.removeprefix("state.").removeprefix(inner)
+                self._skeletons[name] = skeleton_of(data, state.setdefault(name, {}), prefix + key)
         self._state = self._staging.allocate(state, reuse=True)
         for (name, entry), key in self._keys.items():
             self._ask(key, self._state[name][entry])
@@ -323,7 +308,7 @@ class OptimizerReading:
                 self._state[name][entry] = self._reader.values[self._prefix + key]
         groups = self._staging.groups(self._hyperparameters())
         self._staging.check(self._state, groups)
-        self._whole = self._staging.state_dict(self._state, groups)
+        self._whole = self._staging.state_dict(self._state, groups, self._skeletons)
 
     def finish(self, converted: Iterable[str]) -> None:
         """Hands the optimizer its state, which has been read by now; `converted`: weights that have another dtype now."""
@@ -348,6 +333,8 @@ class OptimizerReading:
             members = values.pop("params")
             if not isinstance(members, (list, tuple)) or not all(isinstance(name, str) for name in members):
                 raise CheckpointError(f"the checkpoint's optimizer group {index!r} does not name its parameters")
+            if (key := f"param_groups.{index}") in self._structures:
+                values = put_together(skeleton_of(self._structures[key], values, self._prefix + key), values)
             hyper.update((name.removeprefix(inner), values) for name in members)
         return hyper
 
@@ -383,12 +370,24 @@ def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Col
 def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, follows: bool) -> None:
     # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
     for name, value in loaded.items():
-        if isinstance(value, dict):
-            _restore_dtypes(held[name], value, device, follows)
-        elif isinstance(value, Tensor) and name != "step" and held[name].dtype != value.dtype:
-            of_weights = value.is_floating_point() and value.ndim > 0  # others are counts, or products that are kept wide
-            if not (follows and of_weights):
-                held[name] = _moved(value, device)
+        held[name] = _restored(held[name], value, device, follows, name)
+
+
+def _restored(held: Any, loaded: Any, device: torch.device, follows: bool, name: object = None) -> Any:
+    """What the optimizer is to hold in the place of what torch made of `loaded`."""
+    if isinstance(loaded, Tensor):
+        if name == "step" or not isinstance(held, Tensor) or held.dtype == loaded.dtype:
+            return held
+        of_weights = loaded.is_floating_point() and loaded.ndim > 0  # others are counts, or products that are kept wide
+        return held if follows and of_weights else _moved(loaded, device)
+    if isinstance(loaded, dict) and isinstance(held, dict) and held.keys() == loaded.keys():
+        # torch makes plain dicts of all, but an optimizer may have made what it wants.
+        items = {key: _restored(held[key], value, device, follows, key) for key, value in loaded.items()}
+        return dict_like(loaded if type(held) is dict else held, items)
+    if type(loaded) in SEQUENCES and type(held) is type(loaded) and len(held) == len(loaded):
+        return sequence_like(loaded, [_restored(a, b, device, follows) for a, b in zip(held, loaded, strict=True)])
+    # torch calls str with a generator.
+    return loaded if isinstance(loaded, str) and isinstance(held, str) else held
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

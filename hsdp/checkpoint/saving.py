@@ -47,6 +47,7 @@ from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_plans, unpacked
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
+from hsdp.checkpoint.structure import agreed, listed
 from hsdp.errors import CheckpointError
 
 logger = logging.getLogger("hsdp.checkpoint")
@@ -191,24 +192,26 @@ def _plan(
 ) -> tuple[SavePlan, list[bytes]]:
     """Decides who writes what; returns this rank's part and, on rank 0, the packed `extra` of each rank."""
 
-    def mine() -> tuple[bytes, bytes]:
+    def mine() -> tuple[bytes, bytes, bytes]:
         if not commits_in(target.directory).is_seen(target.name):
             raise CheckpointError(f"{target.path}, which rank 0 made, is not there: all ranks must share the directory")
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
         if optimizer is not None:
             state["optimizer"] = optimizer_state(model, optimizer)
             planner.optimizer = kind_of(optimizer)
+        structures = listed(state)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
         with torch.device("cpu"):  # torch counts with tensors on the default device
             plan = planner.create_local_plan()
-        return packed(plan), pack(extra, "extra")
+        return packed(plan), pack(extra, "extra"), packed(structures)
 
     blobs: list[bytes] = []
 
-    def everyones(held: list[tuple[bytes, bytes]]) -> list[bytes]:
-        blobs[:] = [blob for _, blob in held]
+    def everyones(held: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
+        blobs[:] = [blob for _, blob, _ in held]
+        planner.structures = agreed([unpacked(one) for one in dict.fromkeys(one for _, _, one in held)])
         try:
-            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _ in held])))
+            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _, _ in held])))
         except ValueError as error:
             raise CheckpointError(
                 "what the ranks hold does not make up whole tensors; is a rank's model another, or its optimizer without "
@@ -242,7 +245,7 @@ def _write(
         for name, content in {
             manifests.METADATA: pickle.dumps(metadata),
             manifests.INDEX: _index(metadata).to_json(),
-            manifests.EXTRA: pack_extras(extras, values, planner.optimizer),
+            manifests.EXTRA: pack_extras(extras, values, planner.optimizer, planner.structures),
         }.items():
             files[name] = write_file(target.path / name, content)
         final = store.publish(target.directory, target.name, target.step, ranks.size, files, target.keep)
@@ -345,6 +348,7 @@ class _Planner(DefaultSavePlanner):
         self._staged: dict[MetadataIndex, Tensor | io.BytesIO] | None = None
         self.values: dict[str, bytes] = {}
         self.optimizer: str | None = None
+        self.structures: dict[str, bytes] = {}
         self._progress = progress
 
     def stage(self, staging: Staging) -> None:

@@ -21,6 +21,7 @@ from torch.optim import Optimizer
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import clean_name, plain
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
+from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
 from hsdp.params.subclass import is_composite
 from hsdp.params.tensor_parallel import block_of
@@ -73,12 +74,15 @@ class HealedState:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
         model = {name: block_of(tensor.detach()) for name, tensor in self._tensors.items()}
         states: dict[str, Any] = {}
+        skeletons: dict[str, Any] = {}
         for group, names in zip(self._optimizer.param_groups, self._members, strict=True):
             for param, name in zip(group["params"], names, strict=True):
                 if held := self._optimizer.state.get(param):
-                    states[name] = {entry: _sent(value) for entry, value in held.items()}
+                    apart = take_apart(held, f"the optimizer's state of {name!r}")
+                    states[name] = {entry: _sent(value) for entry, value in apart.leaves.items()}
+                    skeletons[name] = apart.skeleton
         groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
-        return {"model": model, "states": states, "groups": groups}
+        return {"model": model, "states": states, "skeletons": skeletons, "groups": groups}
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
@@ -116,7 +120,7 @@ class HealedState:
             for group in shards["groups"]
             for name in group["params"]
         }
-        whole = staging.state_dict(placed, staging.groups(hyper))
+        whole = staging.state_dict(placed, staging.groups(hyper), shards["skeletons"])
         for name, tensor in own.items():
             tensor.copy_(shards["model"][name])
         for key, place in places.items():

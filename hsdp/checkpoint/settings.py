@@ -1,0 +1,95 @@
+"""The settings of an optimizer's groups: those of a checkpoint brought to groups that may be cut otherwise."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+from hsdp.checkpoint.contents import listing
+from hsdp.errors import CheckpointError
+
+_NOT_TRAINING = frozenset(
+    {"params", "param_names", "foreach", "fused", "capturable", "differentiable", "algorithm", "matrices", "split_sizes"}
+)
+"""Entries of an optimizer's groups that say how it computes here, not what, or how hsdp.optim.Muon reads parameters: the
+loading optimizer keeps its own."""
+
+_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
+"""Entries that learning rate schedulers add to groups."""
+
+_BY_VERSION = frozenset({"decoupled_weight_decay", "maximize"})
+"""Entries that PyTorch's versions added to groups of one kind of optimizer."""
+
+
+def merge_groups(
+    optimizer: Optimizer, members: list[list[str]], saved: Mapping[str, dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The optimizer's groups with the hyperparameters of a checkpoint.
+
+    Args:
+        optimizer: the optimizer that loads; its groups may be cut otherwise than those that were saved.
+        members: the names of the parameters of each of its groups.
+        saved: the saved hyperparameters, by parameter.
+
+    Raises:
+        CheckpointError: a parameter has none, or those of one group's parameters differ.
+    """
+    merged = []
+    for index, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
+        if missing := [name for name in names if name not in saved]:
+            raise CheckpointError(
+                f"the checkpoint's optimizer does not know {listing(missing)} of the optimizer's group {index}"
+            )
+        values = [{k: v for k, v in saved[name].items() if k not in _NOT_TRAINING} for name in names]
+        for name, value in zip(names, values, strict=True):
+            if differing := [key for key in value if key not in values[0] or not _same(value[key], values[0][key])]:
+                raise CheckpointError(
+                    f"group {index} of the optimizer has {names[0]!r} and {name!r} together, but the checkpoint has them "
+                    f"in groups that differ in {listing(differing)}; group the parameters as they were when it was saved"
+                )
+        hyper = {key: value for key, value in group.items() if key != "params"}
+        if values:
+            _check_kind(optimizer, hyper.keys() - _NOT_TRAINING, values[0].keys())
+            hyper.update(values[0])
+        merged.append({key: _like(hyper[key], group.get(key)) for key in hyper})
+    return merged
+
+
+def _same(one: Any, other: Any) -> bool:
+    """Whether settings are equal, tensors at any depth in them by their values."""
+    if one is other:
+        return True
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    if type(one) is not type(other) or not isinstance(one, (dict, list, tuple)):
+        return bool(one == other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_same(one[key], other[key]) for key in one)
+    return len(one) == len(other) and all(map(_same, one, other))
+
+
+def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
+    """Refuses the settings of another kind of optimizer."""
+    known = _BY_SCHEDULERS | _BY_VERSION
+    only_own, only_saved = own - saved - known, saved - own - known
+    if only_own or only_saved:
+        has = " and ".join(
+            f"{who} {listing(sorted(names))}"
+            for who, names in (("it has", only_saved), (f"{type(optimizer).__name__} has", only_own))
+            if names
+        )
+        raise CheckpointError(f"the checkpoint's optimizer is of another kind: only {has}")
+
+
+def _like(saved: Any, own: Any) -> Any:
+    # `capturable` optimizers keep the learning rate in a tensor.
+    if isinstance(saved, Tensor) and isinstance(own, float):
+        return float(saved)
+    if isinstance(own, Tensor) and isinstance(saved, (int, float)):
+        with torch.inference_mode(False):
+            return torch.full_like(own, saved)
+    return saved

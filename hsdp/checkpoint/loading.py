@@ -361,7 +361,7 @@ class _Load:
         )
         if job.optimizer is not None:
             records = layout.optimizer_records(index)
-            place = (layout.optimizer_prefix, layout.inner, job.model, job.optimizer, packed, self._path)
+            place = (layout.optimizer_prefix, layout.inner, job.model, job.optimizer, packed, index.paths, self._path)
             self._state = OptimizerReading(self._reader, records, *place)
         self._reader.prepare()
         self._weights.check()

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hsdp.checkpoint.choice import Choice, Report
-from hsdp.checkpoint.contents import EXTRA_STATE, Entry, clean_name, is_extra_state, listing, model_entries, staging_like
+from hsdp.checkpoint.contents import (
+    EXTRA_STATE,
+    Entry,
+    clean_name,
+    is_extra_state,
+    listing,
+    model_entries,
+    staging_like,
+    state_staging,
+)
 from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
-from hsdp.checkpoint.structure import put_together
+from hsdp.checkpoint.structure import assembled, leaves_of, put_together
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import storage_key
@@ -207,6 +217,7 @@ class _ExtraState:
         self._prefix = prefix
         # An empty dict or list leaves no entry behind.
         self.missing = not self.names and structure is None and entry.value not in ({}, [])
+        own = {} if structure is None else leaves_of(entry.value)
         self._parts: list[tuple[tuple[str | int, ...], str, Tensor | None]] = []
         for new in self.names:
             key = sources[new]
@@ -214,7 +225,7 @@ class _ExtraState:
             record = saved[key]
             place = None
             if isinstance(record, TensorRecord):
-                place = torch.empty(record.shape, dtype=record.dtype, device="cpu")
+                place = _place_like(own.get(new[len(name) + 1 :]), record)
             path = () if structure is not None else _path_below(index, prefix + key, prefix + top)
             self._parts.append((path, key, place))
 
@@ -237,7 +248,14 @@ class _ExtraState:
             except (KeyError, TypeError) as error:
                 told = f"the structure of {self._name!r} is damaged: {type(error).__name__}: {error}"
                 raise CheckpointError(told) from None
-        return _assemble(parts) if parts else self.entry.value
+        return assembled(parts) if parts else self.entry.value
+
+
+def _place_like(own: Any, record: TensorRecord) -> Tensor:
+    """Where a tensor of an extra state is read to: sharded as the one that the module has there, if it has one."""
+    if isinstance(own, DTensor) and tuple(own.shape) == record.shape:
+        return state_staging(own, record.shape, record.dtype, own, False, block_of(own).device)
+    return torch.empty(record.shape, dtype=record.dtype, device="cpu")
 
 
 def _path_below(index: Index, key: str, top: str) -> tuple[str | int, ...]:
@@ -249,16 +267,3 @@ def _path_below(index: Index, key: str, top: str) -> tuple[str | int, ...]:
     if key == top:
         return ()
     raise CheckpointError(f"the checkpoint does not say what {key!r} was part of")
-
-
-def _assemble(parts: Sequence[tuple[tuple[str | int, ...], Any]]) -> Any:
-    if len(parts) == 1 and not parts[0][0]:
-        return parts[0][1]
-    children: dict[str | int, list[tuple[tuple[str | int, ...], Any]]] = {}
-    for path, value in parts:
-        if not path:
-            raise CheckpointError("the checkpoint has a part of a module's extra state twice")
-        children.setdefault(path[0], []).append((path[1:], value))
-    if all(isinstance(key, int) for key in children):
-        return [_assemble(children[key]) for key in sorted(children)]
-    return {key: _assemble(below) for key, below in children.items()}

@@ -24,12 +24,14 @@ from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import merge_groups
 from hsdp.checkpoint.structure import (
     SEQUENCES,
+    Path,
     dict_like,
     hides_shards,
     leaves_of,
     mapped,
     put_together,
     sequence_like,
+    skeleton_by_paths,
     skeleton_of,
     take_apart,
 )
@@ -230,6 +232,7 @@ class OptimizerReading:
         model, optimizer: what loads.
         packed: what there is beside the records: the class of the optimizer that was saved, if that is known, and how its
             state was nested.
+        paths: of keys that another library wrote, the dict keys and list indices on the way to them.
         where: what the checkpoint is called in errors.
     """
 
@@ -242,6 +245,7 @@ class OptimizerReading:
         model: nn.Module,
         optimizer: Optimizer,
         packed: Packed,
+        paths: Mapping[str, Path],
         where: object,
     ) -> None:
         if not any(key.startswith("param_groups.") for key in saved):
@@ -251,6 +255,7 @@ class OptimizerReading:
         self._inner = inner
         self._optimizer = optimizer
         self._kind = packed.optimizer
+        self._paths = paths
         self._structures = {key[len(prefix) :]: data for key, data in packed.structures.items() if key.startswith(prefix)}
         self._staging = OptimizerStaging(model, optimizer)
         self._keys: dict[tuple[str, str], str] = {}
@@ -261,11 +266,7 @@ class OptimizerReading:
                 self._keys[name, entry] = key
                 described = Described(record.shape, record.dtype) if isinstance(record, TensorRecord) else None
                 state.setdefault(name, {})[entry] = described
-        self._skeletons: dict[str, Any] = {}
-        for key, data in self._structures.items():
-            if key.startswith("state."):
-                name = key.removeprefix("state.").removeprefix(inner)
-                self._skeletons[name] = skeleton_of(data, state.setdefault(name, {}), prefix + key)
+        self._skeletons = self._find_skeletons(state)
         self._state = self._staging.allocate(state, reuse=True)
         for (name, entry), key in self._keys.items():
             self._ask(key, self._state[name][entry])
@@ -278,6 +279,20 @@ class OptimizerReading:
                     self._hyper[key] = reader.early(prefix + key, place)
                 else:
                     reader.value(prefix + key)
+
+    def _find_skeletons(self, state: dict[str, dict[str, Any]]) -> dict[str, Any]:
+        """How the state of each parameter is nested; to `state` are added those that consist of empty containers."""
+        found: dict[str, Any] = {}
+        for key, data in self._structures.items():
+            if key.startswith("state."):
+                name = key.removeprefix("state.").removeprefix(self._inner)
+                found[name] = skeleton_of(data, state.setdefault(name, {}), self._prefix + key)
+        for name, entries in state.items():
+            if name not in found and any(["." in entry for entry in entries]):
+                paths = {entry: self._paths.get(self._prefix + self._keys[name, entry], ()) for entry in entries}
+                if (skeleton := skeleton_by_paths(paths)) is not None:
+                    found[name] = skeleton
+        return found
 
     def _ask(self, key: str, place: Tensor | None) -> None:
         if place is None:
@@ -335,6 +350,10 @@ class OptimizerReading:
                 raise CheckpointError(f"the checkpoint's optimizer group {index!r} does not name its parameters")
             if (key := f"param_groups.{index}") in self._structures:
                 values = put_together(skeleton_of(self._structures[key], values, self._prefix + key), values)
+            elif any(["." in name for name in values]):
+                above = f"{self._prefix}param_groups.{index}."
+                skeleton = skeleton_by_paths({name: self._paths.get(above + name, ()) for name in values})
+                values = values if skeleton is None else put_together(skeleton, values)
             hyper.update((name.removeprefix(inner), values) for name in members)
         return hyper
 

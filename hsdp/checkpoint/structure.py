@@ -11,7 +11,7 @@ for tuples and deques with tensors in them, which are handed to DCP as lists: as
 from __future__ import annotations
 
 import collections
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -25,6 +25,9 @@ from hsdp.errors import CheckpointError
 _DICTS: tuple[type, ...] = (dict, collections.OrderedDict, collections.defaultdict, collections.Counter)
 SEQUENCES: tuple[type, ...] = (list, tuple, collections.deque)
 """What has its items one behind the other, and is made again of them."""
+
+Path = tuple[str | int, ...]
+"""Dict keys and list indices on the way to a part, as DCP has them."""
 
 _DEEPEST = 90
 """How deep containers may be nested: what packs them goes a little deeper."""
@@ -270,3 +273,32 @@ def skeleton_of(packed: bytes, leaves: Mapping[str, Any], key: str) -> Any:
     if missing:
         raise CheckpointError(f"the structure of {key!r} does not have {listing(missing)}")
     return skeleton
+
+
+def skeleton_by_paths(paths: Mapping[str, Path]) -> Any:
+    """The skeleton of leaves whose paths DCP tells, which end with their names; None if some do not, or none is nested."""
+    parts: list[tuple[Path, str]] = []
+    for name, path in paths.items():
+        below = [path[start:] for start in range(len(path)) if ".".join(map(str, path[start:])) == name]
+        if not below:
+            return None
+        parts.append((below[0], name))
+    return assembled(parts) if any([len(path) > 1 for path, _ in parts]) else None
+
+
+def assembled(parts: Sequence[tuple[Path, Any]]) -> Any:
+    """The value of which DCP made these parts, as far as their paths tell: dict keys are strings, empty containers gone.
+
+    Raises:
+        CheckpointError: two parts have one place.
+    """
+    if len(parts) == 1 and not parts[0][0]:
+        return parts[0][1]
+    children: dict[str | int, list[tuple[Path, Any]]] = {}
+    for path, value in parts:
+        if not path:
+            raise CheckpointError("the checkpoint has a part of a module's extra state, or of the optimizer's, twice")
+        children.setdefault(path[0], []).append((path[1:], value))
+    if all(isinstance(key, int) for key in children):
+        return [assembled(children[key]) for key in sorted(children)]
+    return {key: assembled(below) for key, below in children.items()}

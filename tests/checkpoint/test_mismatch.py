@@ -306,6 +306,6 @@ def test_an_extra_state_that_does_not_fit_together_is_found_before_anything_chan
     monkeypatch.setattr("hsdp.checkpoint.saving.listed", lambda state: {})  # as earlier versions, and other libraries
     monkeypatch.setattr("hsdp.checkpoint.models._path_below", lambda *args: ("a",) if "calls" in args[1] else ("a", "b"))
     before = {name: value.clone() for name, value in model.named_parameters()}
-    with pytest.raises(CheckpointError, match="has a part of a module's extra state twice"):
+    with pytest.raises(CheckpointError, match="has a part of a module's extra state, or of the optimizer's, twice"):
         checkpoint.load(saved(tmp_path, source), model)
     cm.assert_equal({name: value.detach() for name, value in model.named_parameters()}, before)

@@ -20,6 +20,7 @@ from hsdp.checkpoint import CheckpointError
 from hsdp.checkpoint.structure import put_together, take_apart
 from tests.checkpoint import models as cm
 from tests.checkpoint.nested import Nested, same, states, whole
+from tests.checkpoint.test_torch import by_fsdp2, by_hsdp
 from tests.support.rig import Pool
 from tests.support.twin import full
 from tests.support.worker import RankEnv
@@ -95,6 +96,14 @@ def extra_and_back(env: RankEnv, directory: str, name: str) -> None:
     assert same(other.held, EXTRAS[name])
     shard = model.layer.weight.detach()
     model.held = {"kept": [shard], 1: (shard,)}
+    kept = (shard + 1).detach()
+    model.held = {"kept": [kept], 1: (kept,)}
+    checkpoint.save(directory, model, step=2)
+    model.held = {"kept": [shard], 1: None}
+    checkpoint.load(directory, model)
+    assert type(model.held["kept"][0]) is DTensor and model.held["kept"][0].placements == shard.placements
+    assert same(whole(model.held), {"kept": [full(kept)], 1: (full(kept),)})
+    model.held = {"kept": [shard], 1: (shard,)}
     gathered = checkpoint.full_state_dict(model, rank0_only=False)["_extra_state"]
     assert same(gathered, {"kept": [full(shard)], 1: (full(shard),)})
 
@@ -103,7 +112,7 @@ def extra_and_back(env: RankEnv, directory: str, name: str) -> None:
 def test_extra_states_keep_their_keys_and_containers(pool2: Pool, tmp_path: Path, name: str) -> None:
     pool2.run(extra_and_back, str(tmp_path), name)
     outer = nn.Sequential(Extra({"own": 1}))
-    checkpoint.load(tmp_path, outer, strict=False, rename=lambda name: f"0.{name}")
+    checkpoint.load(tmp_path / "step-000001", outer, strict=False, rename=lambda name: f"0.{name}")
     assert same(outer[0].held, EXTRAS[name])
 
 
@@ -129,6 +138,37 @@ def read_by_torch(env: RankEnv, directory: str) -> None:
 
 def test_torch_reads_nested_state(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(read_by_torch, str(tmp_path))
+
+
+def save_by_fsdp2(env: RankEnv, directory: str) -> dict[str, Any]:
+    model = by_fsdp2(env, (1, 2))
+    settings = {"sched": {"warmup": 10, "at": [1, 2]}, "scales": [torch.ones(2), {"a": 1}]}
+    optimizer = Nested([{"params": list(model.parameters()), **settings}])
+    for param in model.parameters():
+        made_up = [param.detach() + i for i in range(4)]
+        optimizer.state[param] = {"h": made_up[:2], "d": {"a": [{"b": made_up[2]}, 3]}, "m": made_up[3]}
+    dcp.save(
+        {"model": model.state_dict(), "optimizer": get_optimizer_state_dict(model, optimizer)}, checkpoint_id=directory
+    )
+    return states(model, optimizer)
+
+
+def load_by_hsdp(env: RankEnv, directory: str, expected: dict[str, Any]) -> None:
+    model = by_hsdp(env, (2, 1), seed=1)
+    fresh = Nested([{"params": list(model.parameters()), "sched": {}, "scales": []}])
+    checkpoint.load(directory, model, fresh)
+    found = states(model, fresh)
+    assert found.keys() == expected.keys()
+    for name, held in expected.items():
+        assert all(same(found[name][key], held[key]) for key in held), name
+    assert all(type(fresh.state[param]["h"][1]) is DTensor for param in fresh.state)
+    group = fresh.param_groups[0]
+    assert group["sched"] == {"warmup": 10, "at": [1, 2]}
+    assert same(group["scales"], [torch.ones(2), {"a": 1}])
+
+
+def test_nested_state_of_fsdp2_is_read(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(load_by_hsdp, str(tmp_path), pool2.run(save_by_fsdp2, str(tmp_path))[0])
 
 
 def test_what_earlier_versions_saved_loads_as_it_did(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from tests.support.twin import full
 
@@ -78,3 +79,11 @@ def same(found: Any, expected: Any) -> bool:
 
 def states(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     return {name: whole(dict(optimizer.state[p])) for name, p in model.named_parameters() if optimizer.state.get(p)}
+
+
+def check_shards(model: nn.Module, optimizer: Nested) -> None:
+    for param in model.parameters():
+        for held in moments(optimizer.state[param]) if optimizer.state.get(param) else []:
+            assert type(held) is (DTensor if isinstance(param, DTensor) else Tensor)
+            if isinstance(param, DTensor):
+                assert held.placements == param.placements

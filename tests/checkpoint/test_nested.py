@@ -8,22 +8,13 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
 
 from hsdp import checkpoint, fully_shard
 from tests.checkpoint import models as cm
-from tests.checkpoint.nested import Nested, moments, same, states
+from tests.checkpoint.nested import Nested, check_shards, moments, same, states
 from tests.support.rig import Pool
 from tests.support.twin import full
 from tests.support.worker import RankEnv
-
-
-def check_shards(model: nn.Module, optimizer: Nested) -> None:
-    for param in model.parameters():
-        for held in moments(optimizer.state[param]) if optimizer.state.get(param) else []:
-            assert type(held) is (DTensor if isinstance(param, DTensor) else Tensor)
-            if isinstance(param, DTensor):
-                assert held.placements == param.placements
 
 
 def made(env: RankEnv | None, shape: cm.Shape, seed: int = 0) -> tuple[nn.Module, Nested]:

@@ -309,12 +309,12 @@ def change_nested(rng: random.Random, data: bytes) -> bytes:
         held = objects.unpack(data)
     except CheckpointError:
         return change_headed(rng, data)
-    where = rng.choice(["extras", "values", "of_rank", "optimizer"])
+    where = rng.choice(["extras", "values", "structures", "of_rank", "optimizer"])
     if where == "extras":
         held["extras"][0] = change_headed(rng, held["extras"][0])
-    elif where == "values":
-        key = rng.choice(list(held["values"]))
-        held["values"][key] = change_headed(rng, held["values"][key])
+    elif where in ("values", "structures"):
+        key = rng.choice(list(held[where]))
+        held[where][key] = change_headed(rng, held[where][key])
     else:
         held[where] = rng.choice([None, 7, "Adam", [], [9], ["x"], {}, [-1]])
     return objects.pack(held, "extra")

@@ -380,10 +380,24 @@ def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Col
     """
     follow = converted if is_known(optimizer) else ()
     with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
-        optimizer.load_state_dict(state)
+        held = {number: mapped(entries, _kept, "the state") for number, entries in state["state"].items()}
+        optimizer.load_state_dict({**state, "state": held})
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, entries in state["state"].items():
             _restore_dtypes(optimizer.state[params[number]], entries, params[number].device, number in follow)
+
+
+@dataclass(frozen=True)
+class _Kept:
+    """A value that torch's `load_state_dict` would try to copy item by item, and fail: a range, an array, a named tuple."""
+
+    value: Any
+
+
+def _kept(value: Any) -> Any:
+    copied = (bytes, bytearray, tuple, torch.Size, set, frozenset)
+    as_it_is = isinstance(value, (Tensor, str)) or type(value) in copied or not isinstance(value, Iterable)
+    return value if as_it_is else _Kept(value)
 
 
 def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, follows: bool) -> None:
@@ -405,6 +419,8 @@ def _restored(held: Any, loaded: Any, device: torch.device, follows: bool, name:
         return dict_like(loaded if type(held) is dict else held, items)
     if type(loaded) in SEQUENCES and type(held) is type(loaded) and len(held) == len(loaded):
         return sequence_like(loaded, [_restored(a, b, device, follows) for a, b in zip(held, loaded, strict=True)])
+    if isinstance(held, _Kept):
+        return held.value
     # torch calls str with a generator.
     return loaded if isinstance(loaded, str) and isinstance(held, str) else held
 

@@ -142,19 +142,21 @@ def mapped(value: Any, change: Callable[[Any], Any], what: str, depth: int = 0) 
     return change(value)
 
 
-def hides_shards(value: Any, objects: bool = True, depth: int = 5) -> bool:
+def hides_shards(value: Any, objects: bool = True, depth: int = 5, seen: set[int] | None = None) -> bool:
     """Whether there are sharded tensors in a value: in containers of any kind, or in the attributes of `objects`."""
     if isinstance(value, DTensor):
         return True
-    if depth == 0 or isinstance(value, (Tensor, str, bytes, type)):
+    seen = set() if seen is None else seen
+    if depth == 0 or isinstance(value, (Tensor, str, bytes, int, float, type)) or id(value) in seen:
         return False
+    seen.add(id(value))
     if isinstance(value, Mapping):
         inside = [*value.keys(), *value.values()]
     elif isinstance(value, (list, tuple, set, frozenset, collections.deque)):
         inside = list(value)
     else:
         inside = list(getattr(value, "__dict__", {}).values()) if objects else []
-    return any([hides_shards(one, objects, depth - 1) for one in inside])
+    return any(hides_shards(one, objects, depth - 1, seen) for one in inside)
 
 
 def _is_taken_apart(value: Any, what: str, depth: int, tuples_of: type[Tensor]) -> bool:

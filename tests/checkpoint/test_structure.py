@@ -268,6 +268,32 @@ def test_nested_state_keeps_its_dtype(tmp_path: Path) -> None:
     assert same(dict(fresh.state[model.weight]), held)
 
 
+def test_values_in_an_optimizers_state_come_back_as_they_were(tmp_path: Path) -> None:
+    numpy = pytest.importorskip("numpy")
+    model = nn.Linear(4, 4)
+    optimizer = Nested(model.parameters())
+    counts = collections.defaultdict(list, {1: [torch.ones(1)]})
+    held = {
+        "a": ["x", range(3), {2}, b"y"],
+        "b": counts,
+        "c": torch.Size([1]),
+        "d": (None, True),
+        "e": collections.Counter("a"),
+    }
+    optimizer.state[model.weight] = {**held, "f": [numpy.arange(3)]}
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+    whole_state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    for load in (
+        lambda: checkpoint.load(tmp_path, model, fresh),
+        lambda: checkpoint.load_full_optimizer_state_dict(model, fresh, whole_state),
+    ):
+        fresh = Nested(model.parameters())
+        load()
+        found = dict(fresh.state[model.weight])
+        assert found.pop("f")[0].tolist() == [0, 1, 2]
+        assert same(found, held)
+
+
 @pytest.mark.parametrize("damage", [{"h": "h.1"}, {"h": 3}, {}, "h", {"h": ["h"], "i": {"x": "y"}}])
 def test_a_damaged_structure_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, damage: Any) -> None:
     from hsdp.checkpoint import saving

@@ -276,9 +276,10 @@ class HostMemory:
         try:
             block = self._take(post.nbytes)
         except OSError as error:
+            limit = "sizes of files (ulimit -f)" if error.errno == errno.EFBIG else "open files (ulimit -n) or of memory"
             raise CollectiveError(
                 f"no shared memory of {post.nbytes} bytes for the {described(post.kind, post.name)} ({error}); raise the "
-                "limit of open files (ulimit -n) or of memory, or pass CommPolicy(shared_memory=False)"
+                f"limit of {limit}, or pass CommPolicy(shared_memory=False)"
             ) from error
         number = self._posts
         block.header = number, post.op

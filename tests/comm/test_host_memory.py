@@ -308,11 +308,12 @@ def test_blocks_keep_no_files_open(pool2: Pool) -> None:
 
 def _finds_no_memory(env: RankEnv) -> None:
     memory, mine = _memory(), torch.ones(4)
-    with (
-        mock.patch("os.memfd_create", side_effect=OSError(errno.EMFILE, "Too many open files")),
-        pytest.raises(CollectiveError, match=r"all-reduce of unit 'blocks\.3'.*ulimit -n.*shared_memory=False"),
-    ):
-        memory.all_reduce(UNIT, 1, [mine])
+    for number, limit in ((errno.EMFILE, "-n"), (errno.EFBIG, "-f")):
+        with (
+            mock.patch("os.memfd_create", side_effect=OSError(number, os.strerror(number))),
+            pytest.raises(CollectiveError, match=rf"all-reduce of unit 'blocks\.3'.*ulimit {limit}.*shared_memory=False"),
+        ):
+            memory.all_reduce(UNIT, 1, [mine])
     _now(memory.all_reduce(UNIT, 1, [mine]))
     assert mine.tolist() == [float(env.world_size)] * 4
 

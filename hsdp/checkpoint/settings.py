@@ -18,8 +18,8 @@ _NOT_TRAINING = frozenset(
 """Entries of an optimizer's groups that say how it computes here, not what, or how hsdp.optim.Muon reads parameters: the
 loading optimizer keeps its own."""
 
-_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum"})
-"""Entries that learning rate schedulers add to groups."""
+_BY_SCHEDULERS = frozenset({"initial_lr", "max_lr", "min_lr", "base_momentum", "max_momentum", "swa_lr"})
+"""Entries that learning rate schedulers add to groups, `SWALR` of `torch.optim.swa_utils` included."""
 
 _BY_VERSION = frozenset({"decoupled_weight_decay", "maximize"})
 """Entries that PyTorch's versions added to groups of one kind of optimizer."""

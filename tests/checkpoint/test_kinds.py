@@ -108,6 +108,25 @@ def test_settings_that_only_one_side_has_are_refused(tmp_path: Path) -> None:
     refuse(saved(tmp_path / "own", model, own), model, optimizer, r"of another kind: only it has 'scale'")
 
 
+SCHEDULERS: list[Callable[[Any], object]] = [
+    lambda optimizer: O.lr_scheduler.StepLR(optimizer, 5),
+    lambda optimizer: O.lr_scheduler.OneCycleLR(optimizer, max_lr=0.1, total_steps=9),
+    lambda optimizer: O.lr_scheduler.CyclicLR(optimizer, 0.01, 0.1),
+    lambda optimizer: O.swa_utils.SWALR(optimizer, swa_lr=0.05),
+]
+
+
+@pytest.mark.parametrize("schedule", SCHEDULERS)
+def test_a_scheduler_may_be_made_before_or_after_a_load(tmp_path: Path, schedule: Callable[[Any], object]) -> None:
+    model = Pair()
+    bare, scheduled = (step_once(model, O.SGD(model.parameters(), lr=0.1, momentum=0.9)) for _ in range(2))
+    schedule(scheduled)
+    path = saved(tmp_path / "scheduled", model, scheduled)
+    checkpoint.load(saved(tmp_path / "bare", model, bare), model, scheduled)
+    checkpoint.load(path, model, bare)
+    assert "initial_lr" in bare.param_groups[0]
+
+
 # -- values ------------------------------------------------------------------------------------------------------------
 
 

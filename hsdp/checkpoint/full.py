@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import full_tensor
@@ -276,7 +276,7 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
     members = dist.get_process_group_ranks(group)
     if dst not in members:
         return None
-    local = tensor.to_local()
+    group, local = for_messages(group), tensor.to_local()
     if _rank() != dst:
         if local.numel():
             dist.send(_bytes(local.contiguous()), dst, group=group)
@@ -334,7 +334,7 @@ def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
 
 
 def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, axis: int) -> None:
-    mesh, group = target.device_mesh, target.device_mesh.get_group(axis)
+    mesh, group = target.device_mesh, for_messages(target.device_mesh.get_group(axis))
     if whole is None:
         if value.numel():
             dist.recv(_bytes(value), src, group=group)

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch.distributed import ProcessGroup
 
 from hsdp.errors import CheckpointError
-from hsdp.torch_private import backend_of, timeout_of_backend
+from hsdp.torch_private import backend_of, compares_arguments, timeout_of_backend
 
 T = TypeVar("T")
 R = TypeVar("R")
@@ -53,6 +53,7 @@ class Ranks:
         """
         self.group: ProcessGroup | None = None
         self._talk: ProcessGroup | None = None
+        self._messages: ProcessGroup | None = None
         self.rank, self.size = 0, 1
         self.lost_contact = False
         if dist.is_available() and dist.is_initialized():
@@ -63,12 +64,13 @@ class Ranks:
             if self.size > 1:
                 assert self.group is not None, "a group of several ranks exists"
                 self._talk = _cpu_group(self.group)
+                self._messages = for_messages(self._talk)
         elif process_group is not None:
             raise ValueError("process_group=...: torch.distributed is not initialised in this process")
 
     @property
     def talk(self) -> ProcessGroup | None:
-        """The CPU group that messages travel over; None for a process alone."""
+        """The CPU group for collectives beside the messages; None for a process alone."""
         return self._talk
 
     def rank_of(self, global_rank: int) -> int:
@@ -178,17 +180,17 @@ class Ranks:
     def _post(self, value: object, rank: int) -> None:
         # By the group itself: torch.distributed's functions refuse one that was destroyed while the save was under way,
         # though its connections last as long as somebody holds it.
-        assert self._talk is not None, "there is another rank"
+        assert self._messages is not None, "there is another rank"
         data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
         for tensor in (torch.tensor([data.numel()], device=_CPU), data):
-            self._talk.send([tensor], rank, _TAG).wait()
+            self._messages.send([tensor], rank, _TAG).wait()
 
     def _receive(self, rank: int) -> Any:
-        assert self._talk is not None, "there is another rank"
+        assert self._messages is not None, "there is another rank"
         size = torch.zeros(1, dtype=torch.int64, device=_CPU)
-        self._talk.recv([size], rank, _TAG).wait()
+        self._messages.recv([size], rank, _TAG).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
-        self._talk.recv([data], rank, _TAG).wait()
+        self._messages.recv([data], rank, _TAG).wait()
         return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
 
     def _contact(self, what: str, exchange: Callable[[], T]) -> T:
@@ -243,26 +245,38 @@ def _shown(value: object) -> str:
     return repr(int(value)) if isinstance(value, SupportsIndex) and not isinstance(value, bool) else repr(value)[:200]
 
 
-_made: list[tuple[weakref.ref[ProcessGroup], weakref.ref[ProcessGroup]]] = []
-"""Groups made here: the group they stand for, and the group. torch itself keeps them alive."""
+_made: list[tuple[weakref.ref[ProcessGroup], str, weakref.ref[ProcessGroup]]] = []
+"""Groups made here: the group they stand for, the backend, and the group. torch itself keeps them alive."""
 
 
 def _cpu_group(group: ProcessGroup) -> ProcessGroup:
     """A group of the same ranks that carries CPU objects: `group` itself where that will do."""
-    if _CPU in group._device_types:
-        return group
-    _made[:] = [entry for entry in _made if entry[0]() is not None and entry[1]() is not None]
-    for stands_for, made in _made:
-        if stands_for() is group and (found := made()) is not None:
+    return group if _CPU in group._device_types else _another(group, "gloo")
+
+
+def for_messages(group: ProcessGroup) -> ProcessGroup:
+    """The group over which ranks of `group` send one another as many messages as they like: all of them come here first.
+
+    `group` itself, unless torch compares what ranks pass to collectives: then it counts messages as well, and the next
+    collective of a group in which one rank sent more than another would not match.
+    """
+    return _another(group, str(dist.get_backend_config(group))) if compares_arguments() else group
+
+
+def _another(group: ProcessGroup, backend: str) -> ProcessGroup:
+    """A group of the same ranks; made once."""
+    _made[:] = [entry for entry in _made if entry[0]() is not None and entry[2]() is not None]
+    for stands_for, kind, made in _made:
+        if stands_for() is group and kind == backend and (found := made()) is not None:
             return found
     new = dist.new_group(
         ranks=dist.get_process_group_ranks(group),
         timeout=_timeout_of(group),
-        backend="gloo",
+        backend=backend,
         use_local_synchronization=True,
     )
     assert isinstance(new, ProcessGroup), "this rank is one of the ranks"
-    _made.append((weakref.ref(group), weakref.ref(new)))
+    _made.append((weakref.ref(group), backend, weakref.ref(new)))
     return new
 
 

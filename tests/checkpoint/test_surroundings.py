@@ -13,13 +13,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
 
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from hsdp.checkpoint.lock import LOCK
 from tests.checkpoint import models as cm
-from tests.support.rig import Pool
+from tests.support.rig import Pool, run_procs
 from tests.support.worker import RankEnv
 
 ROOT = Path(__file__).parents[2]
@@ -346,3 +347,40 @@ def test_ranks_that_hold_other_parts_are_told_so(pool2: Pool, tmp_path: Path) ->
     told = pool2.run(without_state, str(tmp_path))
     assert told[0] == told[1] and "what the ranks hold does not make up whole tensors; is a rank's model another" in told[0]
     assert "optimizer.state." in told[0] and names(tmp_path) == [LOCK]
+
+
+# -- torch's own checks ------------------------------------------------------------------------------------------------
+
+
+def save_and_load_while_torch_compares(env: RankEnv, directory: str) -> None:
+    """As TORCH_DISTRIBUTED_DEBUG=DETAIL has it: torch counts messages too, of which rank 0 has more than the others."""
+    dist.set_debug_level(dist.DebugLevel.DETAIL)
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=env.rank, world_size=env.world_size)
+    try:
+        for shape in ((1, 4), (2, 2)):
+            model = cm.build(env.mesh(shape))
+            optimizer = cm.two_groups(model)
+            cm.train(model, optimizer, range(1), env.rank, env.world_size)
+            run = f"{directory}/{shape[1]}"
+            handle = checkpoint.save(run, model, optimizer, step=1, async_=True)
+            cm.train(model, optimizer, range(1), env.rank, env.world_size)
+            handle.wait()
+            dist.all_reduce(torch.ones(1))
+            checkpoint.load(run, model, optimizer)
+            cm.train(model, optimizer, range(1), env.rank, env.world_size)
+            checkpoint.load_full_state_dict(model, checkpoint.full_state_dict(model))
+            whole = checkpoint.full_optimizer_state_dict(model, optimizer)
+            cm.train(model, optimizer, range(1), env.rank, env.world_size)
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, whole)
+            cm.train(model, optimizer, range(1), env.rank, env.world_size)
+            dist.all_reduce(torch.ones(1))
+        groups = dist.distributed_c10d._world.group_count
+        checkpoint.load(run, model, optimizer)
+        assert dist.distributed_c10d._world.group_count == groups, "they are made once"
+    finally:
+        dist.destroy_process_group()
+        dist.set_debug_level(dist.DebugLevel.OFF)
+
+
+def test_collectives_match_beside_checkpoints_when_torch_compares_them(tmp_path: Path) -> None:
+    run_procs(save_and_load_while_torch_compares, 4, str(tmp_path), grouped=False, timeout=150)

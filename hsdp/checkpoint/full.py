@@ -25,7 +25,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
-from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
+from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, is_of_weights, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError
@@ -172,13 +172,13 @@ def load_full_optimizer_state_dict(
                     deal(value, whole.get(entry), src_rank, ranks)
     # Nobody tells in which dtype the weights were: state that is narrower than its parameter was made for another one.
     numbers = staging.numbers()
-    narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name].dtype)}
+    narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name])}
     commit_optimizer(optimizer, staging.state_dict(staged, merged, skeletons), narrower)
 
 
-def _is_narrower(entries: Mapping[str, Any], dtype: torch.dtype) -> bool:
-    tensors = [value for value in entries.values() if isinstance(value, Tensor) and value.ndim]
-    return any(tensor.is_floating_point() and tensor.dtype.itemsize < dtype.itemsize for tensor in tensors)
+def _is_narrower(entries: Mapping[str, Any], param: Tensor) -> bool:
+    tensors = [v for name, v in entries.items() if isinstance(v, Tensor) and is_of_weights(name, v, param)]
+    return any(tensor.dtype.itemsize < param.dtype.itemsize for tensor in tensors)
 
 
 def tell_units(model: nn.Module) -> None:

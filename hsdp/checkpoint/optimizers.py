@@ -36,6 +36,7 @@ from hsdp.checkpoint.structure import (
     take_apart,
 )
 from hsdp.errors import CheckpointError
+from hsdp.optim.targets import NUMBERS
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.tensor_parallel import block_of
 
@@ -143,7 +144,7 @@ class OptimizerStaging:
         if unknown := [name for name in state if name not in self.params]:
             raise CheckpointError(f"there is optimizer state of {listing(unknown)}, which the optimizer does not have")
         # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
-        scalars = {"step"}
+        scalars = set(NUMBERS) if is_known(self._optimizer) else {"step"}
         for name, entries in state.items():
             if self.params[name].ndim:
                 scalars |= {e for e, value in entries.items() if isinstance(value, Described) and not value.shape}
@@ -384,7 +385,7 @@ def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Col
         optimizer.load_state_dict({**state, "state": held})
         params = [param for group in optimizer.param_groups for param in group["params"]]
         for number, entries in state["state"].items():
-            _restore_dtypes(optimizer.state[params[number]], entries, params[number].device, number in follow)
+            _restore_dtypes(optimizer.state[params[number]], entries, params[number], number in follow)
 
 
 @dataclass(frozen=True)
@@ -400,29 +401,33 @@ def _kept(value: Any) -> Any:
     return value if as_it_is else _Kept(value)
 
 
-def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], device: torch.device, follows: bool) -> None:
+def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], param: Tensor, follows: bool) -> None:
     # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
     for name, value in loaded.items():
-        held[name] = _restored(held[name], value, device, follows, name)
+        held[name] = _restored(held[name], value, param, follows, name)
 
 
-def _restored(held: Any, loaded: Any, device: torch.device, follows: bool, name: object = None) -> Any:
+def _restored(held: Any, loaded: Any, param: Tensor, follows: bool, name: object = None) -> Any:
     """What the optimizer is to hold in the place of what torch made of `loaded`."""
     if isinstance(loaded, Tensor):
         if name == "step" or not isinstance(held, Tensor) or held.dtype == loaded.dtype:
             return held
-        of_weights = loaded.is_floating_point() and loaded.ndim > 0  # others are counts, or products that are kept wide
-        return held if follows and of_weights else _moved(loaded, device)
+        return held if follows and is_of_weights(name, loaded, param) else _moved(loaded, param.device)
     if isinstance(loaded, dict) and isinstance(held, dict) and held.keys() == loaded.keys():
         # torch makes plain dicts of all, but an optimizer may have made what it wants.
-        items = {key: _restored(held[key], value, device, follows, key) for key, value in loaded.items()}
+        items = {key: _restored(held[key], value, param, follows, key) for key, value in loaded.items()}
         return dict_like(loaded if type(held) is dict else held, items)
     if type(loaded) in SEQUENCES and type(held) is type(loaded) and len(held) == len(loaded):
-        return sequence_like(loaded, [_restored(a, b, device, follows) for a, b in zip(held, loaded, strict=True)])
+        return sequence_like(loaded, [_restored(a, b, param, follows) for a, b in zip(held, loaded, strict=True)])
     if isinstance(held, _Kept):
         return held.value
     # torch calls str with a generator.
     return loaded if isinstance(loaded, str) and isinstance(held, str) else held
+
+
+def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:
+    """Whether state of a known optimizer is kept in its parameter's dtype: not counts, nor products that are kept wide."""
+    return value.is_floating_point() and name not in NUMBERS and (value.ndim > 0 or param.ndim == 0)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

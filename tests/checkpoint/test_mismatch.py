@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from hsdp import checkpoint
+from hsdp import checkpoint, fully_shard
 from hsdp.checkpoint import CheckpointError
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
@@ -265,6 +265,49 @@ def test_whole_state_is_never_narrower_than_its_parameter() -> None:
     checkpoint.load_full_optimizer_state_dict(wide, fresh, state)
     assert fresh.state[wide.first.weight]["exp_avg"].dtype is torch.float32
     step_once(wide, fresh)
+
+
+class Scalar(nn.Module):
+    """Parameters without dims alone, whose moments look like counts of steps."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.tensor(1.5))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * self.scale
+
+
+def scalar_state_follows(env: RankEnv | None, directory: str) -> None:
+    dtypes = {"exp_avg": torch.bfloat16, "exp_avg_sq": torch.bfloat16, "step": torch.float32, "mu_product": torch.float32}
+    for number, kind in enumerate((torch.optim.AdamW, torch.optim.NAdam)):
+
+        def build(dtype: torch.dtype) -> tuple[nn.Module, torch.optim.Optimizer]:
+            model: nn.Module = Scalar().to(dtype)
+            if env is not None:
+                fully_shard(model, mesh=env.mesh((1, 2)))
+            return model, kind(model.parameters(), lr=0.1)
+
+        def check(model: nn.Module, optimizer: torch.optim.Optimizer, wanted: dict[str, torch.dtype]) -> None:
+            for state in optimizer.state.values():
+                assert {name: value.dtype for name, value in state.items()} == {name: wanted[name] for name in state}
+            step_once(model, optimizer)
+
+        model, optimizer = build(torch.float32)
+        step_once(model, optimizer)
+        path = checkpoint.save(f"{directory}/{number}", model, optimizer, step=1).path
+        narrow, fresh = build(torch.bfloat16)
+        checkpoint.load(path, narrow, fresh, cast=True)
+        check(narrow, fresh, dtypes)
+        whole = checkpoint.full_optimizer_state_dict(narrow, fresh)
+        wide, fresh = build(torch.float32)
+        checkpoint.load_full_optimizer_state_dict(wide, fresh, whole)
+        check(wide, fresh, dict.fromkeys(dtypes, torch.float32))
+
+
+def test_state_of_parameters_without_dims_follows_converted_weights(pool2: Pool, tmp_path: Path) -> None:
+    scalar_state_follows(None, str(tmp_path / "alone"))
+    pool2.run(scalar_state_follows, str(tmp_path / "sharded"))
 
 
 def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
+from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, is_of_weights, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
@@ -85,9 +86,10 @@ def full_optimizer_state_dict(
         ranks that do not get it an empty dict.
 
     Raises:
-        CheckpointError: a parameter of the optimizer is not one of the model's.
+        CheckpointError: on all ranks: a parameter of the optimizer is not one of the model's, or state is a plain tensor
+            that has the shape of a rank's rows.
     """
-    state = optimizer_state(model, optimizer)
+    state = alike(model.parameters(), lambda: optimizer_state(model, optimizer))
     dst = first_rank(model.parameters()) if rank0_only else None
 
     held = state["state"]

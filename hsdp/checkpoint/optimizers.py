@@ -18,6 +18,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
+from hsdp.checkpoint.local_state import refuse_local_state
 from hsdp.checkpoint.made import Probe, is_known, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
@@ -49,7 +50,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         that was never stepped there is no state. Containers in the state are new ones of the same kinds.
 
     Raises:
-        CheckpointError: a parameter is not one of the model's, or there are sharded tensors where nobody finds them.
+        CheckpointError: a parameter is not one of the model's, state is this rank's alone, or there are sharded tensors
+            where nobody finds them.
     """
     names = parameter_names(model)
     state: dict[str, Any] = {}
@@ -58,6 +60,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         members = group_names(names, group, index)
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
+                refuse_local_state(name, param, optimizer.state[param])
                 what = f"the optimizer's state of {name!r}"
                 state[name] = {
                     entry: mapped(value, _savable, f"{entry!r} of {what}")

@@ -310,6 +310,60 @@ def test_state_of_parameters_without_dims_follows_converted_weights(pool2: Pool,
     pool2.run(scalar_state_follows, str(tmp_path / "sharded"))
 
 
+class OwnRows(torch.optim.Optimizer):
+    """Somebody's optimizer that steps local tensors, and keeps `kept` of each beside it."""
+
+    def __init__(self, params: Any, kept: Callable[[torch.Tensor], Any]) -> None:
+        super().__init__(params, {"lr": 0.1})
+        self.kept = kept
+
+    @torch.no_grad()
+    def step(self, closure: None = None) -> None:  # type: ignore[override]
+        for group in self.param_groups:
+            for param in group["params"]:
+                self.state[param] = {"sum": torch.zeros_like(param), "kept": self.kept(param)}
+
+
+KEPT: dict[str, Callable[[Any], Any]] = {
+    "kept": lambda param: torch.ones_like(param.to_local()),
+    "kept.inner": lambda param: {"inner": torch.ones_like(param.to_local())},
+}
+FINE: list[Callable[[Any], Any]] = [
+    torch.zeros_like,
+    lambda param: torch.zeros(param.shape),
+    lambda param: torch.zeros(7),
+    lambda param: torch.tensor(1.0),
+]
+
+
+def keep_own_rows(env: RankEnv, directory: str, shape: tuple[int, ...], rows: int) -> list[str]:
+    """With fewer rows than ranks, some have none, and with one row, one rank has what looks like the whole."""
+    model = fully_shard(nn.Linear(3, rows, bias=False), mesh=env.mesh(shape))
+    told = []
+    for entry, kept in KEPT.items():
+        optimizer = step_once(model, OwnRows(model.parameters(), kept))
+        for call in (
+            lambda: checkpoint.save(directory, model, optimizer, step=1),
+            lambda: checkpoint.full_optimizer_state_dict(model, optimizer),
+            lambda: checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False),
+        ):
+            with pytest.raises(CheckpointError, match=rf"entry '{entry}' of the optimizer's state of 'weight'") as caught:
+                call()
+            told.append(str(caught.value))
+    for kept in FINE:
+        checkpoint.full_optimizer_state_dict(model, step_once(model, OwnRows(model.parameters(), kept)))
+    return told
+
+
+@pytest.mark.parametrize(("shape", "rows"), [((1, 4), 8), ((2, 2), 5), ((1, 4), 2), ((2, 2), 1)])
+def test_plain_state_of_a_ranks_own_rows_is_refused_by_all(
+    pool4: Pool, tmp_path: Path, shape: tuple[int, ...], rows: int
+) -> None:
+    first, *others = pool4.run(keep_own_rows, str(tmp_path), shape, rows)
+    assert all(other == first for other in others)
+    assert all("keep such state as DTensors, torch.zeros_like(param)" in text for text in first)
+
+
 def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
     model = Pair()
     path = saved(tmp_path, model, torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25)))

@@ -1,0 +1,71 @@
+"""State of an optimizer that is this rank's alone: plain tensors beside a rank's rows, which nobody could put together."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from typing import Any, TypeVar
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from hsdp.errors import CheckpointError
+from hsdp.params.tensor_parallel import block_of
+
+T = TypeVar("T")
+
+
+def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> None:
+    """Refuses a parameter's state if a plain tensor in it has the shape of this rank's rows, and not the parameter's.
+
+    Only rank 0's would be kept. A rank whose rows are the whole parameter finds nothing wrong: the others tell it.
+
+    Raises:
+        CheckpointError: names the parameter and the entry.
+    """
+    if not isinstance(param, DTensor):
+        return
+    shape = block_of(param).shape
+    for entry, value in _leaves(entries) if shape != param.shape else ():
+        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
+            raise CheckpointError(
+                f"entry {entry!r} of the optimizer's state of {name!r} is a plain tensor, which has the shape of a rank's "
+                f"own rows and not the parameter's {tuple(param.shape)}: all rows but rank 0's would be lost; keep such "
+                "state as DTensors, torch.zeros_like(param), and not torch.zeros_like(param.to_local())"
+            )
+
+
+def _leaves(entries: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
+    for key, value in entries.items():
+        if isinstance(value, (list, tuple)):
+            yield from _leaves(dict(enumerate(value)), f"{above}{key}.")
+        elif isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{key}.")
+        else:
+            yield f"{above}{key}", value
+
+
+def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:
+    """Does `action` on all ranks of the meshes that the parameters are on, which all call this: what it raises, all raise.
+
+    Raises:
+        CheckpointError: `action` raised it on this rank or on another.
+    """
+    text: str | None = None
+    try:
+        result = action()
+    except CheckpointError as error:
+        text = str(error)
+    for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+        axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
+        for group in map(mesh.get_group, axes) if mesh.get_coordinate() is not None else ():
+            failed = torch.tensor([text is not None], dtype=torch.int32, device=mesh.device_type)
+            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
+            if failed.item():
+                texts: list[str | None] = [None] * group.size()
+                dist.all_gather_object(texts, text, group=group)
+                text = next((one for one in texts if one is not None), text)
+    if text is not None:
+        raise CheckpointError(text)
+    return result

@@ -131,13 +131,13 @@ class _ByRename:
         if os.path.lexists(final) and not (final / MANIFEST).is_file():
             raise CheckpointError(f"{final} exists and was not saved by hsdp; move it away, or save to another directory")
         write_file(partial / MANIFEST, manifest.text().encode())
-        _sync(partial)
+        sync_names(partial)
         old = final.with_name(final.name + ".old")
         if final.exists():
             self.retire(old.name)
             final.rename(old)
         partial.rename(final)
-        _sync(self._directory)
+        sync_names(self._directory)
         return [old.name]
 
     def retire(self, name: str) -> None:
@@ -199,7 +199,7 @@ def _delete(path: Path) -> None:
         shutil.rmtree(path, ignore_errors=True)
 
 
-def _sync(directory: Path) -> None:
+def sync_names(directory: Path) -> None:
     """Waits until the names in a directory are on disk, where the system can do that.
 
     Raises:

@@ -30,6 +30,7 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
 from hsdp.checkpoint.choice import Choice, Rename, Report
+from hsdp.checkpoint.commits import sync_names
 from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.handles import when_settled
@@ -262,23 +263,36 @@ class _Writer:
             self._guard(body)
 
     def publish(self, files: list[_File]) -> None:
-        """Gives the files their names, the index last, and removes those of an earlier export."""
+        """Gives the files their names, the index last, and removes those of an earlier export.
+
+        Whoever comes while that is under way, or after the process was killed there, finds an export whole or no index,
+        never the index of one and files of another: that of an earlier export goes first.
+        """
         self._guard(self._end)
-        if self._error is not None:
-            for file in files:
-                self._partial(file.name).unlink(missing_ok=True)
-            raise self._error
         current = [file.name for file in files]
         if len(files) > 1:
             current.append(_INDEX)
-            weights = {name: file.name for file in files for name in file.tensors}
-            index = {"metadata": {"total_size": sum(file.bytes for file in files)}, "weight_map": weights}
-            self._partial(_INDEX).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
+            self._guard(lambda: self._write_index(files))
+        if self._error is not None:
+            for name in current:
+                self._partial(name).unlink(missing_ok=True)
+            raise self._error
+        (self._directory / _INDEX).unlink(missing_ok=True)
         for name in current:
+            if name in (current[0], _INDEX):
+                sync_names(self._directory)
             self._partial(name).replace(self._directory / name)
+        sync_names(self._directory)
         for path in self._directory.iterdir():
             if _OURS.fullmatch(path.name) and path.name not in current:
                 path.unlink()
+
+    def _write_index(self, files: list[_File]) -> None:
+        weights = {name: file.name for file in files for name in file.tensors}
+        index = {"metadata": {"total_size": sum(file.bytes for file in files)}, "weight_map": weights}
+        self._stream = self._partial(_INDEX).open("wb")
+        self._stream.write(json.dumps(index, indent=2).encode() + b"\n")
+        self._end()
 
     def _partial(self, name: str) -> Path:
         return self._directory / f"{name}.partial"

@@ -75,6 +75,56 @@ def test_an_export_replaces_an_earlier_one_and_nothing_else(tmp_path: Path) -> N
     assert names == ["adapter.safetensors", "config.json", "model.safetensors"]
 
 
+class Killed(BaseException):
+    """Stands for the end of the process."""
+
+
+def filled(value: float) -> nn.Module:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    with torch.no_grad():
+        for param in model.parameters():
+            param.fill_(value)
+    return model
+
+
+@pytest.mark.parametrize(("before", "after"), [(80, 80), (40, 80), (80, 40), (80, 10**9), (10**9, 80)])
+def test_who_is_killed_while_files_get_their_names_leaves_no_mixture(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, before: int, after: int
+) -> None:
+    checkpoint.save_safetensors(tmp_path / "count", filled(2.0), max_file_bytes=after)
+    names = len(list((tmp_path / "count").iterdir()))
+    seen: set[Any] = set()
+    for survived in range(names):
+        directory = tmp_path / str(survived)
+        checkpoint.save_safetensors(directory, filled(1.0), max_file_bytes=before)
+        left = [survived]
+        replace = Path.replace
+
+        def dying(self: Path, target: Path, left: list[int] = left, replace: Any = replace) -> Path:
+            left[0] -= 1
+            if left[0] < 0:
+                raise Killed
+            return replace(self, target)  # type: ignore[no-any-return]
+
+        with monkeypatch.context() as patch:
+            patch.setattr(Path, "replace", dying)
+            with pytest.raises(Killed):
+                checkpoint.save_safetensors(directory, filled(2.0), max_file_bytes=after)
+        model = filled(0.0)
+        try:
+            checkpoint.load_safetensors(directory, model)
+        except CheckpointError as error:
+            seen.add(str(error)[-39:])
+        else:
+            (value,) = {param.unique().item() for param in model.parameters()}
+            seen.add(value)
+        checkpoint.save_safetensors(directory, filled(3.0), max_file_bytes=after)
+        checkpoint.load_safetensors(directory, model)
+        assert all(torch.equal(param, torch.full_like(param, 3.0)) for param in model.parameters())
+        assert len(list(directory.iterdir())) == names
+    assert seen <= {1.0, 2.0, " files and no model.safetensors.index.json"[-39:]}
+
+
 def import_on(env: RankEnv | None, shape: cm.Shape, path: str, cast: bool) -> Any:
     model = cm.build(cm.mesh_of(env, shape), seed=8)
     checkpoint.load_safetensors(path, model, cast=cast)

@@ -40,6 +40,8 @@ from hsdp.errors import CheckpointError
 from hsdp.optim.targets import NUMBERS
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.tensor_parallel import block_of
+from hsdp.unit.lookup import name_of, unit_of
+from hsdp.unit.state import IDLE, training_state
 
 
 def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
@@ -93,11 +95,18 @@ def group_names(names: Mapping[nn.Parameter, str], group: Mapping[str, Any], ind
     """The names of an optimizer group's parameters.
 
     Raises:
-        CheckpointError: a parameter is not one of the model's.
+        CheckpointError: a parameter is not one of the model's, or not at this moment.
     """
     found = []
     for place, param in enumerate(group["params"]):
         if param not in names:
+            unit = unit_of(param)
+            if unit is not None and (state := training_state(unit)) is not IDLE:
+                raise CheckpointError(
+                    f"parameter {place} of the optimizer's group {index}, {name_of(param)}, is not among the model's at "
+                    f"this moment: the unit is {state.name} ({state.value}), and shows whole parameters in the place of "
+                    "the optimizer's; save and load between iterations"
+                )
             raise CheckpointError(
                 f"parameter {place} of the optimizer's group {index}, of shape {tuple(param.shape)}, is not one of the "
                 "model's; make the optimizer from model.parameters() after fully_shard"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,7 +11,7 @@ import pytest
 import torch
 from torch import nn
 
-from hsdp import checkpoint, fully_shard
+from hsdp import checkpoint, full_params, fully_shard
 from hsdp.checkpoint import CheckpointError
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
@@ -374,6 +375,35 @@ def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
     held = torch.optim.AdamW(model.parameters(), lr=torch.tensor(1.0))
     checkpoint.load(path, model, held)
     assert torch.equal(held.param_groups[0]["lr"], torch.tensor(0.25))
+
+
+def save_from_hooks(env: RankEnv, directory: str) -> list[str]:
+    model = cm.build(env.mesh((1, 2)))
+    optimizer = cm.two_groups(model)
+    told: list[str] = []
+
+    def refused(*_: Any) -> None:
+        for call in (
+            lambda: checkpoint.save(directory, model, optimizer, step=1),
+            lambda: checkpoint.full_optimizer_state_dict(model, optimizer),
+        ):
+            with pytest.raises(CheckpointError) as caught:
+                call()
+            told.append(str(caught.value))
+
+    model.blocks[0].up.register_forward_hook(refused)
+    cm.train(model, optimizer, range(1), env.rank, env.world_size)
+    with full_params(model):
+        refused()
+    checkpoint.save(directory, model, optimizer, step=1)
+    return told
+
+
+def test_a_call_at_the_wrong_moment_is_told_so(pool2: Pool, tmp_path: Path) -> None:
+    for told in pool2.run(save_from_hooks, str(tmp_path)):
+        states = [re.search(r"the unit is (\w+) \(.*between iterations", text) for text in told]
+        assert {found[1] for found in states if found} == {"FORWARD", "FULL_PARAMS"}, told
+        assert all(states)
 
 
 def load_misfit(env: RankEnv, path: str) -> str:

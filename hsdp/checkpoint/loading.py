@@ -119,7 +119,9 @@ def load(
         if optimizer is not None and choice.partial:
             raise ValueError(
                 "load(optimizer=...): an optimizer is loaded with all of its model or not at all; leave out strict=, "
-                "include=, exclude= and rename=, or the optimizer"
+                "include=, exclude= and rename=, or the optimizer (into a model that has grown: load both without what is "
+                "new, then hand the state over with full_optimizer_state_dict and load_full_optimizer_state_dict, and give "
+                "the optimizer what is new with add_param_group)"
             )
         return _Job(store.expanded(path), model, optimizer, choice, prefix, optimizer_prefix, validate, progress)
 

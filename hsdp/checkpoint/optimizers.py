@@ -154,7 +154,11 @@ class OptimizerStaging:
             CheckpointError: the state is of parameters that the optimizer does not have.
         """
         if unknown := [name for name in state if name not in self.params]:
-            raise CheckpointError(f"there is optimizer state of {listing(unknown)}, which the optimizer does not have")
+            raise CheckpointError(
+                f"there is optimizer state of {listing(unknown)}, which the optimizer does not have; make it from all "
+                "parameters that the saved one had, load, and then drop from its groups what is frozen by now: parameters "
+                "without gradients are not stepped anyway"
+            )
         # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
         scalars = set(NUMBERS) if is_known(self._optimizer) else {"step"}
         for name, entries in state.items():

@@ -156,7 +156,7 @@ def test_optimizers_that_differ(tmp_path: Path) -> None:
     refuse(path, model, sgd, r"of another kind: it is AdamW, not SGD")
 
     part = torch.optim.AdamW(model.first.parameters())
-    refuse(path, model, part, "optimizer state of 'second.weight', 'second.bias', which the optimizer does not have")
+    refuse(path, model, part, "'second.weight', 'second.bias', which the optimizer does not have; make it from all")
 
     foreign = torch.optim.AdamW(Pair().parameters())
     refuse(path, model, foreign, r"parameter 0 of the optimizer's group 0, of shape \(4, 4\), is not one of the model's")
@@ -165,6 +165,41 @@ def test_optimizers_that_differ(tmp_path: Path) -> None:
 
     only_first = saved(tmp_path / "part", model, step_once(model, torch.optim.AdamW(model.first.parameters())))
     refuse(only_first, model, adamw, "does not know 'second.weight', 'second.bias' of the optimizer's group 0")
+
+
+def test_an_optimizer_of_what_is_trained_by_now(tmp_path: Path) -> None:
+    """As the message above advises: it is made of all, loaded, and then gives up what is frozen."""
+    model = Pair()
+    path = saved(tmp_path / "all", model, step_once(model, torch.optim.AdamW(model.parameters())))
+    model.first.requires_grad_(False)
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load(path, model, optimizer)
+    (group,) = optimizer.param_groups
+    group["params"] = list(model.second.parameters())
+    for param in model.first.parameters():
+        del optimizer.state[param]
+    part = torch.optim.AdamW(model.second.parameters())
+    checkpoint.load(saved(tmp_path / "part", model, optimizer), model, part)
+    assert {int(state["step"]) for state in part.state.values()} == {1}
+
+
+def test_an_optimizer_goes_on_in_a_model_that_has_grown(tmp_path: Path) -> None:
+    """As `load` advises who asks it for a part of an optimizer."""
+    base, model = Pair(), Pair()
+    path = saved(tmp_path, base, step_once(base, torch.optim.AdamW(base.parameters(), lr=0.5)))
+    model.third = nn.Linear(4, 4)
+    old = [param for name, param in model.named_parameters() if not name.startswith("third")]
+    optimizer = torch.optim.AdamW(old)
+    with pytest.raises(ValueError, match=r"a model that has grown.*full_optimizer_state_dict.*add_param_group"):
+        checkpoint.load(path, model, optimizer, strict=False)
+    held = torch.optim.AdamW(base.parameters())
+    checkpoint.load(path, base, held)
+    checkpoint.load(path, model, strict=False)
+    checkpoint.load_full_optimizer_state_dict(model, optimizer, checkpoint.full_optimizer_state_dict(base, held))
+    optimizer.add_param_group({"params": list(model.third.parameters())})
+    step_once(model, optimizer)
+    assert [int(optimizer.state[param]["step"]) for param in model.parameters()] == [2, 2, 2, 2, 1, 1]
+    assert [group["lr"] for group in optimizer.param_groups] == [0.5, 1e-3]
 
 
 def test_groups_may_be_cut_otherwise_unless_their_settings_differ(tmp_path: Path) -> None:

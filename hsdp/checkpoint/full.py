@@ -26,7 +26,8 @@ from torch.optim import Optimizer
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
-from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, is_of_weights, optimizer_state
+from hsdp.checkpoint.made import is_of_weights
+from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError

@@ -15,6 +15,8 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hsdp.optim.targets import NUMBERS
+
 
 def kind_of(optimizer: Optimizer) -> str:
     """The optimizer's class, or the one of PyTorch's that it is a subclass of."""
@@ -32,6 +34,11 @@ def class_of(optimizer: Optimizer) -> Any:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the optimizer's class is one of PyTorch's or hsdp's: the state of others may be anything."""
     return str(class_of(optimizer).__module__).startswith(("torch.optim", "hsdp.optim"))
+
+
+def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:
+    """Whether state of a known optimizer is kept in its parameter's dtype: not counts, nor products that are kept wide."""
+    return value.is_floating_point() and name not in NUMBERS and (value.ndim > 0 or param.ndim == 0)
 
 
 class Probe:

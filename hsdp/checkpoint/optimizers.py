@@ -19,7 +19,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state
-from hsdp.checkpoint.made import Probe, is_known, kind_of
+from hsdp.checkpoint.made import Probe, is_known, is_of_weights, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import merge_groups
@@ -439,11 +439,6 @@ def _restored(held: Any, loaded: Any, param: Tensor, follows: bool, name: object
         return held.value
     # torch calls str with a generator.
     return loaded if isinstance(loaded, str) and isinstance(held, str) else held
-
-
-def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:
-    """Whether state of a known optimizer is kept in its parameter's dtype: not counts, nor products that are kept wide."""
-    return value.is_floating_point() and name not in NUMBERS and (value.ndim > 0 or param.ndim == 0)
 
 
 def _moved(value: Tensor, device: torch.device) -> Tensor:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import io
 import math
 from functools import cache
 from pathlib import Path
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.distributed.tensor import DTensor
 
+import hsdp
 from tests.support.graphs import Net, loss, step, tokens
 from tests.support.models import Case, make_case
 from tests.support.rig import Pool, RankEnv
@@ -214,3 +216,23 @@ def test_a_plain_state_dict_is_loaded_in_place(pool4: Pool, pool2: Pool, tmp_pat
     for loaded in pool2.run(_load_plainly, str(tmp_path)):
         for name, value in saved.items():
             assert torch.equal(loaded[name], value), name
+
+
+def _empty_shards(env: RankEnv) -> None:
+    """On rank 1 the weight and the bias have no rows, and do not lie first in their buffer."""
+    model = hsdp.fully_shard(nn.Sequential(nn.Linear(4, 1), nn.Linear(1, 1)), mesh=env.mesh(2))
+    state = model.state_dict()
+    for value in (copy.deepcopy(state), _through_a_file(state)):
+        for name, tensor in value.items():
+            assert torch.equal(tensor.to_local(), state[name].to_local())
+
+
+def _through_a_file(state: dict[str, Any]) -> dict[str, Any]:
+    file = io.BytesIO()
+    torch.save(state, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)  # type: ignore[no-any-return]
+
+
+def test_state_dicts_of_ranks_without_rows_are_copied_and_saved(pool2: Pool) -> None:
+    pool2.run(_empty_shards)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 
 import pytest
 import torch
@@ -248,3 +249,54 @@ def check_pending(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
 def test_rule_21_ranks_see_what_is_pending_on_others(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(check_pending, shape)
+
+
+class CalledOften(nn.Module):
+    """A unit that is called three times, with others between; two modules that are one unit; and a unit behind them all."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.often, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(5))
+
+    def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
+        """`uses`: which of the outputs below go into the result."""
+        outs = [torch.tanh(self.often(x)), torch.tanh(self.first(x))]
+        outs.append(torch.tanh(self.often(torch.tanh(self.between(x)))))
+        outs.append(torch.tanh(self.second(x)))
+        outs.append(torch.tanh(self.often(x * 2.0)))
+        return self.head(sum((outs[use] for use in uses), x))  # type: ignore[no-any-return]
+
+
+_ALL = (0, 1, 2, 3, 4)
+USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
+    "then all": [((4,), _ALL), (_ALL, _ALL), (_ALL, _ALL)],
+    "in turns": [((0, 1), (2, 3)), ((2, 3), (0, 1)), ((4,), (0,)), ((1, 3), (1,)), (_ALL, (1,)), ((), _ALL), (_ALL, _ALL)],
+    "always": [((0, 3), (2, 4, 1))] * 3,
+}
+
+
+def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool) -> None:
+    plain, model = seeded(CalledOften), seeded(CalledOften)
+    mesh = env.mesh(shape)
+    hsdp.fully_shard([model.first, model.second], mesh=mesh)
+    for unit in (model.often, model.between, model):
+        hsdp.fully_shard(unit, mesh=mesh)
+    for k, uses in enumerate(USES[pattern]):
+
+        def run(module: nn.Module, rank: int, k: int = k, uses: tuple[tuple[int, ...], ...] = uses) -> None:
+            if sums:  # two micro-batches, of which ranks use other calls, too
+                before = USES[pattern][k - 1]
+                with model.accumulate(last=False) if module is model else nullcontext():
+                    module(floats(rank, k + 50), before[rank % 2]).square().sum().backward()
+            module(floats(rank, k), uses[rank % 2]).square().sum().backward()
+
+        check_grads(model, plain, run, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize("pattern", USES)
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=mesh_id)
+def test_rule_21_losses_of_different_calls_of_a_unit(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str, sums: bool
+) -> None:
+    pool_for(request, shape).run(check_calls, shape, pattern, sums)

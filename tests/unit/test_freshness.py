@@ -306,6 +306,26 @@ def _step_between_backwards(env: RankEnv) -> None:
         first.backward()
 
 
+def _moved_and_back(env: RankEnv) -> None:
+    """Between a forward and its backward another pass runs at weights that are moved by `.data`, and stay whole behind it."""
+    model = shard(Net().double(), env.mesh(2))
+    model.set_reshard_after_backward(False)  # type: ignore[operator]
+    before = loss(model, env.rank)
+    for sign in (1.0, -1.0):
+        for param in model.parameters():
+            param.data.add_(0.5 * sign)
+        if sign > 0:
+            step(model, env.rank)
+    with pytest.raises(StaleParametersError):
+        before.backward()
+    model.zero_grad()
+    step(model, env.rank)
+
+
+def test_weights_that_were_moved_and_put_back_are_not_taken_for_those_that_stayed_whole(pool2: Pool) -> None:
+    pool2.run(_moved_and_back)
+
+
 def test_a_step_between_two_backwards_refuses_the_second(pool2: Pool) -> None:
     pool2.run(_step_between_backwards)
 

@@ -429,4 +429,4 @@ def _stay(unit: Unit) -> None:
     """A unit whose visit is over stays whole, also on ranks that passed over it: then its next use gathers on none."""
     if unit.residency is GATHERING:
         unit.finish()
-    unit.note_shards()  # whoever writes to `p.data` meanwhile changes them alone: an earlier forward's backward is to see it
+    unit.note_shards()  # who writes to `p.data` meanwhile changes them alone, which an earlier forward's backward is to see

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, distribute_tensor
 
+import hsdp
 from hsdp import StaleParametersError
 from tests.support.graphs import Net, loss, step, tokens
 from tests.support.rig import Pool, RankEnv
@@ -307,8 +308,8 @@ def _step_between_backwards(env: RankEnv) -> None:
 
 
 def _moved_and_back(env: RankEnv) -> None:
-    """Between a forward and its backward another pass runs at weights that are moved by `.data`, and stay whole behind it."""
-    model = shard(Net().double(), env.mesh(2))
+    """Between a forward and its backward a pass runs at weights that are moved by `.data`, and stay whole behind it."""
+    model = hsdp.fully_shard(Net().double(), mesh=env.mesh(2), reshard_after_forward=True)
     model.set_reshard_after_backward(False)  # type: ignore[operator]
     before = loss(model, env.rank)
     for sign in (1.0, -1.0):

@@ -18,6 +18,7 @@ import hsdp.api.select
 import hsdp.api.shard_units
 import hsdp.clip
 import hsdp.params.param
+import hsdp.schedule.backward
 import hsdp.schedule.optimizer_hooks
 import hsdp.unit.gradients
 import hsdp.weights.gather
@@ -26,13 +27,14 @@ import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.gather_order import GatherOrder
 from hsdp.schedule.module_hooks import ModuleHooks
-from hsdp.schedule.passes import ForwardPass
+from hsdp.schedule.passes import BackwardPass, ForwardPass, Opened
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.install import Shadows
 from hsdp.unit.unit import Unit
+from hsdp.unit.unsharded import GATHERING
 from hsdp.unit.write_guard import WriteGuard
 from tests.api import test_feature_rows as rows
 from tests.api import test_odd_moments as moments
@@ -52,10 +54,13 @@ from tests.rules import test_rule_07_fresh_weights as rule_07
 from tests.rules import test_rule_08_prefetch as rule_08
 from tests.rules import test_rule_09_resharding as rule_09
 from tests.rules import test_rule_10_completion as rule_10
+from tests.rules import test_rule_13_recompute as rule_13
 from tests.rules import test_rule_17_clipping as rule_17
+from tests.rules import test_rule_21_different_losses as rule_21
 from tests.rules import test_rule_28_side_channels as side_channels
 from tests.rules import test_rule_29_requires_grad as rule_29
 from tests.schedule import test_loops as loops
+from tests.unit import test_freshness as freshness
 from tests.unit import test_training_state as states
 
 NOT_REFUSED = "DID NOT RAISE|did not match"
@@ -360,6 +365,21 @@ def knows_the_graphs_of_one_root_alone() -> Any:
 )
 def takes_every_stale_unit_for_one_that_is_used() -> Any:
     return mock.patch.object(ForwardPass, "visited", property(lambda forward: set(), lambda forward, units: None))
+
+
+@mutant(Check(rule_21.check_calls, ((2,), "in turns", False, 0)), kill="DivergenceError")
+def counts_the_visits_that_this_rank_makes() -> Any:
+    return mock.patch.object(BackwardPass, "skipped", return_value=())
+
+
+@mutant(Check(rule_13.check_recursion, (None, 2)), kill="inplace operation")
+def takes_the_last_visit_that_began_for_all() -> Any:
+    return mock.patch.object(Opened, "is_behind", lambda opened, node: bool(opened.begun) and opened.begun[-1] > node)
+
+
+@mutant(Check(freshness._moved_and_back), kill="DID NOT RAISE")
+def forgets_what_stays_whole_behind_a_backward() -> Any:
+    return mock.patch.object(hsdp.schedule.backward, "_stay", lambda unit: unit.residency is GATHERING and unit.finish())
 
 
 @mutant(Check(ordinary.check, ((2,), ordinary_outputs.ends_a_unit_s_forward_early)), kill="inplace operation")

@@ -9,6 +9,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
@@ -252,14 +253,15 @@ def test_rule_21_ranks_see_what_is_pending_on_others(request: pytest.FixtureRequ
 
 
 class CalledOften(nn.Module):
-    """A unit that is called three times, with others between; two modules that are one unit; and a unit behind them all."""
+    """A unit that is called three times, with others before and between; and two modules that are one unit."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.often, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(5))
+        self.stem, self.often, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(6))
 
     def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
         """`uses`: which of the outputs below go into the result."""
+        x = torch.tanh(self.stem(x))
         outs = [torch.tanh(self.often(x)), torch.tanh(self.first(x))]
         outs.append(torch.tanh(self.often(torch.tanh(self.between(x)))))
         outs.append(torch.tanh(self.second(x)))
@@ -275,12 +277,11 @@ USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 }
 
 
-def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool) -> None:
+def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int) -> None:
     plain, model = seeded(CalledOften), seeded(CalledOften)
-    mesh = env.mesh(shape)
-    hsdp.fully_shard([model.first, model.second], mesh=mesh)
-    for unit in (model.often, model.between, model):
-        hsdp.fully_shard(unit, mesh=mesh)
+    units: list[Any] = [[model.first, model.second], model.often, model.between, model.stem, model]
+    for unit in units:
+        hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
     for k, uses in enumerate(USES[pattern]):
 
         def run(module: nn.Module, rank: int, k: int = k, uses: tuple[tuple[int, ...], ...] = uses) -> None:
@@ -293,10 +294,10 @@ def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool) 
         check_grads(model, plain, run, env.rank, env.world_size)
 
 
-@pytest.mark.parametrize("sums", [False, True])
+@pytest.mark.parametrize(("sums", "prefetch"), [(False, 0), (False, 1), (True, 0)])
 @pytest.mark.parametrize("pattern", USES)
 @pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=mesh_id)
 def test_rule_21_losses_of_different_calls_of_a_unit(
-    request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str, sums: bool
+    request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int
 ) -> None:
-    pool_for(request, shape).run(check_calls, shape, pattern, sums)
+    pool_for(request, shape).run(check_calls, shape, pattern, sums, prefetch)

@@ -399,6 +399,8 @@ class Side:
 
     def sam(self, at: int, scale: float) -> Values:
         moved = [(param, scale * param.grad) for param in self.params.values() if param.grad is not None]
+        # DTensor leaves whole what a penalty gave to a parameter with fewer rows than ranks, and would not add it then.
+        moved = [(p, by.redistribute(placements=p.placements) if isinstance(by, DTensor) else by) for p, by in moved]
         for param, by in moved:
             param.data.add_(by)
         try:

@@ -201,7 +201,7 @@ class Comm:
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in backends.by_dtype(outputs, inputs):
+            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else backends.by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
             started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))

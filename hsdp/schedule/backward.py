@@ -8,14 +8,14 @@ from collections.abc import Collection
 import torch
 
 from hsdp.comm.observer import Point
-from hsdp.schedule.passes import BEFORE_ALL, BackwardPass, Moment, Opened, Token, Visit
+from hsdp.schedule.passes import BEFORE_ALL, BackwardPass, Moment, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
-from hsdp.torch_private import graph_task, queue_callback, runs_all_leaves
+from hsdp.torch_private import graph_task, queue_callback
 from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, IDLE, TrainingState, expect, stale
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, Version, launch_ahead
+from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, launch_ahead
 
 
 class Backwards(Root):
@@ -100,28 +100,6 @@ class Backwards(Root):
                 unit.gradients.stash()
                 unit.gradients.commit()
 
-    def _accumulates(self) -> bool:
-        """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.
-
-        A rank whose loss reaches no trained parameter decides by the other leaves of its graph, inputs of the model say:
-        `backward()` accumulates into all of them, `backward(inputs=...)` does not. If another rank's `backward(inputs=...)`
-        does reach a parameter, the ranks disagree, and the divergence guard raises.
-        """
-        try:
-            if any(unit.will_get_gradients() for unit in self.units):
-                return True
-            return any(any(unit.trainable) for unit in self.units) and runs_all_leaves()
-        except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
-            return False
-
-    def _asks_for_weights(self) -> bool:
-        """Whether this graph task is an `autograd.grad` of unsharded parameters, as pipeline schedules call it."""
-        try:
-            any(unit.will_get_gradients() for unit in self.units)
-        except RuntimeError:
-            return True
-        return False
-
     def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: Moment) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
@@ -150,20 +128,26 @@ class Backwards(Root):
             unit.retain()
             Root._graphs.append(weakref.ref(visit))
             unit.note_shards()
-        self._note_entry(backward, unit, task, recomputed=visit is None)
+        backward.entered.add(unit)
+        backward.reduced.discard(unit)
+        if visit is None or not unit.open:
+            # A recomputation, also one inside the unit's own forward, sees the `requires_grad` of now.
+            unit.choose_trainable(afresh=False)
+        if backward.reduces and task not in unit.remaining:
+            unit.begin_task(task)
         opened = backward.opened.get(unit)
-        begun = () if opened is None else opened.begun
+        begun = () if opened is None else opened[0]
         begins = visit is not None and visit.first_node not in begun
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
-        begun += backward.skipped(unit, begun, node)
+        begun += _skipped(backward, unit, begun, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
             raise stale(unit)
-        ahead = backward.move_to(unit)
+        ahead = _move_to(backward, unit)
         if begins:
             backward.turns.visit(unit)
         if unit.open:
@@ -173,26 +157,12 @@ class Backwards(Root):
             if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
         else:
-            self._gather_for_backward(unit, visit, version, ahead)
-        backward.opened[unit] = Opened((*begun, visit.first_node) if visit is not None and begins else begun, task)
-
-    def _note_entry(self, backward: BackwardPass, unit: Unit, task: int, recomputed: bool) -> None:
-        """Notes that `unit` is entered: which of its parameters train, and which of their gradients `task` will make."""
-        backward.entered.add(unit)
-        backward.reduced.discard(unit)
-        if recomputed or not unit.open:
-            # A recomputation, also one inside the unit's own forward, sees the `requires_grad` of now.
-            unit.choose_trainable(afresh=False)
-        if backward.reduces and task not in unit.remaining:
-            unit.begin_task(task)
-
-    def _gather_for_backward(self, unit: Unit, visit: Visit | None, version: Version, ahead: Collection[Unit]) -> None:
-        """Gathers `unit`, which is not open, and the units `ahead`; neither with `set_unshard_in_backward(False)`."""
-        self.pipeline.advance()  # lands what is at rest: the gather can have that memory
-        if visit is None or unit.settings.unshard_in_backward:
-            unit.gather(version, looked=True)
-            launch_ahead(ahead)
-            unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
+            self.pipeline.advance()  # lands what is at rest: the gather can have that memory
+            if visit is None or unit.settings.unshard_in_backward:
+                unit.gather(version, looked=True)
+                launch_ahead(ahead)
+                unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
+        backward.opened[unit] = (*begun, visit.first_node) if visit is not None and begins else begun, task
 
     def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
         """Passes over the units that other ranks may have entered before `unit`.
@@ -227,7 +197,7 @@ class Backwards(Root):
         if before is not None:
             return before
         # Recomputed against expectation: others have entered what the engine has come behind by now.
-        return [other for other in gathers.rest() if backward.exit_of(other).first_node > node]
+        return [other for other in gathers.rest() if backward.exit_of(other)[0] > node]
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
@@ -250,22 +220,22 @@ class Backwards(Root):
             raise stale(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        launch_ahead(backward.move_to(unit))
+        launch_ahead(_move_to(backward, unit))
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit)
-        backward.opened[unit] = Opened((first_node,), graph_task())
+        backward.opened[unit] = (first_node,), graph_task()
 
     def _pass_over_rest(self, backward: BackwardPass) -> None:
         """The backward of one forward is over: passes over what is left of it."""
         if backward.gathers is not None:
             for unit in backward.gathers.rest():
-                self._end_visits_behind(backward, backward.exit_of(unit).first_node)
+                self._end_visits_behind(backward, backward.exit_of(unit)[0])
                 self._pass_over(backward, unit)
             self._backward_order.end(backward.gathers)
             assert backward.forward_pass is not None, "an order belongs to a forward"
             for unit in backward.opened:
-                backward.note_skipped(unit, BEFORE_ALL)
+                _note_skipped(backward, unit, BEFORE_ALL)
             if not self.reduce_order.retained:  # else ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
@@ -275,9 +245,9 @@ class Backwards(Root):
         The engine runs nodes that were made later first. So units whose forward began after the node was made have run
         all of theirs, also those that only hand gradients through frozen weights.
         """
-        for unit, opened in list(backward.opened.items()):
-            if opened.is_behind(node):
-                backward.note_skipped(unit, node)
+        for unit, (begun, _) in list(backward.opened.items()):
+            if begun and min(begun) > node:
+                _note_skipped(backward, unit, node)
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
@@ -300,7 +270,7 @@ class Backwards(Root):
         backward = self.backward
         if backward is None:
             return  # The gradient belongs to another root's forward of the unit; the runtime of that root ends the visit.
-        if unit in backward.opened and backward.opened[unit].task != graph_task():
+        if unit in backward.opened and backward.opened[unit][1] != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
         if unit not in backward.turns.waiting:
             self._reduce(unit)
@@ -373,8 +343,8 @@ class Backwards(Root):
             finally:
                 backward.ending = False
             return
-        for unit, opened in list(backward.opened.items()):
-            if opened.task == task:  # what an inner task (reentrant checkpointing) entered is over with it
+        for unit, (_, opened_in) in list(backward.opened.items()):
+            if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
                 self._end_visit(backward, unit)
 
     def _end_backward(self, backward: BackwardPass) -> None:
@@ -423,6 +393,34 @@ class Backwards(Root):
             self.awaits_gradients = False
         self.backward = None
         self.tell(Point.BACKWARD_ENDS)
+
+
+def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
+    """The backward is at `unit`; returns the units to be gathered ahead from there."""
+    ahead = unit.settings.backward_prefetch
+    if backward.gathers is not None:
+        backward.gathers.move_to(unit)
+        if ahead is None:
+            ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
+    return ahead or ()
+
+
+def _skipped(backward: BackwardPass, unit: Unit, begun: tuple[Moment, ...], node: Moment) -> tuple[Moment, ...]:
+    """Counts the visits of `unit` that this rank has not `begun` and that are over when `node` runs; returns their moments.
+
+    Other ranks, whose losses use the outputs of those forwards, have made them.
+    """
+    calls = () if backward.forward_pass is None else backward.forward_pass.calls.get(unit, ())
+    if len(calls) < 2:  # the one that is entered, or passed over
+        return ()
+    over = tuple(first for first in calls if first > node and first not in begun)
+    backward.turns.skip(unit, len(over))
+    return over
+
+
+def _note_skipped(backward: BackwardPass, unit: Unit, node: Moment) -> None:
+    begun, task = backward.opened[unit]
+    backward.opened[unit] = begun + _skipped(backward, unit, begun, node), task
 
 
 def _stay(unit: Unit) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
-from typing import NamedTuple
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.reduce_order import ReduceTurns
@@ -24,36 +23,15 @@ BEFORE_ALL: Moment = (NO_TASK, -1)
 """Before any node that a forward made."""
 
 
-class Exit(NamedTuple):
-    """How the last forward of a unit ended in a forward of the root: what its backward needs to know.
+Exit = tuple[Moment, Version]
+"""How the last forward of a unit ended in a forward of the root: the moment of the first autograd node that it made, and
+the unit's version in it."""
 
-    Attributes:
-        first_node: moment of the first autograd node that it made.
-        version: the unit's version in it.
-    """
-
-    first_node: Moment
-    version: Version
-
-
-class Opened(NamedTuple):
-    """The visits of a unit that are under way in a backward.
-
-    There are several of a unit that calls itself: the visit of the outer call begins first, and goes on when that of the
-    inner one is over.
-
-    Attributes:
-        begun: for each visit, made or over without this rank, the moment of the first autograd node of the forward that it
-            belongs to; none if the unit was recomputed only.
-        task: the graph task that opened the unit last.
-    """
-
-    begun: tuple[Moment, ...]
-    task: int
-
-    def is_behind(self, node: Moment) -> bool:
-        """Whether they are over when an autograd node is about to run that was made at `node`."""
-        return bool(self.begun) and min(self.begun) > node
+Opened = tuple[tuple[Moment, ...], int]
+"""The visits of a unit that are under way in a backward: for each that has begun, or is over without this rank, the moment
+of the first autograd node of the forward that it belongs to (none if the unit was recomputed only); and the graph task
+that opened the unit last. There are several visits of a unit that calls itself: that of the outer call begins first, and
+goes on when that of the inner one is over."""
 
 
 class ForwardPass:
@@ -148,30 +126,3 @@ class BackwardPass:
         found = self.forward_pass.exits[unit]
         assert found is not None, f"no gradient can enter unit {unit.name!r}"
         return found
-
-    def move_to(self, unit: Unit) -> Collection[Unit]:
-        """The backward is at `unit`; returns the units to be gathered ahead from there."""
-        ahead = unit.settings.backward_prefetch
-        if self.gathers is not None:
-            self.gathers.move_to(unit)
-            if ahead is None:
-                ahead = self.gathers.next_units(unit.comm_policy.prefetch)
-        return ahead or ()
-
-    def skipped(self, unit: Unit, begun: tuple[Moment, ...], node: Moment) -> tuple[Moment, ...]:
-        """Counts the visits of `unit` that this rank has not `begun` and that are over when `node` runs.
-
-        Other ranks, whose losses use the outputs of those forwards, have made them. Returns their moments.
-        """
-        calls = self.forward_pass.calls.get(unit, ()) if self.forward_pass is not None else ()
-        if len(calls) < 2:  # the one that is entered, or passed over
-            return ()
-        over = tuple(first for first in calls if first > node and first not in begun)
-        self.turns.skip(unit, len(over))
-        return over
-
-    def note_skipped(self, unit: Unit, node: Moment) -> None:
-        """The same of a unit whose visits are under way."""
-        opened = self.opened[unit]
-        if over := self.skipped(unit, opened.begun, node):
-            self.opened[unit] = opened._replace(begun=opened.begun + over)

@@ -77,13 +77,14 @@ class ReduceOrder:
 
     Attributes:
         awaited: forwards of the root whose backward, by what the program did, is still to come.
+        calls: for each unit its forwards that gradients can enter, of which the runtime tells.
         retained: the last backward keeps its graph, so that the same forward may have another one.
     """
 
     def __init__(self) -> None:
         self.awaited = 0
         self._entered: dict[Unit, bool] = {}  # with gradients? Without, it may be recomputed: that counts for the order
-        self._calls: dict[Unit, int] = {}
+        self.calls: dict[Unit, int] = {}
         self._before: tuple[dict[Unit, bool], dict[Unit, int]] = {}, {}
         self.retained = False
 
@@ -92,16 +93,12 @@ class ReduceOrder:
     def begin_forward(self) -> None:
         """A forward of the root begins."""
         if not self.awaited:
-            self._entered, self._calls = {}, {}
-        self._before = dict(self._entered), dict(self._calls)
+            self._entered, self.calls = {}, {}
+        self._before = dict(self._entered), dict(self.calls)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
         self._entered[unit] = self._entered.get(unit, False) or torch.is_grad_enabled()
-
-    def leave(self, unit: Unit) -> None:
-        """A forward of `unit` ended that gradients can enter."""
-        self._calls[unit] = self._calls.get(unit, 0) + 1
 
     def end_forward(self) -> None:
         """The root's forward ended."""
@@ -109,7 +106,7 @@ class ReduceOrder:
 
     def forget_forward(self) -> None:
         """The root's forward raised: its backward will not come, those of earlier forwards may."""
-        self._entered, self._calls = self._before
+        self._entered, self.calls = self._before
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -126,17 +123,17 @@ class ReduceOrder:
         for unit in reversed(self._entered):
             if any(unit.trainable):
                 # Never fewer than there are forwards: what this rank made of them the last time is its own affair.
-                calls = self._calls.get(unit, 0)
+                calls = self.calls.get(unit, 0)
                 expected[unit] = max(calls, unit.visits.get(calls, 0))
         return ReduceTurns(expected)
 
     def end(self, turns: ReduceTurns) -> list[Unit]:
         """The backward is over. Returns the units still to be reduced: not those that ran without gradients only."""
         for unit in turns.expected:
-            calls, visits = self._calls.get(unit, 0), turns.visits.get(unit, 0)
+            calls, visits = self.calls.get(unit, 0), turns.visits.get(unit, 0)
             if len(unit.visits) > _MOST_RECORDS:
                 unit.visits.clear()
             unit.visits[calls] = visits
             if not self.retained:
-                self._calls[unit] = max(0, calls - visits)
+                self.calls[unit] = max(0, calls - visits)
         return [unit for unit in turns.outstanding() if self._entered[unit] or unit.remaining]

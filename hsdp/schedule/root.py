@@ -32,7 +32,7 @@ from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
 from hsdp.schedule.passes import BackwardPass, ForwardPass, Moment, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
-from hsdp.torch_private import NO_TASK, graph_task, running_node
+from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
 from hsdp.unit.unit import Schedule, Unit
 
 _LETS_GO = 0.1
@@ -165,6 +165,28 @@ class Root:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
         with torch.no_grad():
             self.pipeline.drain()
+
+    def _accumulates(self) -> bool:
+        """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.
+
+        A rank whose loss reaches no trained parameter decides by the other leaves of its graph, inputs of the model say:
+        `backward()` accumulates into all of them, `backward(inputs=...)` does not. If another rank's `backward(inputs=...)`
+        does reach a parameter, the ranks disagree, and the divergence guard raises.
+        """
+        try:
+            if any(unit.will_get_gradients() for unit in self.units):
+                return True
+            return any(any(unit.trainable) for unit in self.units) and runs_all_leaves()
+        except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
+            return False
+
+    def _asks_for_weights(self) -> bool:
+        """Whether this graph task is an `autograd.grad` of unsharded parameters, as pipeline schedules call it."""
+        try:
+            any(unit.will_get_gradients() for unit in self.units)
+        except RuntimeError:
+            return True
+        return False
 
     def refuse_landing(self, what: str) -> None:
         """Raises StateError where a user's hook runs the model while the last gradients of a backward land."""

@@ -15,7 +15,7 @@ import torch
 from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
-from hsdp.schedule.passes import Exit, ForwardPass, Visit
+from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
@@ -84,9 +84,10 @@ class Runtime(Backwards):
         if visit is None:
             exits[unit] = before
         else:
-            exits[unit] = Exit(visit.first_node, visit.version)
+            exits[unit] = (visit.first_node, visit.version)
             self.forward_pass.calls.setdefault(unit, []).append(visit.first_node)
-            self.reduce_order.leave(unit)
+            calls = self.reduce_order.calls
+            calls[unit] = calls.get(unit, 0) + 1
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:

@@ -27,7 +27,7 @@ import hsdp.weights.replica_check
 from hsdp.params.param import ManagedParam
 from hsdp.schedule.gather_order import GatherOrder
 from hsdp.schedule.module_hooks import ModuleHooks
-from hsdp.schedule.passes import BackwardPass, ForwardPass, Opened
+from hsdp.schedule.passes import ForwardPass
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
@@ -369,12 +369,12 @@ def takes_every_stale_unit_for_one_that_is_used() -> Any:
 
 @mutant(Check(rule_21.check_calls, ((2,), "in turns", False, 0)), kill="DivergenceError")
 def counts_the_visits_that_this_rank_makes() -> Any:
-    return mock.patch.object(BackwardPass, "skipped", return_value=())
+    return mock.patch.object(hsdp.schedule.backward, "_skipped", return_value=())
 
 
 @mutant(Check(rule_13.check_recursion, (None, 2)), kill="inplace operation")
 def takes_the_last_visit_that_began_for_all() -> Any:
-    return mock.patch.object(Opened, "is_behind", lambda opened, node: bool(opened.begun) and opened.begun[-1] > node)
+    return mock.patch.object(hsdp.schedule.backward, "min", lambda begun: begun[-1], create=True)
 
 
 @mutant(Check(freshness._moved_and_back), kill="DID NOT RAISE")

@@ -192,8 +192,8 @@ def share_comm_ctx(modules: list[Any]) -> None:
         runtime.share_streams(runtimes[0])
 
 
-def check_flag(method: str, value: Any) -> bool:
-    """Returns `value` if it is True or False; raises TypeError naming `method` otherwise."""
+def check_flag(method: str, value: Any, keyword: str = "") -> bool:
+    """Returns `value` if it is True or False; raises TypeError naming `method`, and the `keyword`, otherwise."""
     if not isinstance(value, bool):
-        raise TypeError(f"{method}({value!r}): expected True or False")
+        raise TypeError(f"{method}({keyword}{value!r}): expected True or False")
     return value

@@ -142,7 +142,7 @@ class HSDPModule(Setters):
         Raises:
             StateError: inside `full_params`.
         """
-        async_op = check_flag("unshard", async_op)
+        async_op = check_flag("unshard", async_op, "async_op=")
         units = self._units(recurse=False)
         for unit in units:
             expect(unit, "unshard", *(state for state in TrainingState if state is not FULL_PARAMS))
@@ -199,7 +199,7 @@ class HSDPModule(Setters):
                 with model.accumulate(last=i == len(micro_batches) - 1):
                     loss_of(model(batch)).backward()
         """
-        last = check_flag("accumulate", last)
+        last = check_flag("accumulate", last, "last=")
         settings = [unit.settings for unit in self._units()]
         before = [(each.requires_grad_sync, each.requires_all_reduce) for each in settings]
         # One policy for all units, as `hsdp.plan` counts it. Units that follow their own would cost a step both the memory

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -10,6 +10,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
 
@@ -27,23 +28,13 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> 
     if not isinstance(param, DTensor):
         return
     shape = block_of(param).shape
-    for entry, value in _leaves(entries) if shape != param.shape else ():
+    for entry, value in leaves_of(entries).items() if shape != param.shape else ():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
             raise CheckpointError(
                 f"entry {entry!r} of the optimizer's state of {name!r} is a plain tensor, which has the shape of a rank's "
                 f"own rows and not the parameter's {tuple(param.shape)}: all rows but rank 0's would be lost; keep such "
                 "state as DTensors, torch.zeros_like(param), and not torch.zeros_like(param.to_local())"
             )
-
-
-def _leaves(entries: Mapping[Any, Any], above: str = "") -> Iterator[tuple[str, Any]]:
-    for key, value in entries.items():
-        if isinstance(value, (list, tuple)):
-            yield from _leaves(dict(enumerate(value)), f"{above}{key}.")
-        elif isinstance(value, Mapping):
-            yield from _leaves(value, f"{above}{key}.")
-        else:
-            yield f"{above}{key}", value
 
 
 def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:

@@ -142,14 +142,14 @@ class Backwards(Root):
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
-        begun += _skipped(backward, unit, begun, node)
+        _skip(backward, unit, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
             raise stale(unit)
         ahead = _move_to(backward, unit)
-        if begins:
-            backward.turns.visit(unit)
+        if visit is not None and begins:
+            backward.turns.visit(unit, None if visit.forward_pass is None else visit.first_node)
         if unit.open:
             unit.shadows.register()
             if comes:  # Also where it is open on this rank alone, by a visit of its own: the others gather ahead now.
@@ -223,7 +223,7 @@ class Backwards(Root):
         launch_ahead(_move_to(backward, unit))
         if backward.keeps_graph:
             unit.retain()
-        backward.turns.visit(unit)
+        backward.turns.visit(unit, first_node)
         backward.opened[unit] = (first_node,), graph_task()
 
     def _pass_over_rest(self, backward: BackwardPass) -> None:
@@ -235,7 +235,7 @@ class Backwards(Root):
             self._backward_order.end(backward.gathers)
             assert backward.forward_pass is not None, "an order belongs to a forward"
             for unit in backward.opened:
-                _note_skipped(backward, unit, BEFORE_ALL)
+                _skip(backward, unit, BEFORE_ALL)
             if not self.reduce_order.retained:  # else ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
@@ -247,7 +247,7 @@ class Backwards(Root):
         """
         for unit, (begun, _) in list(backward.opened.items()):
             if begun and min(begun) > node:
-                _note_skipped(backward, unit, node)
+                _skip(backward, unit, node)
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
@@ -405,22 +405,18 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
     return ahead or ()
 
 
-def _skipped(backward: BackwardPass, unit: Unit, begun: tuple[Moment, ...], node: Moment) -> tuple[Moment, ...]:
-    """Counts the visits of `unit` that this rank has not `begun` and that are over when `node` runs; returns their moments.
+def _skip(backward: BackwardPass, unit: Unit, node: Moment) -> None:
+    """Counts the visits of `unit` that are over when `node` runs and that other ranks alone have made.
 
-    Other ranks, whose losses use the outputs of those forwards, have made them.
+    Not before this rank has entered the unit, or passed over it, in the forward whose backward runs: that is a visit.
     """
     calls = () if backward.forward_pass is None else backward.forward_pass.calls.get(unit, ())
-    if len(calls) < 2:  # the one that is entered, or passed over
-        return ()
-    over = tuple(first for first in calls if first > node and first not in begun)
-    backward.turns.skip(unit, len(over))
-    return over
-
-
-def _note_skipped(backward: BackwardPass, unit: Unit, node: Moment) -> None:
-    begun, task = backward.opened[unit]
-    backward.opened[unit] = begun + _skipped(backward, unit, begun, node), task
+    visits: Collection[Moment] = backward.turns.visits.get(unit, ())
+    over = [first for first in calls if first > node and first not in visits]
+    if over:
+        entered = backward.gathers is not None and unit in backward.gathers.entered
+        if entered or any([first in visits for first in calls]):
+            backward.turns.skip(unit, over)
 
 
 def _stay(unit: Unit) -> None:

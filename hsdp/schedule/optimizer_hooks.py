@@ -64,16 +64,17 @@ def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Paramet
     They were added to a sharded module, perhaps as adapters that an optimizer steps alone, or lie beside sharded parameters
     in a module that nobody called `fully_shard` on.
     """
-    plain = [param for param in params if param.requires_grad and not isinstance(param, DTensor)]
     beside = bool(units)
-    if plain and not units:
-        units = all_units()
-    if not plain or all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
+    units = units or all_units()
+    if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
         return
     known = {key for unit in units for key in unit.ignored}
+    alone = [p for p in params if p.requires_grad and not isinstance(p, DTensor) and id(p) not in known]
+    if not alone:
+        return
     roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
     names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
-    if alone := [param for param in plain if id(param) not in known and (beside or id(param) in names)]:
+    if alone := [param for param in alone if beside or id(param) in names]:
         told = [names.get(id(param), f"one of shape {tuple(param.shape)}") for param in alone[:3]]
         more = ", ..." if len(alone) > 3 else ""
         warnings.warn(

@@ -6,18 +6,11 @@ import weakref
 from collections.abc import Collection
 
 from hsdp.schedule.gather_order import BackwardGathers
+from hsdp.schedule.reduce_order import Moment as Moment
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.torch_private import NO_TASK
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Version
-
-Moment = tuple[int, int]
-"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
-
-Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
-What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
-"""
-
 
 BEFORE_ALL: Moment = (NO_TASK, -1)
 """Before any node that a forward made."""
@@ -28,10 +21,10 @@ Exit = tuple[Moment, Version]
 the unit's version in it."""
 
 Opened = tuple[tuple[Moment, ...], int]
-"""The visits of a unit that are under way in a backward: for each that has begun, or is over without this rank, the moment
-of the first autograd node of the forward that it belongs to (none if the unit was recomputed only); and the graph task
-that opened the unit last. There are several visits of a unit that calls itself: that of the outer call begins first, and
-goes on when that of the inner one is over."""
+"""The visits of a unit that are under way in a backward: for each that has begun, the moment of the first autograd node of
+the forward that it belongs to (none if the unit was recomputed only); and the graph task that opened the unit last. There
+are several visits of a unit that calls itself: that of the outer call begins first, and goes on when that of the inner one
+is over."""
 
 
 class ForwardPass:

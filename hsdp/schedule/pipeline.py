@@ -39,8 +39,8 @@ class Reduction:
 
     Attributes:
         unit, source: whose gradients they are.
-        replicas: ranks over which it is all-reduced; 0: replicas that are not in
-            the mesh, which the all-reduce stage counts.
+        replicas: ranks over which it is all-reduced; 0: replicas that are not in the mesh, which the all-reduce stage
+            counts.
         parts: its operands, by dtype group, in one part each.
         all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
             tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.

@@ -6,15 +6,16 @@
 A *visit* is the backward of one forward of a unit. When a rank has all its own gradients of a unit, the unit is complete,
 and is reduced as soon as its turn comes. A rank that used the parameters in none or only some of the visits cannot tell
 from its gradients: for it the unit is complete after its last visit, and all ranks count the same visits: one that a rank
-does not make is over when the engine has come behind it. There is one visit for each forward that gradients can enter. Of
-units that are recomputed there may be more: as many as the last time the same number of forwards awaited their backward.
-A unit that is visited after its turn is reduced again at the end.
+does not make is over when the engine has come behind it. There is one visit for each forward that gradients can enter.
+Forwards without gradients that are recomputed have visits, too, which no forward tells of: they are taken to be as many as
+the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
+the end.
 """
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 
 import torch
 
@@ -23,37 +24,58 @@ from hsdp.unit.unit import Unit
 
 _MOST_RECORDS = 64
 
+Moment = tuple[int, int]
+"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
+
+Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
+What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
+"""
+
 
 class ReduceTurns:
     """The turns of one backward, which drops them at its end.
 
     Args:
-        expected: how many visits each unit will have, in the order of the turns.
+        expected: how many visits each unit will have, in the order of the turns: those of forwards that gradients can
+            enter, and those of recomputations. One must never be taken for the other: what is missing of a rank's own
+            gradients would be reduced with all gradients of another rank.
     """
 
-    def __init__(self, expected: dict[Unit, int]) -> None:
+    def __init__(self, expected: dict[Unit, tuple[int, int]]) -> None:
         self.expected = expected
-        self.visits: dict[Unit, int] = {}
+        self.visits: dict[Unit, set[Moment]] = {}
+        self.recomputed: dict[Unit, int] = {}
         self._queue = deque(expected)
         self.waiting = set(expected)
         self._ready: set[Unit] = set()
         self._again: list[Unit] = []
 
-    def visit(self, unit: Unit) -> None:
-        """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before."""
+    def visit(self, unit: Unit, forward: Moment | None) -> None:
+        """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before.
+
+        Args:
+            unit: the unit.
+            forward: the moment of the first autograd node of the forward that it belongs to; None: a recomputation's.
+        """
         self._ready.discard(unit)
-        self.visits[unit] = self.visits.get(unit, 0) + 1
+        if forward is None:
+            self.recomputed[unit] = self.recomputed.get(unit, 0) + 1
+        else:
+            self.visits.setdefault(unit, set()).add(forward)
         if unit not in self.waiting and unit in self.expected:
             self.waiting.add(unit)
             self._again.append(unit)
 
-    def skip(self, unit: Unit, visits: int) -> None:
-        """So many visits of `unit` are over that this rank does not make."""
-        self.visits[unit] = self.visits.get(unit, 0) + visits
+    def skip(self, unit: Unit, forwards: Iterable[Moment]) -> None:
+        """The visits of these forwards of `unit` are over, and this rank made none of them."""
+        self.visits.setdefault(unit, set()).update(forwards)
 
     def expects(self, unit: Unit) -> bool:
         """Whether `unit` will be visited again before its turn."""
-        return unit in self.waiting and self.visits.get(unit, 0) < self.expected[unit]
+        if unit not in self.waiting:
+            return False
+        visits, recomputed = self.expected[unit]
+        return len(self.visits.get(unit, ())) < visits or self.recomputed.get(unit, 0) < recomputed
 
     def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
@@ -122,18 +144,17 @@ class ReduceOrder:
         expected = {}
         for unit in reversed(self._entered):
             if any(unit.trainable):
-                # Never fewer than there are forwards: what this rank made of them the last time is its own affair.
                 calls = self.calls.get(unit, 0)
-                expected[unit] = max(calls, unit.visits.get(calls, 0))
+                expected[unit] = calls, unit.recomputed.get(calls, 0)
         return ReduceTurns(expected)
 
     def end(self, turns: ReduceTurns) -> list[Unit]:
         """The backward is over. Returns the units still to be reduced: not those that ran without gradients only."""
         for unit in turns.expected:
-            calls, visits = self.calls.get(unit, 0), turns.visits.get(unit, 0)
-            if len(unit.visits) > _MOST_RECORDS:
-                unit.visits.clear()
-            unit.visits[calls] = visits
+            calls = self.calls.get(unit, 0)
+            if len(unit.recomputed) > _MOST_RECORDS:
+                unit.recomputed.clear()
+            unit.recomputed[calls] = turns.recomputed.get(unit, 0)
             if not self.retained:
-                self.calls[unit] = max(0, calls - visits)
+                self.calls[unit] = max(0, calls - len(turns.visits.get(unit, ())))
         return [unit for unit in turns.outstanding() if self._entered[unit] or unit.remaining]

@@ -85,9 +85,11 @@ class Runtime(Backwards):
             exits[unit] = before
         else:
             exits[unit] = (visit.first_node, visit.version)
-            self.forward_pass.calls.setdefault(unit, []).append(visit.first_node)
-            calls = self.reduce_order.calls
-            calls[unit] = calls.get(unit, 0) + 1
+            moments = self.forward_pass.calls.setdefault(unit, [])
+            if visit.first_node not in moments:  # else it called itself at once: the visit is one
+                moments.append(visit.first_node)
+                calls = self.reduce_order.calls
+                calls[unit] = calls.get(unit, 0) + 1
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:

@@ -92,7 +92,7 @@ class Unit(UnitActivity, UnshardedParams):
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
             earlier one whose backward or whose sums are still to come.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
-        visits: how often backwards visited it, by the number of its forwards that waited for theirs.
+        recomputed: how often the last backward visited recomputations of it, by the number of its forwards that waited.
     """
 
     def __init__(
@@ -137,7 +137,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._wanted: tuple[bool, ...] = ()
         self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
-        self.visits: dict[int, int] = {}
+        self.recomputed: dict[int, int] = {}
 
         # Communication.
         self.context = CommContext(Streams(axes.device))

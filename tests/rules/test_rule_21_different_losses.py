@@ -257,13 +257,17 @@ class CalledOften(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
+        self.recomputes = False  # the middle one of the three calls, reentrantly
         self.stem, self.often, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(6))
 
     def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
         """`uses`: which of the outputs below go into the result."""
         x = torch.tanh(self.stem(x))
         outs = [torch.tanh(self.often(x)), torch.tanh(self.first(x))]
-        outs.append(torch.tanh(self.often(torch.tanh(self.between(x)))))
+        middle = torch.tanh(self.between(x))
+        outs.append(
+            torch.tanh(checkpoint(self.often, middle, use_reentrant=True) if self.recomputes else self.often(middle))
+        )
         outs.append(torch.tanh(self.second(x)))
         outs.append(torch.tanh(self.often(x * 2.0)))
         return self.head(sum((outs[use] for use in uses), x))  # type: ignore[no-any-return]
@@ -277,8 +281,11 @@ USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 }
 
 
-def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int) -> None:
+def check_calls(
+    env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int, recomputes: bool = False
+) -> None:
     plain, model = seeded(CalledOften), seeded(CalledOften)
+    plain.recomputes = model.recomputes = recomputes
     units: list[Any] = [[model.first, model.second], model.often, model.between, model.stem, model]
     for unit in units:
         hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
@@ -301,3 +308,32 @@ def test_rule_21_losses_of_different_calls_of_a_unit(
     request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int
 ) -> None:
     pool_for(request, shape).run(check_calls, shape, pattern, sums, prefetch)
+
+
+@pytest.mark.parametrize("pattern", USES)
+def test_rule_21_a_recomputation_does_not_stand_for_another_call(pool2: Pool, pattern: str) -> None:
+    pool2.run(check_calls, (2, 1), pattern, False, 1, True)
+
+
+def check_two_forwards(env: RankEnv, shape: tuple[int, ...], prefetch: int) -> None:
+    """Of two forwards that one backward answers, ranks use other calls in each, and in some none at all."""
+    plain, model = seeded(CalledOften), seeded(CalledOften)
+    for unit in (model.often, model.between, model.stem, model):
+        hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
+    pattern = USES["in turns"]
+    for k, uses in enumerate(pattern):
+
+        def run(module: nn.Module, rank: int, k: int = k, uses: tuple[tuple[int, ...], ...] = uses) -> None:
+            later = pattern[(k + 3) % len(pattern)]
+            outs = module(floats(rank, k), uses[rank % 2]) + module(floats(rank, k + 50), later[(rank + 1) % 2])
+            outs.square().sum().backward()
+
+        check_grads(model, plain, run, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("shape", [(2,), (2, 1), (2, 2)], ids=mesh_id)
+def test_rule_21_losses_of_different_calls_in_two_forwards(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], prefetch: int
+) -> None:
+    pool_for(request, shape).run(check_two_forwards, shape, prefetch)

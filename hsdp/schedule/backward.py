@@ -242,11 +242,12 @@ class Backwards(Root):
     def _end_visits_behind(self, backward: BackwardPass, node: Moment) -> None:
         """Ends the visits that are over when an autograd node is about to run.
 
-        The engine runs nodes that were made later first. So units whose forward began after the node was made have run
+        The engine runs nodes that were made later first. So units whose forwards began after the node was made have run
         all of theirs, also those that only hand gradients through frozen weights.
         """
+        calls = {} if backward.forward_pass is None else backward.forward_pass.calls
         for unit, (begun, _) in list(backward.opened.items()):
-            if begun and min(begun) > node:
+            if begun and min((*begun, *calls.get(unit, ()))) > node:
                 _skip(backward, unit, node)
                 self._end_visit(backward, unit)
 

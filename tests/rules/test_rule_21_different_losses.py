@@ -282,10 +282,18 @@ USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 
 
 def check_calls(
-    env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int, recomputes: bool = False
+    env: RankEnv,
+    shape: tuple[int, ...],
+    pattern: str,
+    sums: bool,
+    prefetch: int,
+    recomputes: bool = False,
+    frozen: bool = False,
 ) -> None:
     plain, model = seeded(CalledOften), seeded(CalledOften)
     plain.recomputes = model.recomputes = recomputes
+    for module in (plain, model):
+        module.often.requires_grad_(not frozen)
     units: list[Any] = [[model.first, model.second], model.often, model.between, model.stem, model]
     for unit in units:
         hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
@@ -313,6 +321,14 @@ def test_rule_21_losses_of_different_calls_of_a_unit(
 @pytest.mark.parametrize("pattern", USES)
 def test_rule_21_a_recomputation_does_not_stand_for_another_call(pool2: Pool, pattern: str) -> None:
     pool2.run(check_calls, (2, 1), pattern, False, 1, True)
+
+
+@pytest.mark.parametrize("pattern", USES)
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_21_losses_of_different_calls_of_a_frozen_unit(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str
+) -> None:
+    pool_for(request, shape).run(check_calls, shape, pattern, False, 1, False, True)
 
 
 def check_two_forwards(env: RankEnv, shape: tuple[int, ...], prefetch: int) -> None:

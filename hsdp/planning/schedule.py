@@ -16,6 +16,7 @@ from typing import NamedTuple
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
 from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, GatherOrder
+from hsdp.schedule.moments import BEFORE_ALL
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 
 
@@ -161,7 +162,7 @@ class _Rehearsal:
             return
         self._last = last
         self._opened = []
-        in_turn = [(self._places[unit], True) for unit in self._backward_order(0)]
+        in_turn = [(self._places[unit], BEFORE_ALL) for unit in self._backward_order(0)]
         self._gathers = BackwardGatherOrder[_Unit]().begin(in_turn)
         self._backward_of(0)
         self._queue.drain()

@@ -8,7 +8,8 @@ from collections.abc import Collection
 import torch
 
 from hsdp.comm.observer import Point
-from hsdp.schedule.passes import BEFORE_ALL, BackwardPass, Moment, Token, Visit
+from hsdp.schedule.moments import BEFORE_ALL, Moment
+from hsdp.schedule.passes import BackwardPass, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
@@ -142,6 +143,7 @@ class Backwards(Root):
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
+            begun = backward.opened[unit][0] if unit in backward.opened else ()  # passed over, or its visits have ended
         _skip(backward, unit, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
@@ -188,16 +190,12 @@ class Backwards(Root):
             # Units that stayed whole have their place in the order too: it is that of the reductions.
             self._pass_over_rest(backward)
             gathers = backward.gathers = self._backward_order.begin(
-                (other, ended is not None)
+                (other, None if ended is None else ended[0])
                 for other, ended in reversed(forward_pass.exits.items())
                 if other.settings.unshard_in_backward
             )
             backward.forward_pass = forward_pass
-        before = gathers.before(unit)
-        if before is not None:
-            return before
-        # Recomputed against expectation: others have entered what the engine has come behind by now.
-        return [other for other in gathers.rest() if backward.exit_of(other)[0] > node]
+        return gathers.enter(unit, node)
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
         """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.

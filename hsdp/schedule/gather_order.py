@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterable
 from typing import Generic, Protocol, TypeVar
 
+from hsdp.schedule.moments import Moment
 from hsdp.schedule.room import room_for
 
 
@@ -89,8 +90,11 @@ class BackwardGatherOrder(Generic[UnitT]):
         self._windows: _Windows[UnitT] = _Windows([])
         self.plan = 0
 
-    def begin(self, units: Iterable[tuple[UnitT, bool]]) -> BackwardGathers[UnitT]:
-        """The backward of a forward begins, with `units` to be gathered, and whether gradients can enter each."""
+    def begin(self, units: Iterable[tuple[UnitT, Moment | None]]) -> BackwardGathers[UnitT]:
+        """The backward of a forward begins, with `units` to be gathered.
+
+        With each goes when its last forward began, by its first autograd node; None: gradients cannot enter it.
+        """
         gathers = BackwardGathers(dict(units), self._absent, self._windows)
         self._windows = gathers.windows
         return gathers
@@ -98,7 +102,7 @@ class BackwardGatherOrder(Generic[UnitT]):
     def end(self, gathers: BackwardGathers[UnitT]) -> None:
         """That backward is over."""
         self._absent -= gathers.entered
-        self._absent.update(u for u, certain in gathers.certain.items() if not certain and u not in gathers.entered)
+        self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
         if gathers.expected:
             self.plan = hash(tuple(unit.op for unit in gathers.expected))
 
@@ -107,30 +111,39 @@ class BackwardGathers(Generic[UnitT]):
     """The order in which units are gathered in the backward of one forward, and where this rank is in it.
 
     Attributes:
-        certain: the units, and whether gradients can enter each; `expected`: those that are expected, in order.
-        windows: those of the order; given are those of the one before it, which often is the same.
+        began: the units, with when the last forward of each began; None: gradients cannot enter it.
+        expected: those that are gathered, in order, `windows`: of that order; given are those of the one before it, which
+            often is the same.
         entered: those that this rank has entered.
     """
 
-    def __init__(self, certain: dict[UnitT, bool], absent: Collection[UnitT], windows: _Windows[UnitT]) -> None:
-        self.certain = certain
-        self.expected = [unit for unit, sure in certain.items() if sure or unit not in absent]
+    def __init__(self, began: dict[UnitT, Moment | None], absent: Collection[UnitT], windows: _Windows[UnitT]) -> None:
+        self.began = began
+        self.expected = [unit for unit, moment in began.items() if moment is not None or unit not in absent]
         self.windows = windows.of(self.expected)
         self.entered: set[UnitT] = set()
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
 
-    def before(self, unit: UnitT) -> list[UnitT] | None:
-        """The units that come before `unit`, which this rank is about to enter, and that other ranks may have entered.
+    def enter(self, unit: UnitT, node: Moment) -> list[UnitT]:
+        """Records that this rank is about to enter `unit`; returns the units that other ranks may have entered before.
 
-        There are none if `unit` was passed already: then it is gathered out of the order, which all ranks do alike. None if
-        it has no place in this backward.
+        These are the ones that come before it in the order. Where its place does not tell, as it was passed already, has no
+        place, or was called once more later in the forward, they are those that the engine is behind when it runs `node`:
+        `unit` itself is one of them if others have entered it for the later call.
         """
-        place = self._places.get(unit)
-        if place is None:
-            return None
-        self.entered.add(unit)
-        return self._between(place) if place > self._at else []
+        place, began = self._places.get(unit), self.began.get(unit)
+        if place is not None and place >= self._at and (began is None or began <= node):
+            passed = self._between(place)
+        else:
+            passed = [u for u in self.rest() if self._places[u] < (place or 0) or self._is_behind(u, node)]
+        if place is not None:
+            self.entered.add(unit)
+        return passed
+
+    def _is_behind(self, unit: UnitT, node: Moment) -> bool:
+        began = self.began[unit]
+        return began is not None and began > node
 
     def rest(self) -> list[UnitT]:
         """The units that are left, and that other ranks may have entered."""
@@ -138,7 +151,7 @@ class BackwardGathers(Generic[UnitT]):
 
     def _between(self, stop: int) -> list[UnitT]:
         between = self.expected[self._at : stop]
-        return [unit for unit in between if self.certain[unit] and unit not in self.entered]
+        return [unit for unit in between if self.began[unit] is not None and unit not in self.entered]
 
     def move_to(self, unit: UnitT) -> None:
         """`unit` is entered or passed over now."""

@@ -20,8 +20,9 @@ from torch import Tensor, nn
 from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
+from hsdp.schedule.moments import Moment
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
-from hsdp.schedule.passes import ForwardPass, Moment, Visit
+from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
 from hsdp.unit.state import IDLE, other_thread, training_state

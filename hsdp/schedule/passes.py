@@ -6,15 +6,10 @@ import weakref
 from collections.abc import Collection
 
 from hsdp.schedule.gather_order import BackwardGathers
-from hsdp.schedule.reduce_order import Moment as Moment
+from hsdp.schedule.moments import Moment
 from hsdp.schedule.reduce_order import ReduceTurns
-from hsdp.torch_private import NO_TASK
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Version
-
-BEFORE_ALL: Moment = (NO_TASK, -1)
-"""Before any node that a forward made."""
-
 
 Exit = tuple[Moment, Version]
 """How the last forward of a unit ended in a forward of the root: the moment of the first autograd node that it made, and

@@ -19,17 +19,11 @@ from collections.abc import Iterable, Iterator
 
 import torch
 
+from hsdp.schedule.moments import Moment
 from hsdp.torch_private import retains_graph
 from hsdp.unit.unit import Unit
 
 _MOST_RECORDS = 64
-
-Moment = tuple[int, int]
-"""When an autograd node was made: the graph task inside of which that was (NO_TASK: none), then the node's number.
-
-Numbers alone do not tell, as each thread counts its own, and on a device a recomputation runs on a thread of the engine.
-What is recomputed inside of a task is run by a task inside of that one, before the outer task goes on: it counts as later.
-"""
 
 
 class ReduceTurns:

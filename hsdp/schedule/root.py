@@ -29,7 +29,8 @@ from hsdp.format import dotted
 from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
-from hsdp.schedule.passes import BackwardPass, ForwardPass, Moment, Visit
+from hsdp.schedule.moments import Moment
+from hsdp.schedule.passes import BackwardPass, ForwardPass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves

@@ -255,10 +255,12 @@ def test_rule_21_ranks_see_what_is_pending_on_others(request: pytest.FixtureRequ
 class CalledOften(nn.Module):
     """A unit that is called three times, with others before and between; and two modules that are one unit."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: str = "") -> None:
         super().__init__()
-        self.recomputes = False  # the middle one of the three calls, reentrantly
-        self.stem, self.often, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(6))
+        self.recomputes = kind == "recomputed"  # the middle one of the three calls, reentrantly
+        self.stem, self.between, self.first, self.second, self.head = (nn.Linear(DIM, DIM) for _ in range(5))
+        self.often = nn.Linear(DIM, DIM)
+        self.often.requires_grad_(kind != "frozen")
 
     def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
         """`uses`: which of the outputs below go into the result."""
@@ -281,19 +283,8 @@ USES: dict[str, list[tuple[tuple[int, ...], tuple[int, ...]]]] = {
 }
 
 
-def check_calls(
-    env: RankEnv,
-    shape: tuple[int, ...],
-    pattern: str,
-    sums: bool,
-    prefetch: int,
-    recomputes: bool = False,
-    frozen: bool = False,
-) -> None:
-    plain, model = seeded(CalledOften), seeded(CalledOften)
-    plain.recomputes = model.recomputes = recomputes
-    for module in (plain, model):
-        module.often.requires_grad_(not frozen)
+def check_calls(env: RankEnv, shape: tuple[int, ...], pattern: str, sums: bool, prefetch: int, kind: str = "") -> None:
+    plain, model = seeded(lambda: CalledOften(kind)), seeded(lambda: CalledOften(kind))
     units: list[Any] = [[model.first, model.second], model.often, model.between, model.stem, model]
     for unit in units:
         hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
@@ -320,7 +311,7 @@ def test_rule_21_losses_of_different_calls_of_a_unit(
 
 @pytest.mark.parametrize("pattern", USES)
 def test_rule_21_a_recomputation_does_not_stand_for_another_call(pool2: Pool, pattern: str) -> None:
-    pool2.run(check_calls, (2, 1), pattern, False, 1, True)
+    pool2.run(check_calls, (2, 1), pattern, False, 1, "recomputed")
 
 
 @pytest.mark.parametrize("pattern", USES)
@@ -328,7 +319,43 @@ def test_rule_21_a_recomputation_does_not_stand_for_another_call(pool2: Pool, pa
 def test_rule_21_losses_of_different_calls_of_a_frozen_unit(
     request: pytest.FixtureRequest, shape: tuple[int, ...], pattern: str
 ) -> None:
-    pool_for(request, shape).run(check_calls, shape, pattern, False, 1, False, True)
+    pool_for(request, shape).run(check_calls, shape, pattern, False, 1, "frozen")
+
+
+class CalledTwice(nn.Module):
+    """A block of two layers runs twice behind the others; the loss may leave out what the second time makes of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem, self.between, self.up, self.down = (nn.Linear(DIM, DIM) for _ in range(4))
+
+    def block(self, x: Tensor) -> Tensor:
+        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+
+    def forward(self, x: Tensor, twice: bool) -> Tensor:
+        once = self.block(torch.tanh(self.between(torch.tanh(self.stem(x)))))
+        again = self.block(once)
+        return once + again if twice else once
+
+
+def check_called_twice(env: RankEnv, shape: tuple[int, ...], prefetch: int) -> None:
+    plain, model = seeded(CalledTwice), seeded(CalledTwice)
+    for unit in (model.stem, model.between, model.up, model.down, model):
+        hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
+    for k, twice in enumerate([(True, False), (True, True), (False, True), (False, False)]):
+
+        def run(module: nn.Module, rank: int, k: int = k, twice: tuple[bool, bool] = twice) -> None:
+            module(floats(rank, k), twice[rank % 2]).square().sum().backward()
+
+        check_grads(model, plain, run, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1])
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_rule_21_a_rank_enters_units_for_an_earlier_call_than_others(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], prefetch: int
+) -> None:
+    pool_for(request, shape).run(check_called_twice, shape, prefetch)
 
 
 def check_two_forwards(env: RankEnv, shape: tuple[int, ...], prefetch: int) -> None:

@@ -7,6 +7,8 @@ A forward is told what to do by a `How`, a plain dictionary of what differs from
     skip    parts that it does not run                            tweaks  by part: one of `TWEAKS`, done inside the part
     edits   by part: one of `EDITS`, done by the root behind it   end     one of `ENDS`, done by the root before it returns
     heads   which of both outputs the loss uses, for each rank in turns: "both", "first" or "second"
+    cuts    by part: whether the loss goes around it instead of through it, for each rank in turns
+    again   parts that it runs once more before the heads, each with such cuts of its own
 """
 
 from __future__ import annotations
@@ -219,7 +221,10 @@ class Net(nn.Module):
             if index in how.get("skip", ()):
                 continue
             out = part(x, how.get("tweaks", {}).get(index, ""), box)
-            x = self._edited(x, opened(out), how.get("edits", {}).get(index, ""))
+            y = self._edited(x, opened(out), how.get("edits", {}).get(index, ""))
+            x = _around(x, y, how.get("cuts", {}).get(index, (False,)), rank)
+        for index, cuts in how.get("again", ()):
+            x = _around(x, 0.5 * x + opened(self.parts[index](x, "", box)), cuts, rank)
         used = how.get("heads", ("both",))
         used = used[rank % len(used)]
         outs = [head(x) for head in self.heads]  # every rank runs both: their losses differ, not their forwards
@@ -259,6 +264,11 @@ class Net(nn.Module):
     def take_aux(self) -> list[Tensor]:
         """What this forward's parts left beside their outputs."""
         return [aux for part in self.parts for aux in part.take_aux()]  # type: ignore[operator]
+
+
+def _around(x: Tensor, y: Tensor, cuts: tuple[bool, ...], rank: int) -> Tensor:
+    """The values of `y`, which was made of `x`; on the ranks that `cuts` tells, gradients go to `x` alone."""
+    return x + (y - x).detach() if cuts[rank % len(cuts)] else y
 
 
 def opened(out: Any) -> Tensor:

@@ -215,9 +215,10 @@ class _Play:
     def uneven(self, action: Action) -> bool:
         """Whether ranks' losses use different units in an action: an exception would find them at different points."""
         if action[0] == "forward":
-            heads = action[2].get("heads", ("both",))
+            how = action[2]
+            chosen = (how.get("heads", ()), *how.get("cuts", {}).values(), *(cuts for _, cuts in how.get("again", ())))
             self.uneven_slots.discard(action[1])
-            self.uneven_slots |= {action[1]} if len({*heads}) > 1 else set()
+            self.uneven_slots |= {action[1]} if any(len({*each}) > 1 for each in chosen) else set()
         return not self.uneven_slots.isdisjoint(self.slots_of(action))
 
     def twins(self, at: int, action: Action) -> tuple[Values, Exception | None]:

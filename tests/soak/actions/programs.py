@@ -48,6 +48,8 @@ FOLLOWS = ("foreach", "in place", "data")
 SURGERIES = ("same state", "two groups", "group added")
 LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
 """What `hsdp.optim.local` makes of the optimizer."""
+CUTS = ((False,), (False,), (True, False), (False, True), (True,))
+OPTIONS = ("sum", "tree", "replicated", "offloaded")
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
@@ -79,6 +81,8 @@ FEATURES = {
     "locals": "optimizers that step local tensors, and share the step out among replicas",
     "holders": "tensors in the memory of weights, averages of weights, edits of the optimizer's state",
     "others": "parts called by themselves, a second model beside the first, other optimizers, prefetch lists",
+    "repeats": "parts called several times in a forward, of which ranks' losses use different calls",
+    "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
 
@@ -98,9 +102,10 @@ class Program:
     policy: dict[str, Any] = field(default_factory=dict)
     optimizer: str = "sgd"
     local: str = ""
+    options: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
-        optimizer = f"{self.optimizer} {self.local}".strip()
+        optimizer = " ".join([self.optimizer, self.local, *sorted(self.options)])
         lines = [f"seed {self.seed}, mesh {self.shape}, {optimizer}, reshard {self.reshard}, policy {self.policy}"]
         units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
         lines.append(f"  own units: {units}, max_norm {self.max_norm}")
@@ -112,7 +117,9 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
     """The program of a seed, on a mesh; `without`: features that it must not use."""
     program = _Draw(random.Random(seed), without).program(seed, shape)
     program = _with_more(program, random.Random(f"{seed}, what came later"), without)
-    return program if "others" in without else _with_others(program, random.Random(f"{seed}, what came last"))
+    if "others" not in without:
+        program = _with_others(program, random.Random(f"{seed}, what came last"))
+    return _with_repeats(program, random.Random(f"{seed}, repeats"), without)
 
 
 class _Draw:
@@ -310,6 +317,32 @@ def _with_others(program: Program, rng: random.Random) -> Program:
     return replace(program, actions=tuple(actions))
 
 
+def _with_repeats(program: Program, rng: random.Random, without: frozenset[str]) -> Program:
+    """With parts that are called again, and options of sharding; again by themselves."""
+    drawn = frozenset(rng.sample(OPTIONS, rng.choice([1, 1, 2]))) if rng.random() < 0.25 else frozenset[str]()
+    if "options" not in without:
+        program = replace(program, options=drawn)
+    if rng.random() > 0.35 or "repeats" in without:
+        return program
+    actions = list(program.actions)
+    for at, action in enumerate(actions):
+        if action[0] == "forward" and rng.random() < 0.7:
+            actions[at] = (*action[:2], {**action[2], **_repeats(program, rng)}, *action[3:])
+    return replace(program, actions=tuple(actions))
+
+
+def _repeats(program: Program, rng: random.Random) -> How:
+    parts = program.parts
+    # hsdp's limits: not of what a reentrant checkpoint recomputes, nor of one of several units in one checkpoint.
+    may_cut = [part.recompute is None or (part.recompute is False and part.unit != "parts") for part in parts]
+    cuts = {index: rng.choice(CUTS) for index, may in enumerate(may_cut) if may and rng.random() < 0.4}
+    again = []
+    for _ in range(rng.choice([0, 1, 1, 2, 3])):
+        index = rng.randrange(len(parts))
+        again.append((index, rng.choice(CUTS) if may_cut[index] else CUTS[0]))
+    return {key: value for key, value in (("cuts", cuts), ("again", tuple(again))) if value}
+
+
 def _run_backward(actions: list[Action], behind: int, slot: int, rng: random.Random) -> None:
     """Some time behind a forward, alone or with other losses, comes the backward of a slot."""
     there = [at for at in range(behind + 1, len(actions)) if actions[at][0] == "backward"]
@@ -352,6 +385,7 @@ def smaller(program: Program) -> Iterator[Program]:
         ("embedding_is_unit", False),
         ("optimizer", "sgd"),
         ("local", ""),
+        ("options", frozenset()),
     ):
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})

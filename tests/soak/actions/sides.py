@@ -447,7 +447,7 @@ class Twin(Side):
 
     def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
         super().__init__(program, model, env, teacher)
-        self.ranks, self.share = range(env.world_size), 1.0 / env.world_size
+        self.ranks, self.share = range(env.world_size), 1.0 if "sum" in program.options else 1.0 / env.world_size
 
     def remember(self) -> None:
         """Keeps parameters and gradients."""
@@ -522,10 +522,17 @@ class Sharded(Side):
 
     def _shard(self, program: Program, model: Net) -> None:
         options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
-        options["comm_policy"] = hsdp.CommPolicy(**program.policy)
+        reduction: Any = "tree" if "tree" in program.options else "any"
+        options["comm_policy"] = hsdp.CommPolicy(**program.policy, reduction=reduction)
+        if "offloaded" in program.options:
+            options["offload_policy"] = hsdp.CPUOffloadPolicy()
+        if "replicated" in program.options:
+            options["replicate_params"] = {p for p in model.parameters() if p.ndim < 2}
         for module in units_of(program, model):
             hsdp.fully_shard(module, **options)
         hsdp.fully_shard(model, **options)
+        if "sum" in program.options:
+            model.set_reduce_op_type("sum")  # type: ignore[operator]
         hows = [action[2] for action in program.actions if action[0] == "forward"]
         if self.device != "cpu" and any("inner double grad" in how.get("tweaks", {}).values() for how in hows):
             self.stays = True  # as the limits of hsdp tell users to

@@ -170,15 +170,14 @@ class Backwards(Root):
         """Passes over the units that other ranks may have entered before `unit`.
 
         `ends_visits`: the visits that the engine has come behind when it runs `node` are over, on every rank, and end
-        before this one gathers ahead.
+        before this one gathers ahead. Of those, each ends where it does on ranks that enter the units passed over.
         """
-        passed = self._pass_to(backward, unit, visit, node)
+        for other in self._pass_to(backward, unit, visit, node):
+            if ends_visits:
+                self._end_visits_behind(backward, max(backward.exit_of(other)[0], node))
+            self._pass_over(backward, other)
         if ends_visits:
             self._end_visits_behind(backward, node)
-        for other in passed:
-            self._pass_over(backward, other)
-            if ends_visits:
-                self._end_visits_behind(backward, node)
 
     def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""

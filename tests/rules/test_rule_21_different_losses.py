@@ -323,29 +323,42 @@ def test_rule_21_losses_of_different_calls_of_a_frozen_unit(
 
 
 class CalledTwice(nn.Module):
-    """A block of two layers runs twice behind the others; the loss may leave out what the second time makes of it."""
+    """A block of three layers, one of them frozen, runs twice behind the others; the loss may leave out either."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.stem, self.between, self.up, self.down = (nn.Linear(DIM, DIM) for _ in range(4))
+        self.stem, self.between, self.base, self.up, self.down = (nn.Linear(DIM, DIM) for _ in range(5))
+        self.base.requires_grad_(False)
 
     def block(self, x: Tensor) -> Tensor:
-        return x + torch.tanh(self.down(torch.tanh(self.up(x))))
+        return self.base(x) + torch.tanh(self.down(torch.tanh(self.up(x))))  # type: ignore[no-any-return]
 
-    def forward(self, x: Tensor, twice: bool) -> Tensor:
-        once = self.block(torch.tanh(self.between(torch.tanh(self.stem(x)))))
-        again = self.block(once)
-        return once + again if twice else once
+    def forward(self, x: Tensor, uses: tuple[int, ...]) -> Tensor:
+        x = torch.tanh(self.between(torch.tanh(self.stem(x))))
+        outs = self.block(x), self.block(2.0 * x)
+        return sum((outs[use] for use in uses), x)
+
+
+TWICE: list[tuple[tuple[int, ...], tuple[int, ...]]] = [
+    ((0, 1), (0,)),
+    ((), (1,)),
+    ((0, 1), (0, 1)),
+    ((0,), (1,)),
+    ((1,), ()),
+    ((0,), ()),
+    ((), (0, 1)),
+]
+"""Which calls go into the losses of even and odd ranks, step by step."""
 
 
 def check_called_twice(env: RankEnv, shape: tuple[int, ...], prefetch: int) -> None:
     plain, model = seeded(CalledTwice), seeded(CalledTwice)
-    for unit in (model.stem, model.between, model.up, model.down, model):
+    for unit in (model.stem, model.between, model.base, model.up, model.down, model):
         hsdp.fully_shard(unit, mesh=env.mesh(shape), comm_policy=hsdp.CommPolicy(prefetch=prefetch))
-    for k, twice in enumerate([(True, False), (True, True), (False, True), (False, False)]):
+    for k, uses in enumerate(TWICE):
 
-        def run(module: nn.Module, rank: int, k: int = k, twice: tuple[bool, bool] = twice) -> None:
-            module(floats(rank, k), twice[rank % 2]).square().sum().backward()
+        def run(module: nn.Module, rank: int, k: int = k, uses: tuple[tuple[int, ...], ...] = uses) -> None:
+            module(floats(rank, k), uses[rank % 2]).square().sum().backward()
 
         check_grads(model, plain, run, env.rank, env.world_size)
 

@@ -322,20 +322,23 @@ def _with_repeats(program: Program, rng: random.Random, without: frozenset[str])
     drawn = frozenset(rng.sample(OPTIONS, rng.choice([1, 1, 2]))) if rng.random() < 0.25 else frozenset[str]()
     if "options" not in without:
         program = replace(program, options=drawn)
-    if rng.random() > 0.35 or "repeats" in without:
+    # hsdp's limits: a part that is a root of its own, too, must be in all ranks' losses alike.
+    if rng.random() > 0.35 or "repeats" in without or any(action[0] == "child" for action in program.actions):
         return program
     actions = list(program.actions)
     for at, action in enumerate(actions):
         if action[0] == "forward" and rng.random() < 0.7:
-            actions[at] = (*action[:2], {**action[2], **_repeats(program, rng)}, *action[3:])
+            actions[at] = (*action[:2], {**action[2], **_repeats(program, action[2], rng)}, *action[3:])
     return replace(program, actions=tuple(actions))
 
 
-def _repeats(program: Program, rng: random.Random) -> How:
+def _repeats(program: Program, how: How, rng: random.Random) -> How:
     parts = program.parts
     # hsdp's limits: not of what a reentrant checkpoint recomputes, nor of one of several units in one checkpoint.
     may_cut = [part.recompute is None or (part.recompute is False and part.unit != "parts") for part in parts]
     cuts = {index: rng.choice(CUTS) for index, may in enumerate(may_cut) if may and rng.random() < 0.4}
+    if {"detached out", "no grad"} & {*how.get("tweaks", {}).values()}:
+        cuts = {}  # then gradients could enter the next part on some ranks only
     again = []
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
         index = rng.randrange(len(parts))

@@ -361,7 +361,7 @@ class Backwards(Root):
                 settings, gradients = unit.settings, unit.gradients
                 deferred = gradients.deferred and settings.requires_all_reduce
                 due = settings.requires_grad_sync and (gradients.kept or deferred)
-                if due or unit in left or gradients.waiting():
+                if due or unit in left or gradients.arrivals.waiting():
                     self._reduce(unit)
         if drains:
             self.drain()

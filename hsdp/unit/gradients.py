@@ -1,6 +1,6 @@
 """A unit's gradients on this rank: from autograd's hooks to the operands of a reduction, and from those to `.grad`.
 
-    slots      unsharded gradients of the backward under way
+    arrivals   unsharded gradients of the backward under way
     stash      whole sums of micro-batches that were not communicated              } pending: visible, cleared with the
     partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
     .grad      sharded DTensors, or None: what users and the optimizer see
@@ -17,7 +17,6 @@ who would take them for complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from operator import attrgetter
 from typing import Any
 
 import torch
@@ -28,15 +27,13 @@ from hsdp.comm.streams import host_wait
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
-from hsdp.torch_private import plain_access
+from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, show, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
-
-_requires_grad_of = attrgetter("requires_grad")
 
 Partial = list[list[Tensor]]
 """Sharded sums that wait for their all-reduce: the operands of each dtype group."""
@@ -46,7 +43,7 @@ class Gradients:
     """The gradients of one unit.
 
     Attributes:
-        slots: unsharded gradients of the backward under way, one per parameter; None where none came.
+        arrivals: unsharded gradients of the backward under way.
         scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
         partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
         kept: some rank, perhaps not this one, holds whole sums of backwards that did not communicate. Equal on all ranks,
@@ -63,7 +60,7 @@ class Gradients:
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
-        self.slots: list[Tensor | None] = [None] * len(params)
+        self.arrivals = Arrivals(params)
         self._stash: dict[int, Tensor] = {}
         self.scatter_bytes = 0
         self.partial: Partial | None = None
@@ -79,7 +76,6 @@ class Gradients:
     def arrange(self, dtype_groups: list[DtypeGroup]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
         self._dtype_groups = dtype_groups
-        self._sharded = [param.sharded for param in self._params]
         self.shared = any(param.share is not None for param in self._params)
         self._mask = None
         self._few_rows = [
@@ -93,22 +89,9 @@ class Gradients:
 
     # -- towards a reduction -------------------------------------------------------------------------------------
 
-    def put(self, slot: int, grad: Tensor) -> None:
-        """Takes a gradient; adds it if the slot holds one that was not reduced yet."""
-        held = self.slots[slot]
-        self.slots[slot] = grad if held is None else held.to(torch.promote_types(held.dtype, torch.float32)) + grad
-
-    def waiting(self) -> bool:
-        """Whether gradients of the backward under way wait to be reduced."""
-        return any([grad is not None for grad in self.slots])
-
-    def drop(self) -> None:
-        """Forgets the gradients of the backward under way."""
-        self.slots = [None] * len(self._params)
-
     def clear(self) -> None:
         """Forgets everything that has not landed."""
-        self.drop()
+        self.arrivals.drop()
         self._stash.clear()
         self._running.clear()
         self.partial = None
@@ -147,14 +130,13 @@ class Gradients:
             self._heed_zero_grad()
         if self._owed_before is None:
             self._note_owed()
-        self._drop_frozen()
         self.kept, self.deferred = False, not all_reduce
+        taken = self.arrivals.take()
         if self._stash:
-            self.slots = [self._joined(slot) for slot in range(len(self.slots))]
+            taken = list(map(self._joined, range(len(taken)), taken))
             self._stash.clear()
-        slots, self.slots = self.slots, [None] * len(self.slots)
-        of_plans = [[slots[slot] for slot in plan.slots] for plan in self._plans]
-        slots.clear()  # `fill` holds the last references: what it casts is not alive twice
+        of_plans = [[taken[slot] for slot in plan.slots] for plan in self._plans]
+        taken.clear()  # `fill` holds the last references: what it casts is not alive twice
         parts = []
         for plan, grads in zip(self._plans, of_plans, strict=True):
             parts.append(part := plan.fill(grads, [grad is not None for grad in grads]))
@@ -169,11 +151,11 @@ class Gradients:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
         self._heed_zero_grad()
         self._note_owed()
-        self._drop_frozen()
         self.kept = True
+        taken = self.arrivals.take()
         for group in self._dtype_groups:
             for slot in group.slots:
-                grad, held = self.slots[slot], self._stash.get(slot)
+                grad, held = taken[slot], self._stash.get(slot)
                 if grad is not None:
                     self._stash[slot] = owned(grad.to(group.kind.accumulate)) if held is None else held.add_(grad)
                     self.sentinels.put_up(slot)
@@ -182,7 +164,6 @@ class Gradients:
                 # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
                 if slot in self._stash or param.sharded.requires_grad:
                     self.sentinels.put_up(slot)
-        self.drop()
 
     def defer(self, parts: list[GroupReduction]) -> None:
         """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.
@@ -219,15 +200,8 @@ class Gradients:
         if self._owed_before is None:
             self._owed_before = (self.kept, self.deferred, list(self.sentinels.up))
 
-    def _drop_frozen(self) -> None:
-        """What was frozen since its forward gets no gradient of this backward, as a plain parameter would not."""
-        with plain_access():
-            wanted = list(map(_requires_grad_of, self._sharded))
-        if not all(wanted):
-            self.slots = [grad if wants else None for grad, wants in zip(self.slots, wanted, strict=True)]
-
-    def _joined(self, slot: int) -> Tensor | None:
-        grad, stash = self.slots[slot], self._stash.get(slot)
+    def _joined(self, slot: int, grad: Tensor | None) -> Tensor | None:
+        stash = self._stash.get(slot)
         if stash is None:
             return grad
         return stash if grad is None else stash.add_(grad)
@@ -421,7 +395,7 @@ class Gradients:
 
     def roll_back(self, at_once: bool = False) -> None:
         """The backward failed: gradients, and sums, are what they were before it. `at_once`: no user's code ran since."""
-        self.drop()
+        self.arrivals.drop()
         self._running = [part for part in self._running if part not in self._open]
         for part in self._open:
             part.void, part.undoable = True, False

@@ -38,8 +38,6 @@ from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, 
 from hsdp.unit.unsharded import UNSHARDED, UnshardedParams
 from hsdp.unit.write_guard import WriteGuard
 
-_STRIDED = torch.strided
-
 
 class Schedule(Protocol):
     """The schedule of a root, as far as its units and whoever has one of them ask it: `schedule.runtime.Runtime`."""
@@ -111,7 +109,6 @@ class Unit(UnitActivity, UnshardedParams):
         UnshardedParams.__init__(self)
         self.name = name
         self.params = params
-        self._in_blocks = any(param.inner is not None for param in params)
         self.axes = axes
         self.mp_policy = mp_policy
         self.comm_policy = comm_policy
@@ -265,7 +262,7 @@ class Unit(UnitActivity, UnshardedParams):
         def accumulated(tensor: Tensor) -> None:
             unit = this()
             if unit is not None:
-                unit._take(slot, tensor)
+                unit._arrived(slot, tensor)
 
         unsharded.register_post_accumulate_grad_hook(accumulated)
 
@@ -389,11 +386,11 @@ class Unit(UnitActivity, UnshardedParams):
         """Asks the engine which of the unit's gradients graph task `task` will make."""
         self.remaining[task] = sum(map(will_execute, self._nodes))
 
-    def _take(self, slot: int, unsharded: Tensor) -> None:
-        """A gradient is there: moves it from the unsharded parameter to its slot."""
-        grad, unsharded.grad = unsharded.grad, None
-        if grad is None:
-            return
+    def _arrived(self, slot: int, unsharded: Tensor) -> None:
+        """Autograd has accumulated into an unsharded parameter: counts what the graph task is still to make.
+
+        The gradient stays where it is: whoever runs backwards inside of a backward may read it, edit it or take it away.
+        """
         task, remaining = graph_task(), self.remaining
         # Whole since its forward, or entered: else the backward read memory that no gather had filled.
         if task not in remaining or self.residency is not UNSHARDED:
@@ -403,14 +400,9 @@ class Unit(UnitActivity, UnshardedParams):
             if task not in remaining:
                 runtime.enter_task()
                 self.begin_task(task)
-        if grad.layout is not _STRIDED or self._in_blocks:
-            grad = self.params[slot].dense_block(grad)
-        gradients = self.gradients  # not its slots: whoever completes them is to let go of that list
-        if gradients.slots[slot] is None:
-            gradients.slots[slot] = grad
-        else:
-            gradients.put(slot, grad)
-        del grad  # or the last one would be alive beside its cast
+        arrivals = self.gradients.arrivals
+        if arrivals.leaves[slot] is not unsharded:
+            arrivals.add(slot, unsharded)
         remaining[task] -= 1
         if remaining[task] == 0:
             runtime = self.runtime
@@ -426,8 +418,7 @@ class Unit(UnitActivity, UnshardedParams):
         """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""
         found = False
         for slot, param in enumerate(self.params):
-            if param.trained is not None and (grad := param.trained.grad) is not None:
-                param.trained.grad = None
-                self.gradients.put(slot, param.dense_block(grad))
+            if param.trained is not None and param.trained.grad is not None:
+                self.gradients.arrivals.add(slot, param.trained)
                 found = True
         return found

@@ -34,6 +34,7 @@ from hsdp.schedule.pipeline import Reduction, ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK, graph_task
+from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.landing import run_hooks
 from hsdp.unit.rollback import Undo
@@ -142,17 +143,19 @@ def _one_leaf() -> AbstractContextManager[Any]:
 @planted("a parameter frozen since gets its gradient")
 def _thawed() -> AbstractContextManager[Any]:
     def change(take: Callable[..., Any]) -> Callable[..., Any]:
-        def taking(unit: Unit, slot: int, whole: Any) -> None:
-            frozen = not unit.params[slot].sharded.requires_grad
-            unit.params[slot].sharded.requires_grad_(True)
+        def taking(arrivals: Arrivals) -> Any:
+            frozen = [param.sharded for param in arrivals._params if not param.sharded.requires_grad]
+            for sharded in frozen:
+                sharded.requires_grad_(True)
             try:
-                take(unit, slot, whole)
+                return take(arrivals)
             finally:
-                unit.params[slot].sharded.requires_grad_(not frozen)
+                for sharded in frozen:
+                    sharded.requires_grad_(False)
 
         return taking
 
-    return replaced(Unit, "_take", change)
+    return replaced(Arrivals, "take", change)
 
 
 @planted("sums pending while the choice of parameters changes")
@@ -204,7 +207,7 @@ def _no_scaling() -> AbstractContextManager[Any]:
 # -- failed backwards -----------------------------------------------------------------------------------------------
 
 planted("roll-back skipped")(
-    lambda: replaced(Gradients, "roll_back", lambda _: lambda gradients, at_once=False: gradients.drop())
+    lambda: replaced(Gradients, "roll_back", lambda _: lambda gradients, at_once=False: gradients.arrivals.drop())
 )
 planted("what was undone stays")(lambda: mock.patch.object(Undo, "run", lambda undo, at_once: (undo.clear(), True)[1]))
 planted("lost sums not refused")(gives(Gradients, "refuse_lost"))

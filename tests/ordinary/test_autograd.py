@@ -286,6 +286,71 @@ def goes_backward_inside_a_backward(program: Program) -> Results:
     return program.fit(model, model, loss_of=through_it)
 
 
+class _InParts(torch.autograd.Function):
+    """A layer whose backward goes through it part by part, and adds up the weights' gradients by itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: Any, by_hooks: bool) -> Tensor:
+        ctx.layer, ctx.by_hooks = layer, by_hooks
+        ctx.save_for_backward(x)
+        return layer.computed(x)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (x,), params = ctx.saved_tensors, list(ctx.layer.parameters())
+        sums = [torch.zeros_like(p) if p.grad is None else p.grad for p in params]
+        for param in params:
+            param.grad = None
+        leaves = [part.detach().requires_grad_() for part in x.chunk(3)]
+
+        def total(grad: Tensor, at: int, last: bool) -> Tensor | None:
+            sums[at] = sums[at] + grad
+            if not last:
+                return None
+            params[at].grad = None  # else this would be added to what the other parts left there
+            return sums[at]
+
+        for number, (leaf, part) in enumerate(zip(leaves, grad.chunk(3), strict=True)):
+            handles = []
+            if ctx.by_hooks:
+                handles = [p.register_hook(partial(total, at=at, last=number == 2)) for at, p in enumerate(params)]
+            with torch.enable_grad():
+                out = ctx.layer.computed(leaf)
+            torch.autograd.backward(out, part)
+            for handle in handles:
+                handle.remove()
+            for at, param in enumerate(params if not ctx.by_hooks else ()):
+                assert param.grad is not None, "a gradient that a backward made is there"
+                sums[at], param.grad = sums[at] + param.grad, None
+        for param, value in zip(params if not ctx.by_hooks else (), sums, strict=False):
+            param.grad = value
+        return torch.cat([leaf.grad for leaf in leaves]), None, None  # type: ignore[misc]
+
+
+class _Parted(_Pair):
+    by_hooks = True
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = _InParts.apply(x, self, self.by_hooks)
+        return out
+
+
+class _PartedByHand(_Parted):
+    by_hooks = False
+
+
+def adds_up_gradients_by_hooks_inside_a_backward(program: Program) -> Results:
+    """Layers whose backward runs one for each part, takes gradients away between them, and hands on the sum in a hook."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), _Parted(), _Parted())
+    return program.fit(model, [model[1]])
+
+
+def adds_up_gradients_by_hand_inside_a_backward(program: Program) -> Results:
+    """The same with sums that are put in the place of the gradients."""
+    model = nn.Sequential(nn.Linear(DIM, DIM), _PartedByHand(), nn.Linear(DIM, DIM), _PartedByHand())
+    return program.fit(model, [model[1]])
+
+
 @pytest.mark.parametrize("scenario", scenarios_in(__name__), ids=scenario_id)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_autograd_s_tools_equal_their_twins(

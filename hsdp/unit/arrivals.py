@@ -1,0 +1,69 @@
+"""Where the unsharded gradients of a backward under way are: on the unsharded parameters, until the unit is reduced.
+
+Whoever runs backwards inside of a backward (an autograd function that computes an MLP tile by tile, say) finds them there
+as in plain torch, and may read them, edit them, replace them, or set them to None.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from hsdp.params.param import ManagedParam
+from hsdp.torch_private import plain_access
+
+_STRIDED = torch.strided
+
+
+class Arrivals:
+    """The unsharded gradients of one unit that have not been reduced.
+
+    Attributes:
+        leaves: by parameter, the unsharded one that got a gradient; None where none did.
+    """
+
+    def __init__(self, params: list[ManagedParam]) -> None:
+        self._params = params
+        self._in_blocks = any(param.inner is not None for param in params)
+        self.leaves: list[Tensor | None] = [None] * len(params)
+        self._replaced: dict[int, Tensor] = {}  # gradients of leaves that others have taken the place of
+
+    def add(self, slot: int, leaf: Tensor) -> None:
+        """A gradient is on an unsharded parameter, perhaps another one than the one that has been there before."""
+        before = self.leaves[slot]
+        if before is not None and before is not leaf and (grad := self._taken(slot, before)) is not None:
+            self._replaced[slot] = grad
+        self.leaves[slot] = leaf
+
+    def take(self) -> list[Tensor | None]:
+        """Moves all gradients away from the unsharded parameters; by parameter.
+
+        What was frozen since its forward gets none, as a plain parameter would not.
+        """
+        grads = list(map(self._taken, range(len(self.leaves)), self.leaves))
+        self.leaves = [None] * len(grads)
+        with plain_access():
+            wanted = [param.sharded.requires_grad for param in self._params]
+        return grads if all(wanted) else [grad if wants else None for grad, wants in zip(grads, wanted, strict=True)]
+
+    def _taken(self, slot: int, leaf: Tensor | None) -> Tensor | None:
+        if leaf is None:
+            return None
+        grad, leaf.grad = leaf.grad, None
+        if grad is not None and (self._in_blocks or grad.layout is not _STRIDED):
+            grad = self._params[slot].dense_block(grad)
+        if self._replaced and (other := self._replaced.pop(slot, None)) is not None:
+            return other if grad is None else other.to(torch.promote_types(other.dtype, torch.float32)) + grad
+        return grad
+
+    def waiting(self) -> bool:
+        """Whether there are any."""
+        return any([leaf is not None for leaf in self.leaves])
+
+    def drop(self) -> None:
+        """Forgets them: the backward under way failed."""
+        for leaf in self.leaves:
+            if leaf is not None:
+                leaf.grad = None
+        self.leaves = [None] * len(self._params)
+        self._replaced.clear()

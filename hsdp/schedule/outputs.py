@@ -11,10 +11,11 @@ inputs) gives the tensor a new node that leads around the old one, straight to t
 
 from __future__ import annotations
 
+import copy
 import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import fields, is_dataclass, replace
+from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from itertools import chain, islice
 from operator import is_
 from typing import Any
@@ -71,30 +72,55 @@ def _slots_of(cls: type) -> list[str]:
 
 
 def map_tensors(value: Any, fn: Callable[[Tensor], Tensor]) -> Any:
-    """`value` with `fn` applied to its tensors, in nested tuples, lists, dicts and dataclasses; the rest is kept.
+    """`value` with `fn` applied to its tensors, in nested tuples, lists, sets, dicts and dataclasses; the rest is kept.
 
     A container in which nothing changes is the same object again: a forward may write to it, as it does to a cache.
     """
     if isinstance(value, Tensor):
         return fn(value)
-    if isinstance(value, (tuple, list)):
+    if isinstance(value, (tuple, list, set, frozenset)):
         items = [map_tensors(item, fn) for item in value]
         if all(map(is_, items, value)):
             return value
         return type(value)(*items) if hasattr(value, "_fields") else type(value)(items)
+    if is_dataclass(value) and not isinstance(value, type):
+        # Before dicts: outputs of transformers and diffusers are both, and keep the two of them equal by themselves.
+        held = {f.name: getattr(value, f.name, None) for f in fields(value)}
+        changes = {name: new for name, item in held.items() if (new := map_tensors(item, fn)) is not item}
+        return _with_fields(value, changes) if changes else value
     if isinstance(value, dict):
         items = [map_tensors(item, fn) for item in value.values()]
-        if all(map(is_, items, value.values())):
-            return value
-        try:
-            return type(value)(zip(value, items, strict=True))
-        except TypeError:
-            return dict(zip(value, items, strict=True))
-    if is_dataclass(value) and not isinstance(value, type):
-        held = {f.name: getattr(value, f.name) for f in fields(value) if f.init}
-        changes = {name: new for name, item in held.items() if (new := map_tensors(item, fn)) is not item}
-        return replace(value, **changes) if changes else value
+        return value if all(map(is_, items, value.values())) else _with_items(value, items)
     return value
+
+
+def _with_fields(value: Any, changes: dict[str, Any]) -> Any:
+    """A copy of a dataclass with other fields. Not by its constructor, which has no place for those with `init=False`."""
+    try:
+        copied = copy.copy(value)
+    except TypeError:  # of an OrderedDict with fields that have no defaults
+        return replace(value, **changes)
+    for name, new in changes.items():
+        try:
+            setattr(copied, name, new)
+        except FrozenInstanceError:
+            object.__setattr__(copied, name, new)
+    return copied
+
+
+def _with_items(value: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
+    """A copy of a dict with other items. Not by its constructor, whose arguments in a subclass may be anything."""
+    if type(value) is dict:
+        return dict(zip(value, items, strict=True))
+    try:
+        copied = copy.copy(value)
+    except TypeError:  # of an OrderedDict whose constructor wants arguments
+        return dict(zip(value, items, strict=True))
+    if getattr(value, "__dict__", None) is value:  # items that are attributes as well
+        copied.__dict__ = copied
+    for key, new in zip(value, items, strict=True):
+        copied[key] = new
+    return copied
 
 
 def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:

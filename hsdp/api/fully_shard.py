@@ -304,7 +304,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
         assert owner is not None, "a module whose method runs is alive"
         call = functools.partial(function, owner) if bound else function
         state = own_state(owner)
-        return call(*args, **kwargs) if state.is_inside() else state.run(owner, call, args, kwargs)
+        return call(*args, **kwargs) if state.is_inside() else state.run_method(owner, call, args, kwargs)
 
     # `wraps` keeps the bound method, and by it the module: its signature is all that is asked of it.
     with contextlib.suppress(TypeError, ValueError):

@@ -303,7 +303,7 @@ def sharded_class(cls: type) -> type:
             state = self._hsdp_state
             if torch.compiler.is_compiling() or state.is_inside():
                 return original(self, *args, **kwargs)
-            return state.run(self, functools.partial(original, self), args, kwargs)
+            return state.run_method(self, functools.partial(original, self), args, kwargs)
 
         members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
         _classes[cls] = type(f"{PREFIX}{cls.__name__}", (HSDPModule, cls), members)

@@ -83,7 +83,8 @@ class Backwards(Root):
         reduces = self._accumulates()
         if reduces:
             for unit in self.units:
-                unit.gradients.refuse_lost(unit.name, "backward")
+                if unit.gradients.lost:
+                    unit.gradients.refuse_lost(unit.name, "backward")
         found: list[Unit] = []
         if not self.root.settings.drains:
             self.take_outside()
@@ -251,10 +252,11 @@ class Backwards(Root):
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
         """A visit of `unit` is over: if it was the last one, so is the unit, whatever this rank used of it."""
         turns = backward.turns
-        if turns.expects(unit):
-            return
-        if backward.reduces and unit in turns.waiting:
-            self._complete(turns, unit)
+        if unit in turns.waiting:
+            if turns.expects(unit):
+                return
+            if backward.reduces:
+                self._complete(turns, unit)
         if not backward.keeps_graph:
             del backward.opened[unit]
             unit.check_unwritten()
@@ -361,7 +363,7 @@ class Backwards(Root):
                 settings, gradients = unit.settings, unit.gradients
                 deferred = gradients.deferred and settings.requires_all_reduce
                 due = settings.requires_grad_sync and (gradients.kept or deferred)
-                if due or unit in left or gradients.arrivals.waiting():
+                if due or unit in left or gradients.arrivals.leaves:
                     self._reduce(unit)
         if drains:
             self.drain()

@@ -44,6 +44,17 @@ class ModuleHooks:
         self.companions: list[Unit] = []
         self._own_runtime: Runtime | None = None
         self._side_outputs: tuple[int, SideOutputs] | None = None
+        if (dtype := unit.mp_policy.output_dtype) is not None:
+            # Users' hooks from now on see the cast outputs, and what they make of these is not cast.
+            for module in modules:
+                module.register_forward_hook(lambda module, args, output: _cast(output, dtype))
+
+    def run_method(self, module: nn.Module, method: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """Calls a method of the module that stands for its forward: past all hooks on the module, that of casts too."""
+        dtype = self.unit.mp_policy.output_dtype
+        if dtype is None:
+            return self.run(module, method, args, kwargs)
+        return self.run(module, lambda *args, **kwargs: _cast(method(*args, **kwargs), dtype), args, kwargs)
 
     def run(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """Calls the module's forward, by way of `call`, with the unit open."""
@@ -117,7 +128,7 @@ class ModuleHooks:
         first_node: Moment,
         forward_pass: ForwardPass | None,
     ) -> tuple[Any, Visit | None]:
-        """The module's forward returned: casts its outputs and watches them for the backward.
+        """The module's forward returned: watches its outputs for the backward.
 
         Args:
             runtime: that of the root.
@@ -130,9 +141,6 @@ class ModuleHooks:
         Returns:
             The outputs, and the visit that gradients make which enter the unit; None if they cannot.
         """
-        dtype = self.unit.mp_policy.output_dtype
-        if dtype is not None:
-            output = map_tensors(output, lambda t: t.to(dtype) if t.is_floating_point() else t)
         output, tensors = self._own_output(output)
         if not torch.is_grad_enabled():
             return output, None
@@ -215,12 +223,12 @@ class ModuleHooks:
         policy = self.unit.mp_policy
         if policy.param_dtype is None or not policy.cast_forward_inputs:
             return args, kwargs
-        dtype = policy.param_dtype
+        return _cast(args, policy.param_dtype), _cast(kwargs, policy.param_dtype)
 
-        def cast(tensor: Tensor) -> Tensor:
-            return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
-        return map_tensors(args, cast), map_tensors(kwargs, cast)
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """`value` with the floating-point tensors in it in `dtype`."""
+    return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
 def state_of(module: nn.Module) -> ModuleHooks | None:

@@ -19,36 +19,37 @@ class Arrivals:
     """The unsharded gradients of one unit that have not been reduced.
 
     Attributes:
-        leaves: by parameter, the unsharded one that got a gradient; None where none did.
+        leaves: the unsharded parameters that got one, by the parameters' numbers.
     """
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
         self._in_blocks = any(param.inner is not None for param in params)
-        self.leaves: list[Tensor | None] = [None] * len(params)
+        self.leaves: dict[int, Tensor] = {}
         self._replaced: dict[int, Tensor] = {}  # gradients of leaves that others have taken the place of
 
     def add(self, slot: int, leaf: Tensor) -> None:
         """A gradient is on an unsharded parameter, perhaps another one than the one that has been there before."""
-        before = self.leaves[slot]
+        before = self.leaves.get(slot)
         if before is not None and before is not leaf and (grad := self._taken(slot, before)) is not None:
             self._replaced[slot] = grad
         self.leaves[slot] = leaf
 
-    def take(self) -> list[Tensor | None]:
-        """Moves all gradients away from the unsharded parameters; by parameter.
+    def take(self) -> dict[int, Tensor]:
+        """Moves all gradients away from the unsharded parameters.
 
         What was frozen since its forward gets none, as a plain parameter would not.
         """
-        grads = list(map(self._taken, range(len(self.leaves)), self.leaves))
-        self.leaves = [None] * len(grads)
+        leaves, self.leaves = self.leaves, {}
+        taken: dict[int, Tensor] = {}
         with plain_access():
-            wanted = [param.sharded.requires_grad for param in self._params]
-        return grads if all(wanted) else [grad if wants else None for grad, wants in zip(grads, wanted, strict=True)]
+            for slot, leaf in leaves.items():
+                grad = self._taken(slot, leaf)
+                if grad is not None and self._params[slot].sharded.requires_grad:
+                    taken[slot] = grad
+        return taken
 
-    def _taken(self, slot: int, leaf: Tensor | None) -> Tensor | None:
-        if leaf is None:
-            return None
+    def _taken(self, slot: int, leaf: Tensor) -> Tensor | None:
         grad, leaf.grad = leaf.grad, None
         if grad is not None and (self._in_blocks or grad.layout is not _STRIDED):
             grad = self._params[slot].dense_block(grad)
@@ -56,14 +57,9 @@ class Arrivals:
             return other if grad is None else other.to(torch.promote_types(other.dtype, torch.float32)) + grad
         return grad
 
-    def waiting(self) -> bool:
-        """Whether there are any."""
-        return any([leaf is not None for leaf in self.leaves])
-
     def drop(self) -> None:
         """Forgets them: the backward under way failed."""
-        for leaf in self.leaves:
-            if leaf is not None:
-                leaf.grad = None
-        self.leaves = [None] * len(self._params)
+        for leaf in self.leaves.values():
+            leaf.grad = None
+        self.leaves.clear()
         self._replaced.clear()

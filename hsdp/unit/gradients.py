@@ -17,6 +17,7 @@ who would take them for complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from itertools import repeat
 from typing import Any
 
 import torch
@@ -132,14 +133,13 @@ class Gradients:
             self._note_owed()
         self.kept, self.deferred = False, not all_reduce
         taken = self.arrivals.take()
-        if self._stash:
-            taken = list(map(self._joined, range(len(taken)), taken))
-            self._stash.clear()
-        of_plans = [[taken[slot] for slot in plan.slots] for plan in self._plans]
-        taken.clear()  # `fill` holds the last references: what it casts is not alive twice
+        for slot, held in self._stash.items():
+            taken[slot] = held.add_(taken[slot]) if slot in taken else held
+        self._stash.clear()
         parts = []
-        for plan, grads in zip(self._plans, of_plans, strict=True):
-            parts.append(part := plan.fill(grads, [grad is not None for grad in grads]))
+        for plan in self._plans:
+            # Popped: `fill` has the last references to gradients, so that what it casts is not alive twice.
+            parts.append(part := plan.fill(list(map(taken.pop, plan.slots, repeat(None)))))
             part.undoable = True
         self._open += parts
         if runs_on:
@@ -155,7 +155,7 @@ class Gradients:
         taken = self.arrivals.take()
         for group in self._dtype_groups:
             for slot in group.slots:
-                grad, held = taken[slot], self._stash.get(slot)
+                grad, held = taken.get(slot), self._stash.get(slot)
                 if grad is not None:
                     self._stash[slot] = owned(grad.to(group.kind.accumulate)) if held is None else held.add_(grad)
                     self.sentinels.put_up(slot)
@@ -199,12 +199,6 @@ class Gradients:
     def _note_owed(self) -> None:
         if self._owed_before is None:
             self._owed_before = (self.kept, self.deferred, list(self.sentinels.up))
-
-    def _joined(self, slot: int, grad: Tensor | None) -> Tensor | None:
-        stash = self._stash.get(slot)
-        if stash is None:
-            return grad
-        return stash if grad is None else stash.add_(grad)
 
     # -- pending sums and zero_grad ------------------------------------------------------------------------------
 

@@ -117,12 +117,13 @@ class ReducePlan(GradLayout):
         full = sum(p.numel for _, p in pieces) == self.packed - self.flags
         return [i for i, _ in pieces] if tiles and full else None
 
-    def fill(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
+    def fill(self, grads: list[Tensor | None]) -> GroupReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
 
         Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
         copy would live beside the reduction before it, which by now has ended.
         """
+        used = [grad is not None for grad in grads]
         if self.shards == 1:
             return self._fill_alone(grads, used)
         dtype, device = self.kind.reduce, self.device

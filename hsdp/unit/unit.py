@@ -401,7 +401,7 @@ class Unit(UnitActivity, UnshardedParams):
                 runtime.enter_task()
                 self.begin_task(task)
         arrivals = self.gradients.arrivals
-        if arrivals.leaves[slot] is not unsharded:
+        if arrivals.leaves.setdefault(slot, unsharded) is not unsharded:
             arrivals.add(slot, unsharded)
         remaining[task] -= 1
         if remaining[task] == 0:

@@ -62,7 +62,7 @@ def check_rest(model: nn.Module) -> None:
         assert not shown, f"whole parameters still show in {name!r}: {shown}"
     for unit in model._units():
         assert unit.residency.value == "sharded" and not unit.open, f"{unit.name}: {unit.residency}, open {unit.open}"
-        assert not unit.gradients.arrivals.waiting(), f"{unit.name} holds gradients"
+        assert not unit.gradients.arrivals.leaves, f"{unit.name} holds gradients"
         for group in unit.dtype_groups:
             held = [kind for kind, flat_buffer in group.flat_buffers.items() if flat_buffer.held]
             assert not held, f"{unit.name} holds {held} memory"

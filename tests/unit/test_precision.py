@@ -258,3 +258,23 @@ def test_gradients_of_an_input_of_several_units_are_added_in_autograd_s_order(
     request: pytest.FixtureRequest, shape: tuple[int, ...], dtype: torch.dtype, recomputes: bool
 ) -> None:
     pool_for(request, shape).run(_grads_of_shared_inputs, shape, dtype, recomputes)
+
+
+def _hooked_outputs(env: RankEnv) -> tuple[torch.dtype, ...]:
+    """What hooks see that were registered behind `fully_shard`, and what comes out of one that returns something else."""
+    model: Any = nn.Linear(8, 8)
+    policy = MixedPrecisionPolicy(param_dtype=BF16, output_dtype=F32)
+    hsdp.fully_shard(model, mesh=env.mesh(2), mp_policy=policy)
+    seen: list[torch.dtype] = []
+    model.register_forward_hook(lambda module, args, out: seen.append(out.dtype))
+    model.register_full_backward_pre_hook(lambda module, grads: seen.append(grads[0].dtype))
+    model.register_full_backward_hook(lambda module, inputs, grads: seen.append(grads[0].dtype))
+    x = torch.ones(2, 8, requires_grad=True)
+    model(x).sum().backward()
+    model.register_forward_hook(lambda module, args, out: out.double())
+    return (*seen, model(x).dtype, model.forward(x).dtype)
+
+
+def test_hooks_see_the_output_dtype(pool2: Pool) -> None:
+    """As under FSDP2, whose cast is a hook itself. A forward without hooks casts, too."""
+    assert pool2.run(_hooked_outputs) == [(F32, F32, F32, F64, F32)] * 2

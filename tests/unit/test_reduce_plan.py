@@ -74,7 +74,7 @@ def test_rows_hold_every_rank_s_part_of_each_gradient(
         grads = _gradients(shapes, kind)
         if narrow:
             grads = [grad.bfloat16() if grad is not None and grad.dtype == torch.float32 else grad for grad in grads]
-        part = plan.fill(list(grads), [grad is not None for grad in grads])
+        part = plan.fill(list(grads))
         rows = part.inputs[-1].view(SHARDS, -1)
         for at, (grad, piece) in enumerate(zip(grads, plan.layout.pieces, strict=True)):
             for rank in range(SHARDS):
@@ -96,7 +96,7 @@ def test_small_gradients_are_cast_together_and_large_ones_one_by_one(kind: str, 
         plan = own_state(model).unit.gradients._plans[0]
         for _ in range(2):  # the second time in memory of the first
             grads = [None if grad is None else grad.bfloat16() for grad in _gradients(shapes, kind)]
-            part = plan.fill(list(grads), [grad is not None for grad in grads])
+            part = plan.fill(list(grads))
             *inputs, _ = part.inputs
             *outputs, _ = part.outputs
             locals_ = part.locals()

@@ -36,6 +36,7 @@ class CompressedAllReduce:
 
     def __init__(self, wire_dtype: torch.dtype = torch.bfloat16) -> None:
         self.wire_dtype = _check_wire("CompressedAllReduce", wire_dtype)
+        self.exact = wire_dtype is torch.bfloat16  # fp16 may lose what NCCL has scaled
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
@@ -73,6 +74,7 @@ class CompressedReduceScatter:
 
     def __init__(self, wire_dtype: torch.dtype = torch.bfloat16) -> None:
         self.wire_dtype = _check_wire("CompressedReduceScatter", wire_dtype)
+        self.exact = True
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False

@@ -34,7 +34,12 @@ class AllGather(Protocol):
 
 
 class ReduceScatter(Protocol):
-    """A reduce-scatter. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own."""
+    """A reduce-scatter. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own.
+
+    With an attribute `exact`, which is true, it says that it keeps sums of 0 and 1 apart from 0, as this one and
+    `ReplicaReduce` need not: one that rounds to a share of the largest value does not. Where it has none, what tells which
+    parameters some rank has used goes in an all-reduce of its own.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False
@@ -47,7 +52,10 @@ class ReduceScatter(Protocol):
 
 
 class ReplicaReduce(Protocol):
-    """An all-reduce over replicas, for `set_replica_reduce`: one that compresses, say, or that survives a lost replica."""
+    """An all-reduce over replicas, for `set_replica_reduce`: one that compresses, say, or that survives a lost replica.
+
+    It may be `exact`, as a `ReduceScatter` may.
+    """
 
     def __call__(self, tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False) -> dist.Work | None:
         """Sums `tensor` (1-D, of the reduce dtype) over the ranks of `group`, in place; `op` is always `ReduceOp.SUM`.
@@ -56,6 +64,11 @@ class ReplicaReduce(Protocol):
         current stream of a device is that of the all-reduces.
         """
         ...
+
+
+def is_exact(comm: object) -> bool:
+    """Whether a collective that sums says that it keeps small numbers apart from 0."""
+    return bool(getattr(comm, "exact", False))
 
 
 def gather_by(

@@ -15,7 +15,7 @@ from typing import Protocol
 from torch import Tensor
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.custom import ReplicaReduce
+from hsdp.comm.custom import ReplicaReduce, is_exact
 from hsdp.comm.labels import Named
 from hsdp.comm.work import CommWork
 
@@ -23,9 +23,9 @@ from hsdp.comm.work import CommWork
 class AllReduceStage(Protocol):
     """A stage in terms of the engine's own collectives.
 
-    One whose replicas are not in the mesh (`hsdp.elastic`) has an attribute `beyond_mesh`, which is true. It is called
-    though the mesh has one replica, with a `comm` of one rank, and averages by itself, as the mesh does not tell over how
-    many ranks.
+    It may be `exact`, as a `ReplicaReduce` may. One whose replicas are not in the mesh (`hsdp.elastic`) has an attribute
+    `beyond_mesh`, which is true. It is called though the mesh has one replica, with a `comm` of one rank, and averages by
+    itself, as the mesh does not tell over how many ranks.
     """
 
     def start(
@@ -42,6 +42,8 @@ class AllReduceStage(Protocol):
 class AllReduce:
     """The default: one coalesced all-reduce in the reduce dtype. It has no state: units share `DEFAULT`."""
 
+    exact = True
+
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
@@ -54,6 +56,7 @@ class CustomAllReduce:
 
     def __init__(self, custom: ReplicaReduce) -> None:
         self._custom = custom
+        self.exact = is_exact(custom)
 
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None

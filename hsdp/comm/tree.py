@@ -101,6 +101,8 @@ def reduce_scatter(
 class TreeAllReduce:
     """The all-reduce stage in the order of the tree. It has no state: units share `TREE`."""
 
+    exact = True
+
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:

@@ -14,6 +14,7 @@ user's hook runs, or when a backward fails, is the same on all ranks, bit for bi
 from __future__ import annotations
 
 import itertools
+import math
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -23,10 +24,12 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hsdp.comm.custom import is_exact
+from hsdp.comm.replica_reduce import DEFAULT
 from hsdp.comm.streams import Streams, host_wait
 from hsdp.comm.tree import reduce_scatter
 from hsdp.comm.uneven import Uneven
-from hsdp.comm.work import CommWork, abandon
+from hsdp.comm.work import CommWork, TwoPhases, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
@@ -244,28 +247,40 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             reduction.unit.gradients.join_partial(reduction.parts)
             if not reduction.in_tree:
                 for part in reduction.parts:
+                    part.scale_late()  # what was deferred is scaled already
                     part.join()
         items, goes_on = bucket.items, False
+        unit, stage = items[0].unit, items[0].unit.settings.replica_reduce
+        rounds = items[0].replicas > 1 and stage is not DEFAULT and not is_exact(stage)
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         tensors: list[Tensor] = []
+        flags: list[Tensor] = []
         for reduction in items:
             hook = reduction.unit.settings.all_reduce_hook
             goes_on = goes_on or reduction.in_tree or reduction.offloads or hook is not None
             for part in reduction.parts:
-                if part.stage is None:
+                goes_on = goes_on or part.late_factor != 1.0
+                if rounds:
+                    tensors += part.values()
+                    flags.append(part.flags())
+                elif part.stage is None:
                     tensors += part.operands
                 else:
                     sent, left, whole = part.share_out()
                     inputs += sent
                     outputs += left
                     tensors += whole
-        unit, finish = items[0].unit, partial(self._finish, items) if goes_on else None
+        finish = partial(self._finish, items) if goes_on else None
         if inputs:
             comm = unit.replicate_comm
             bucket.work = comm.reduce_scatter(bucket, bucket.op, outputs, inputs, tensors, finish)
+        elif flags:
+            comm, op = unit.replicate_comm, hash((bucket.op, 1))
+            sums = stage.start(bucket, bucket.op, tensors, comm, None)
+            exact = partial(comm.all_reduce, bucket, op, flags, finish)
+            bucket.work = TwoPhases(comm, "all-reduce", bucket, [sums], exact)
         elif items[0].replicas != 1:
-            stage = unit.settings.replica_reduce
             bucket.work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
         else:
             # Where nothing follows the reduce-scatter, it is the last work before the landing.
@@ -286,6 +301,8 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     part.join()
             if not reduction.all_reduce:
                 continue
+            for part in reduction.parts:
+                part.scale_late()
             hook = reduction.unit.settings.all_reduce_hook
             if hook is not None:
                 try:
@@ -328,8 +345,11 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     uneven: list[Uneven] = []
     replicated: list[Tensor] = []
     scaled: list[tuple[GroupReduction, float]] = []
+    flagged: list[tuple[GroupReduction, Tensor]] = []
     factors: set[float] = set()
-    in_sum = comm.multiplies and comm.custom_reduce_scatter is None and not first.in_tree
+    custom = comm.custom_reduce_scatter
+    rounds = custom is not None and not is_exact(custom)
+    in_sum = comm.multiplies and custom is None and not first.in_tree
     for reduction in bucket.items:
         for part in reduction.parts:
             inputs += part.inputs
@@ -337,10 +357,14 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
             uneven += part.uneven
             if part.plan.kind.replicated and comm.size > 1:
                 replicated += part.operands
+            elif rounds and part.inputs:
+                flagged.append((part, part.own_flags()))
             before, after = _split_factor(reduction, part)
             if before != 1.0:
                 in_sum = False
                 torch._foreach_mul_([*part.inputs, *(one.whole for one in part.uneven)] or part.values(), before)
+            if before != 1.0 and reduction.all_reduce and reduction.replicas > 1 and not first.in_tree:
+                part.late_factor, after = after, 1.0
             scaled.append((part, after))
             factors.add(after)
 
@@ -348,7 +372,10 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
         for part, after in scaled:
             if after != 1.0:
                 torch._foreach_mul_(part.values(), after)
+        for part, flags in flagged:
+            part.flags().copy_(flags)
 
+    replicated += [flags for _, flags in flagged]
     if not inputs and not replicated:
         return comm.local("scale", bucket, None if first.in_tree and first.replicas > 1 else scale)
     if first.in_tree:
@@ -361,14 +388,13 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
 
 
 def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:
-    """The unit's factor, as one to apply before the sum over shards and one after it.
+    """The unit's factor, as one to apply before the sums and one after them.
 
-    fp16 overflows at 65504: half of the division (in powers of two) comes before the sum, so that neither the terms
-    vanish nor their sum overflows.
+    fp16 overflows at 65504, and loses digits below 6e-5: half of a division (in powers of two, as FSDP2 has it) comes
+    before the first sum and the rest behind the last, so that neither the terms vanish nor their sums overflow.
     """
     factor = reduction.factor
-    if part.plan.kind.reduce is not torch.float16:
+    if part.plan.kind.reduce is not torch.float16 or abs(factor) >= 1.0:
         return 1.0, factor
-    ranks = reduction.unit.axes.shard_size * reduction.unit.axes.replicate_size
-    before = 0.5 ** (ranks.bit_length() // 2)
+    before = 0.5 ** (math.frexp(1.0 / abs(factor))[1] // 2)
     return before, factor / before

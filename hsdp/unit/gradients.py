@@ -301,7 +301,7 @@ class Gradients:
             used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
-                used = [mine or count > 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
+                used = [mine or count != 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
             if part.dropped:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
             if plan.offload is not None and host_reads(plan.params):

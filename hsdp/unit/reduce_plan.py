@@ -306,6 +306,7 @@ class GroupReduction:
         used: which parameters this rank used.
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
         void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
+        late_factor: what its sums are still to be multiplied with when they are complete.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
         grad_layout: where gradients lie in the operands.
         stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
@@ -321,6 +322,7 @@ class GroupReduction:
         "grad_layout",
         "inputs",
         "joined",
+        "late_factor",
         "operands",
         "outputs",
         "plan",
@@ -354,6 +356,7 @@ class GroupReduction:
         self.dropped: set[int] = set()
         self.void = self.undoable = False
         self.joined: list[Tensor] | None = None
+        self.late_factor = 1.0
         self.stage: Stage | None = None
         self.sums: list[Tensor] = []
         self._stored: list[Tensor] | None = None
@@ -375,6 +378,12 @@ class GroupReduction:
     def held_bytes(self) -> int:
         """Bytes of its inputs, until they are released, and of its operands."""
         return sum(tensor.nbytes for tensor in (*self.inputs, *(one.whole for one in self.uneven), *self.operands))
+
+    def scale_late(self) -> None:
+        """Multiplies the operands with what they are still to be multiplied with. Runs on the stream of these."""
+        if self.late_factor != 1.0:
+            torch._foreach_mul_(self.values(), self.late_factor)
+            self.late_factor = 1.0
 
     def join(self) -> None:
         """Adds deferred sums to the operands, if there are any. Runs on the stream of these."""
@@ -434,8 +443,12 @@ class GroupReduction:
             self._locals, self._cut_of = self.grad_layout.locals(values), values
         return self._locals
 
+    def own_flags(self) -> Tensor:
+        """This rank's, 1 or 0, in memory of their own."""
+        return torch.tensor([*map(float, self.used)], dtype=self.plan.kind.reduce, device=self.plan.device)
+
     def flags(self) -> Tensor:
-        """How many ranks used each parameter: exact only in sign."""
+        """By parameter, in the reduce dtype: 0 if no rank used it. Sums may be scaled, by a negative factor too."""
         if len(self.operands) == 1:
             return self.operands[0][self.grad_layout.numel :]
         return self.operands[-1]

@@ -87,19 +87,26 @@ def test_rule_15_gradients_that_share_memory_are_added_and_scaled_once(pool4: Po
     pool4.run(check_shared_memory, shape)
 
 
-def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float) -> None:
+def check_fp16(env: RankEnv, shape: tuple[int, ...], value: float, op: str = "avg") -> None:
     """The sum over ranks would overflow fp16 (largest number 65504), the mean does not; tiny gradients survive too."""
     model = nn.Linear(4, 4, bias=False)
     half = hsdp.MixedPrecisionPolicy(param_dtype=torch.float16, reduce_dtype=torch.float16)
     hsdp.fully_shard(model, mesh=env.mesh(shape), mp_policy=half)
+    model.set_reduce_op_type(op)  # type: ignore[operator]
     model(torch.full((1, 4), value)).sum().backward()
     grad = full_grads(model)["weight"]
     assert grad is not None
-    assert grad.unique().tolist() == [value]
+    assert grad.unique().tolist() == [value * (env.world_size if op == "sum" else 1)]
 
 
-@pytest.mark.parametrize("value", [30000.0, 2.0**-20])
-@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
+def test_rule_15_fp16_sums_are_divided_by_nothing(pool4: Pool, shape: tuple[int, ...]) -> None:
+    """The least number that fp16 has is not halved and doubled again."""
+    pool4.run(check_fp16, shape, 2.0**-24, "sum")
+
+
+@pytest.mark.parametrize("value", [30000.0, 2.0**-20, 2.0**-23])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
 def test_rule_15_fp16_divides_before_and_after_the_sum(pool4: Pool, shape: tuple[int, ...], value: float) -> None:
     pool4.run(check_fp16, shape, value)
 

@@ -295,11 +295,11 @@ def sharded_class(cls: type) -> type:
     The name is the one that FSDP2 gives: libraries know the prefix, and take it off where they write a class's name down.
     """
     if cls not in _classes:
-        original = cast(Any, cls).forward
 
-        @functools.wraps(original)
+        @functools.wraps(cast(Any, cls).forward)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
+            original = cls.forward  # type: ignore[attr-defined]  # that of now: users replace methods of classes
             state = self._hsdp_state
             if torch.compiler.is_compiling() or state.is_inside():
                 return original(self, *args, **kwargs)

@@ -70,6 +70,27 @@ def test_every_way_in_is_refused_beside_a_forward_in_another_thread(pool2: Pool)
     pool2.run(check_threads)
 
 
+class _Patched(nn.Linear):
+    pass
+
+
+def check_patched_class(env: RankEnv) -> None:
+    """Who replaces a method of a class after `fully_shard` (a notebook that reloads, a library) finds it replaced."""
+    model: Any = fully_shard(_Patched(4, 4), mesh=env.mesh((2,)))
+    x = torch.ones(2, 4)
+    before = model(x).detach()
+    _Patched.forward = lambda self, x: 2.0 * nn.Linear.forward(self, x)  # type: ignore[method-assign,assignment]
+    try:
+        torch.testing.assert_close(model(x).detach(), 2.0 * before, rtol=0, atol=0)
+        torch.testing.assert_close(model.forward(x).detach(), 2.0 * before, rtol=0, atol=0)
+    finally:
+        del _Patched.forward
+
+
+def test_a_class_whose_forward_is_replaced_later(pool2: Pool) -> None:
+    pool2.run(check_patched_class)
+
+
 # -- settings ------------------------------------------------------------------------------------------------------------
 
 

@@ -28,7 +28,9 @@ from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check
 from hsdp.schedule.module_hooks import ModuleHooks, own_state
 from hsdp.schedule.optimizer_hooks import watch_optimizers
 from hsdp.schedule.root import Root
+from hsdp.schedule.runtime import runtime_of
 from hsdp.unit.lookup import unit_of
+from hsdp.unit.state import other_thread
 from hsdp.unit.unit import Unit
 from hsdp.weights.module_buffers import modules_with_units
 from hsdp.weights.replica_check import verify
@@ -256,6 +258,7 @@ def _watch_loads(unit: Unit) -> None:
 
     def saves(*_: object) -> None:
         if (owner := this()) is not None:
+            _refuse_beside(owner, "state_dict()")
             owner.shadows.unregister()  # inside a forward
 
     def saved(*_: object) -> None:
@@ -264,6 +267,7 @@ def _watch_loads(unit: Unit) -> None:
 
     def loads(*_: object) -> None:
         if (owner := this()) is not None:
+            _refuse_beside(owner, "load_state_dict()")
             owner.shadows.unregister()
             owner.join_gather()
 
@@ -277,6 +281,13 @@ def _watch_loads(unit: Unit) -> None:
         holder.register_load_state_dict_pre_hook(loads)
         holder.register_load_state_dict_post_hook(loaded)
         holder.register_load_state_dict_pre_hook(explain_whole_tensors)
+
+
+def _refuse_beside(unit: Unit, what: str) -> None:
+    """Raises StateError if another thread runs the model: each would find the other's parameters in the modules."""
+    runtime = runtime_of(unit)
+    if runtime is not None and runtime.runs_beside():
+        raise other_thread(unit, what)
 
 
 def register_forward_method(module: nn.Module, method_name: str) -> None:

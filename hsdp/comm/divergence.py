@@ -77,9 +77,8 @@ class DivergenceGuard:
         self.timeout = timeout
         ranks = dist.get_process_group_ranks(group)
         self._rank = ranks[rank]
-        store, exclusive = _client()
-        prefixed = PrefixStore(f"hsdp/{group.group_name}/", store)
-        self._questions = Questions(prefixed, exclusive, self._rank, ranks, timeout)
+        store = _Store(f"hsdp/{group.group_name}/")
+        self._questions = Questions(store, store.exclusive, self._rank, ranks, timeout)
         self._compare = compare
         self._in_group = in_group
         self._met = False
@@ -258,14 +257,30 @@ _clients: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[Any, bool]]] =
 """By default group and thread."""
 
 
-def _client() -> tuple[Any, bool]:
-    """This thread's client of the default group's store, and whether it is hsdp's alone.
+class _Store:
+    """The default group's store, under a prefix, as the thread that asks has it.
 
-    Waiting locks a client, and another thread's model must be able to answer meanwhile. The groups of a thread share one:
-    all ranks are clients of one server, which has a file open for each.
+    Waiting locks a client, and another thread's model must be able to ask and to answer meanwhile: each thread has a client
+    of its own, which the groups in it share. All ranks are clients of one server, which has a file open for each.
+
+    Attributes:
+        exclusive: nobody but hsdp uses its clients.
     """
-    world = dist.group.WORLD
-    assert world is not None, "a guard's group lies in a default group"
+
+    def __init__(self, prefix: str) -> None:
+        assert dist.group.WORLD is not None, "a guard's group lies in a default group"
+        self._prefix = prefix
+        self._world = weakref.ref(dist.group.WORLD)
+        self._first, self.exclusive = _client(dist.group.WORLD)
+
+    def __getattr__(self, method: str) -> Any:
+        world = self._world()
+        # Behind its destruction, the default store may be that of other groups.
+        client = self._first if world is None or world is not dist.group.WORLD else _client(world)[0]
+        return getattr(PrefixStore(self._prefix, client), method)
+
+
+def _client(world: ProcessGroup) -> tuple[Any, bool]:
     known, thread = _clients.setdefault(world, {}), threading.get_ident()
     if thread not in known:
         known[thread] = own_client()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Collection
+from threading import get_ident
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.moments import Moment
@@ -79,6 +80,7 @@ class BackwardPass:
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
             before the first one.
         ending: its last graph task is over, and what is left is swept.
+        thread: the one that began it: on a device the engine's.
     """
 
     __slots__ = (
@@ -92,11 +94,13 @@ class BackwardPass:
         "reduced",
         "reduces",
         "tasks",
+        "thread",
         "turns",
     )
 
     def __init__(self, reduces: bool, turns: ReduceTurns, found: Collection[Unit]) -> None:
         self.tasks: dict[int, weakref.ref[Token]] = {}
+        self.thread = get_ident()
         self.reduces = reduces
         self.turns = turns
         self.keeps_graph = False

@@ -268,6 +268,19 @@ class Root:
             bury_tasks(backward)
         return bool(backward.tasks)
 
+    def runs_beside(self) -> bool:
+        """Whether another thread runs a forward of this root, or, on the CPU, a backward.
+
+        Asked at any moment, perhaps by whoever has caught the error of a backward: it may hold what tells that it is over.
+        """
+        if self.depth:
+            return self.thread != get_ident()
+        backward = self.backward
+        if backward is None or self.streams.active or backward.thread == get_ident():
+            return False
+        bury_tasks(backward)
+        return bool(backward.tasks)
+
     def running(self) -> Moment:
         """When the autograd node that asks for a recomputation was made, in a backward of this root."""
         made_in, this = NO_TASK, graph_task()

@@ -153,11 +153,11 @@ def unentered(unit: Stateful, what: str) -> StateError:
     )
 
 
-def other_thread(unit: Stateful) -> StateError:
-    """The error of a forward beside a pass in another thread, which would free the parameters that this one reads."""
+def other_thread(unit: Stateful, what: str = "its forward") -> StateError:
+    """The error of a call beside a pass in another thread, which would free the parameters that this one reads."""
     return StateError(
-        f"unit {unit.name!r}: its forward was called while a forward or backward of the same model runs in another thread; "
-        "run a sharded model in one thread at a time (a lock around both, or one thread that serves a queue)"
+        f"unit {unit.name!r}: {what} was called while a forward or backward of the same model runs in another thread; "
+        "use a sharded model in one thread at a time (a lock around both, or one thread that serves a queue)"
     )
 
 

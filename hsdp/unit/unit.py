@@ -130,6 +130,8 @@ class Unit(UnitActivity, UnshardedParams):
 
         # Gradients.
         self.gradients = Gradients(params, self.settings)
+        this = weakref.ref(self)
+        self.gradients.sentinels.owner = lambda: None if (unit := this()) is None else (unit, unit.runtime)
         self.trainable: tuple[bool, ...] = ()
         self._wanted: tuple[bool, ...] = ()
         self._nodes: list[Any] = []

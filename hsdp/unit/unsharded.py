@@ -263,9 +263,9 @@ class UnshardedParams:
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
-        comm_work, self._gather_work = self._gather_work, None
+        comm_work, self.residency = self._gather_work, SHARDED  # first, as in `finish`
+        self._gather_work = None
         self.hide()
-        self.residency = SHARDED
         if comm_work is not None and not comm_work.done():
             abandon(comm_work)
             self.rebuild(loses_sums=True)

@@ -11,7 +11,7 @@ Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -46,11 +46,13 @@ class Standing:
         cleared: somebody set the gradient to zero or to something else: the pending sums are void.
         read: somebody computed something else from it.
         over: nothing is pending any more; the sentinel is the gradient, and no more.
+        owner: who has the sums. It lives as long as the parameters do that will get them, whatever becomes of the model.
     """
 
-    __slots__ = ("base", "cleared", "fqn", "lent", "like", "over", "read")
+    __slots__ = ("base", "cleared", "fqn", "lent", "like", "over", "owner", "read")
 
-    def __init__(self, fqn: str, like: Tensor, base: Tensor | None) -> None:
+    def __init__(self, fqn: str, like: Tensor, base: Tensor | None, owner: object = None) -> None:
+        self.owner = owner
         self.fqn = fqn
         self.like = like
         self.base = base
@@ -213,11 +215,13 @@ class Sentinels:
 
     Attributes:
         up: those that stand, by the slots of their parameters.
+        owner: gives who has the sums, to be kept alive.
     """
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
         self.up: dict[int, Any] = {}
+        self.owner: Callable[[], object] = lambda: None
 
     def names(self) -> list[str]:
         """Of their parameters."""
@@ -229,13 +233,12 @@ class Sentinels:
             return
         param = self._params[slot]
         grad: Any = param.sharded.grad
+        held = None if grad is None else local_grad(param)
+        sentinel = ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), held, self.owner()))
         if grad is None:
-            grad = param.sharded.grad = as_dtensor(
-                ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), None)), param.grad_spec
-            )
+            grad = param.sharded.grad = as_dtensor(sentinel, param.grad_spec)
         else:
-            held = local_grad(param)
-            grad._local_tensor = ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), held))
+            grad._local_tensor = sentinel
         self.up[slot] = grad
 
     def gone(self) -> set[int]:
@@ -269,7 +272,7 @@ class Sentinels:
         """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
         grad = self.up.pop(slot)
         standing: Standing = grad._local_tensor.standing
-        standing.over = True
+        standing.over, standing.owner = True, None
         param = self._params[slot]
         if standing.gradient is not None:
             grad._local_tensor = standing.gradient

@@ -6,13 +6,17 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
+from hsdp.comm.questions import Questions
 from tests.rules.test_rule_20_failures import fail
 from tests.support.deep import Deep, floats, loss_of, mean_grads, never_done, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -190,6 +194,44 @@ def check_threads(env: RankEnv) -> None:
 
 def test_rule_18_one_thread_each(pool4: Pool) -> None:
     pool4.run(check_threads, group_timeout=6)
+
+
+def check_threads_in_another_order(env: RankEnv) -> None:
+    """Models that one thread has built ask the other ranks from threads of their own, in another order on each rank."""
+    groups = [dist.new_group([0, 1]) for _ in range(2)]
+    models = [shard(seeded(Deep), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))) for group in groups]
+    for model in 3 * models:  # a rank that leaves a known path asks in the store
+        step(model, env.rank)
+    waits, wait = threading.Event(), Questions._wait
+    errors: list[BaseException] = []
+
+    def waiting(self: Questions, answer: Any) -> bytes:
+        waits.set()
+        return wait(self, answer)
+
+    def evaluate(number: int) -> None:
+        if number != env.rank:
+            waits.wait(5)  # the other model, for the other rank, which has come with this one
+        try:
+            with torch.no_grad():
+                models[number](floats(env.rank))  # without gradients: nobody has done that before, so the ranks ask
+        except BaseException as error:
+            errors.append(error)
+
+    threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(2)]
+    with mock.patch.object(Questions, "_wait", waiting):
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for group in groups:
+        dist.destroy_process_group(group)
+    assert waits.is_set(), "not asked in the store"
+    assert not errors, errors
+
+
+def test_rule_18_models_of_one_thread_run_in_two(pool2: Pool) -> None:
+    pool2.run(check_threads_in_another_order, group_timeout=6)
 
 
 def check_deleted(env: RankEnv) -> None:

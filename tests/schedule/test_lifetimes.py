@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp import StateError, register_forward_method
+from tests.support.deep import mean_grads
 from tests.support.graphs import Chain, Net, floats, step, tokens
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, shard
@@ -218,3 +219,47 @@ def _delete_named(env: RankEnv) -> None:
 
 def test_a_registered_method_does_not_keep_its_module(pool2: Pool) -> None:
     pool2.run(_delete_named)
+
+
+def _deleted(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """What has not landed when the model goes is for the parameters, as long as the optimizer has them."""
+    plain = Net().double()
+    model: Any = shard(copy.deepcopy(plain), env.mesh(shape))
+    params, gone = dict(model.named_parameters()), weakref.ref(model)
+    optimizer = torch.optim.SGD(params.values(), lr=0.1)
+    model.set_is_last_backward(False)
+    step(model, env.rank)
+    del model
+    gc.collect()
+    assert gone() is None
+    optimizer.step()
+    for name, grad in mean_grads(plain, step, env.world_size).items():
+        assert grad is not None
+        expected = plain.get_parameter(name) - 0.1 * grad
+        torch.testing.assert_close(params[name].full_tensor(), expected.detach(), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)])
+def test_reductions_that_run_on_outlive_the_model(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(_deleted, shape)
+
+
+def _deleted_with_sums(env: RankEnv) -> None:
+    model: Any = shard(Net().double(), env.mesh(2))
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params, lr=0.1)
+    with model.accumulate(last=False):
+        step(model, env.rank)
+    units = [weakref.ref(unit) for unit in model._units()]
+    del model
+    gc.collect()
+    with pytest.raises(StateError, match="gradients that were not summed over all ranks"):
+        optimizer.step()
+    optimizer.zero_grad()
+    del params, optimizer
+    gc.collect()
+    assert not [unit() for unit in units if unit() is not None], "nothing is pending any more"
+
+
+def test_an_optimizer_is_refused_while_sums_of_a_deleted_model_are_pending(pool2: Pool) -> None:
+    pool2.run(_deleted_with_sums)

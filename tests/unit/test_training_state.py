@@ -63,6 +63,7 @@ def _threads(env: RankEnv) -> None:
     plain = seeded(Meddling)
     model: Any = shard(copy.deepcopy(plain), env.mesh(2))
     errors: list[BaseException] = []
+    told: list[str] = []
 
     def elsewhere() -> None:
         for module in (model, model.blocks[0]):
@@ -70,6 +71,9 @@ def _threads(env: RankEnv) -> None:
                 module(floats(env.rank))
             except hsdp.StateError as error:
                 errors.append(error)
+        with pytest.raises(hsdp.StateError, match=r"state_dict\(\) was called while a forward or backward"):
+            model.state_dict()
+        told.append("state_dict()")
 
     def meddle() -> None:
         thread = threading.Thread(target=elsewhere)
@@ -81,10 +85,9 @@ def _threads(env: RankEnv) -> None:
         check_grads(model, plain, step, env.rank, env.world_size)
         setattr(model, moment, lambda: None)
         check_rest(model)
-    told = (
-        "its forward was called while a forward or backward of the same model runs in another thread; run a sharded model"
-    )
-    assert len(errors) == 4 and all(told in str(error) for error in errors), errors
+    expected = "its forward was called while a forward or backward of the same model runs in another thread; use a sharded"
+    assert len(errors) == 4 and all(expected in str(error) for error in errors), errors
+    assert len(told) == 2
     thread = threading.Thread(target=step, args=(model, env.rank))  # by turns they are welcome
     thread.start()
     thread.join()

@@ -9,7 +9,8 @@ class cannot be joined in any other way. So every public method of that class is
                                  gradient sync off, runs the reduction by itself
     Lightning                    switches gradient sync off while it accumulates       works
     accelerate                   leaves a sharded model as it is in `prepare`          works
-    FSDPMemTracker               reads FSDP2's parameter groups                        refused: `_get_fsdp_state`
+    FSDPMemTracker               reads FSDP2's parameter groups                        refused: `_Internals`
+    NeMo Automodel, axolotl      ask FSDP2's state for policy, reshard_after_backward  `PipelineFace` tells them
 """
 
 from __future__ import annotations
@@ -110,8 +111,12 @@ class FSDP2Face(fsdp.FSDPModule):
         """Refused: buffers are the parameters' own places."""
         self._refuse(f"set_symm_mem_for_comm({backend!r})", _STAGING)
 
-    def _get_fsdp_state(self) -> NoReturn:
-        self._refuse("FSDP2's internal state", "tools that read it (FSDPMemTracker) do not work; use hsdp.describe(model)")
+    def _get_fsdp_state(self) -> Any:
+        """What libraries ask of FSDP2's internal state: its policy, and whether it reshards after backward."""
+        this: Any = self
+        found = fsdp_state(this)
+        assert found is not None, "fully_shard has put it there"
+        return found
 
     def _refuse(self, what: str, remedy: str) -> NoReturn:
         raise NotImplementedError(f"{type(self).__name__} has no {what}: {remedy}")
@@ -123,17 +128,54 @@ _STAGING = (
 )
 
 
-class PipelineFace:
+class _Internals:
+    """What stands for a part of FSDP2's internal state, as far as libraries read it."""
+
+    def __getattr__(self, name: str) -> Any:
+        raise AttributeError(
+            f"hsdp has no {name!r} of FSDP2's internal state; tools that read it (FSDPMemTracker) do not work; use "
+            "hsdp.describe(model)"
+        )
+
+
+class GroupFace(_Internals):
+    """Stands for FSDP2's parameter group of a module.
+
+    Attributes:
+        reshard_after_backward: what `set_reshard_after_backward` has set.
+    """
+
+    def __init__(self, reshard_after_backward: bool) -> None:
+        self.reshard_after_backward = reshard_after_backward
+
+
+class PipelineFace(_Internals):
     """What `torch.distributed.pipelining` reaches for once a stage has run the backward of its last micro-batch.
 
     A schedule switches gradient sync off and does FSDP2's post-backward by hand, on `fully_shard.state(stage)`. Here that
     is one call: the sums over micro-batches are communicated and land in `.grad`, and unsharded parameters go.
+
+    Models and trainers ask it for the policy and for `reshard_after_backward`, of which FSDP2 has no public getters.
     """
 
     def __init__(self, module: nn.Module) -> None:
         self._module = weakref.ref(module)
         self._state_ctx = SimpleNamespace(all_states=())
         self._begun = 0
+
+    @property
+    def _unit(self) -> Unit:
+        module: Any = self._module()
+        assert module is not None, "a module that is asked is alive"
+        return own_state(module).unit
+
+    @property
+    def _mp_policy(self) -> MixedPrecisionPolicy:
+        return self._unit.mp_policy
+
+    @property
+    def _fsdp_param_group(self) -> GroupFace:
+        return GroupFace(self._unit.settings.reshard_after_backward)
 
     def _root_post_backward_final_callback(self) -> None:
         module: Any = self._module()

@@ -65,9 +65,12 @@ class HSDPModule(Setters):
         this: Any = self
         return self._hsdp_state.run(this, super().__call__, args, kwargs)  # type: ignore[misc]
 
+    def __copy__(self) -> Any:
+        self.__deepcopy__({})
+
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         raise TypeError(
-            f"{type(self).__name__} is sharded and cannot be deep-copied; copy the module before fully_shard, or shard a "
+            f"{type(self).__name__} is sharded and cannot be copied; copy the module before fully_shard, or shard a "
             "second instance and load this one's state_dict() into it"
         )
 

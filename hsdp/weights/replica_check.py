@@ -22,6 +22,8 @@ from hsdp.weights.module_buffers import Buffer, own_buffers
 def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
     """All ranks of the mesh shard the same parameters and hold the same buffers, equal in value unless they are trusted.
 
+    What is on the meta device on some of the ranks is not compared: a load that begins on rank 0 is to come.
+
     Args:
         unit: the unit, not built yet.
         modules: what it is made of.
@@ -35,9 +37,10 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
     prints = [None if trusted else [fingerprint(part) for part in parts if not part.is_meta] for parts in values]
+    on_meta = [any(part.is_meta for part in parts) for parts in values]
     where, structure = f"fully_shard({unit.name})", _structure(unit, buffers)
     # Buffers come along with the parameters: one question, however many there are.
-    odd = unequal_values(where, "parameter, buffer or policy", structure, prints, names, unit)
+    odd = unequal_values(where, "parameter, buffer or policy", structure, prints, names, unit, on_meta)
     count = len(blocks)
     with torch.no_grad():
         for index in odd:  # in one order on all ranks: they were told the same
@@ -58,13 +61,12 @@ def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
             p.spec.merged,
             p.replicated,
             p.sharded.requires_grad,
-            p.sharded.is_meta,
             len(p.places),
             None if p.wrapper is None else p.wrapper.kind.__name__,
         )
         for p in unit.params
     ]
-    held = [("buffer", buffer.fqn, *kind_of(buffer), buffer.tensor.is_meta) for buffer in buffers]
+    held = [("buffer", buffer.fqn, *kind_of(buffer)) for buffer in buffers]
     reshard = repr(unit.settings.reshard_after_forward)
     policies = (repr(unit.mp_policy), repr(unit.comm_policy), reshard, unit.replica_policy)
     return [*params, *held, policies]
@@ -76,7 +78,13 @@ def kind_of(buffer: Buffer) -> tuple[tuple[tuple[int, ...], str], ...]:
 
 
 def unequal_values(
-    what: str, item: str, structure: list[tuple[Any, ...]], prints: Sequence[object], names: Sequence[str], unit: Unit
+    what: str,
+    item: str,
+    structure: list[tuple[Any, ...]],
+    prints: Sequence[object],
+    names: Sequence[str],
+    unit: Unit,
+    absent: Sequence[bool] = (),
 ) -> list[int]:
     """Which values are not the same on all ranks of the unit's mesh; on every rank the same list.
 
@@ -85,13 +93,16 @@ def unequal_values(
         structure: what must be the same on all ranks.
         prints: fingerprints of the values, and `names` theirs.
         unit: the unit.
+        absent: which of the values this rank does not have; those that others have are left out then.
 
     Raises:
         DivergenceError: the structures differ, or the values do and the unit's `replica_policy` is "check".
     """
-    if equal_on_mesh((structure, prints), unit):
+    if equal_on_mesh((structure, prints, absent), unit):
         return []
     check_structures(what, item, structure, unit)
+    apart = set(_differing_on_mesh(absent, unit)) if absent else set()
+    prints = [None if index in apart else value for index, value in enumerate(prints)]
     odd = _differing_on_mesh(prints, unit)
     if odd and unit.replica_policy == "check":
         raise unequal(what, names, differing(told_by_all(prints, unit)))

@@ -69,8 +69,12 @@ def test_a_sharded_module_is_an_fsdp_module_and_a_plain_one_is_not() -> None:
         assert type(type(model)()) is Deep, "a sharded class makes plain modules"
         with pytest.raises(AssertionError, match="only be applied to a module once"):
             fsdp.fully_shard(model)
-        with pytest.raises(NotImplementedError, match=r"FSDPDeep has no FSDP2's internal state.*hsdp.describe"):
-            model._get_fsdp_state()
+        state = model._get_fsdp_state()
+        assert state._mp_policy == hsdp.MixedPrecisionPolicy()
+        assert state._fsdp_param_group.reshard_after_backward is True
+        for part in (state, state._fsdp_param_group):
+            with pytest.raises(AttributeError, match=r"hsdp has no 'fsdp_params' of FSDP2's internal state.*hsdp.describe"):
+                _ = part.fsdp_params
 
 
 def test_the_state_of_a_module_is_found_where_fsdp2_has_it() -> None:

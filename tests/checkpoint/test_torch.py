@@ -23,7 +23,10 @@ from torch.distributed.fsdp import fully_shard as fsdp2
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from tests.checkpoint import models as cm
+from tests.support.deep import Deep, seeded, step
 from tests.support.rig import Pool
+from tests.support.sharded import check_grads, mesh_id, shard
+from tests.support.twin import assert_same, full_params
 from tests.support.worker import RankEnv
 
 
@@ -197,3 +200,25 @@ def test_a_plain_checkpoint_of_another_model_is_refused(pool2: Pool, tmp_path: P
     assert told[0] == told[1]
     assert "under no prefix does it have all of the model's names" in told[0]
     assert "'net.blocks.0.calls'" in told[0] or "net." in told[0]
+
+
+def _from_rank_0(env: RankEnv, shape: tuple[int, ...], policy: Any) -> None:
+    """Rank 0 alone has weights, and the others the model on the meta device: how trainers spare memory at a load."""
+    plain = seeded(Deep)
+    model: Any = seeded(Deep)
+    whole = model.state_dict() if env.rank == 0 else {}
+    if env.rank:
+        model.to("meta")
+    shard(model, env.mesh(shape), replica_policy=policy)
+    if env.rank:
+        model.to_empty(device="cpu")
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, whole, options=options)
+    check_grads(model, plain, step, env.rank, env.world_size)
+    assert_same(dict(full_params(model)), dict(full_params(plain)))
+
+
+@pytest.mark.parametrize("policy", ["broadcast", "check", "trust"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rank_0_has_the_weights_and_the_others_are_on_meta(pool2: Pool, shape: tuple[int, ...], policy: str) -> None:
+    pool2.run(_from_rank_0, shape, policy)

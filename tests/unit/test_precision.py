@@ -278,3 +278,18 @@ def _hooked_outputs(env: RankEnv) -> tuple[torch.dtype, ...]:
 def test_hooks_see_the_output_dtype(pool2: Pool) -> None:
     """As under FSDP2, whose cast is a hook itself. A forward without hooks casts, too."""
     assert pool2.run(_hooked_outputs) == [(F32, F32, F32, F64, F32)] * 2
+
+
+def _beneath_autocast(env: RankEnv) -> None:
+    """gloo concatenates what is all-reduced: under an autocast to another dtype of 16 bits, it must not ask that."""
+    policy = MixedPrecisionPolicy(reduce_dtype=BF16)
+    model = nn.Linear(8, 8)
+    hsdp.fully_shard(model, mesh=env.mesh((2, 1)), mp_policy=policy, comm_policy=hsdp.CommPolicy(shared_memory=False))
+    with torch.autocast("cpu", dtype=torch.float16):
+        model(torch.ones(2, 8)).sum().backward()
+    for grad in full_grads(model).values():
+        assert grad is not None and torch.equal(grad, torch.full_like(grad, 2.0))
+
+
+def test_reductions_beneath_an_autocast(pool2: Pool) -> None:
+    pool2.run(_beneath_autocast)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -92,3 +93,8 @@ def by_dtype(first: list[Tensor], second: list[Tensor]) -> list[tuple[list[Tenso
         pair[0].append(a)
         pair[1].append(b)
     return list(groups.values())
+
+
+def without_autocast() -> AbstractContextManager[object]:
+    """For gloo's coalesced calls, which concatenate on the CPU: autocast would cast what they do, or refuse it."""
+    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()

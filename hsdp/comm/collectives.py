@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from functools import wraps
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
@@ -326,7 +325,7 @@ class Comm:
         for alike, _ in backends.by_dtype(tensors, tensors):
             for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
                 if len(same) > 1 and (coalesced := names_in(group.__class__)["all_reduce_coalesced"]):
-                    with _without_autocast():  # gloo concatenates them, which autocast would cast, or refuse
+                    with backends.without_autocast():
                         works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
                 else:
                     works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
@@ -376,10 +375,6 @@ class Comm:
 
 
 # -- process groups ----------------------------------------------------------------------------------------------------
-
-
-def _without_autocast() -> AbstractContextManager[object]:
-    return torch.autocast("cpu", enabled=False) if torch.is_autocast_enabled("cpu") else nullcontext()
 
 
 def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:

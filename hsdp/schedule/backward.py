@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import weakref
+from bisect import bisect_right
 from collections.abc import Collection
 
 import torch
 
 from hsdp.comm.observer import Point
 from hsdp.schedule.moments import BEFORE_ALL, Moment
-from hsdp.schedule.passes import BackwardPass, Token, Visit
+from hsdp.schedule.passes import BackwardPass, OpenVisits, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
@@ -138,13 +139,11 @@ class Backwards(Root):
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
         opened = backward.opened.get(unit)
-        begun = () if opened is None else opened[0]
-        begins = visit is not None and visit.first_node not in begun
+        begins = visit is not None and (opened is None or visit.first_node not in opened.begun)
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
         comes = begins or visit is None
         if comes or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=comes)
-            begun = backward.opened[unit][0] if unit in backward.opened else ()  # passed over, or its visits have ended
         _skip(backward, unit, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
@@ -165,7 +164,12 @@ class Backwards(Root):
                 unit.gather(version, looked=True)
                 launch_ahead(ahead)
                 unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
-        backward.opened[unit] = (*begun, visit.first_node) if visit is not None and begins else begun, task
+        opened = backward.opened.get(unit)  # perhaps another one: it was passed over, or its visits have ended
+        begun, earliest = (set(), None) if opened is None else (opened.begun, opened.earliest)
+        if visit is not None and begins:
+            begun.add(visit.first_node)
+            earliest = visit.first_node if earliest is None else min(earliest, visit.first_node)
+        backward.opened[unit] = OpenVisits(begun, earliest, task)
 
     def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
         """Passes over the units that other ranks may have entered before `unit`.
@@ -194,7 +198,7 @@ class Backwards(Root):
                 for other, ended in reversed(forward_pass.exits.items())
                 if other.settings.unshard_in_backward
             )
-            backward.forward_pass = forward_pass
+            backward.forward_pass, backward.uncounted = forward_pass, {}
         return gathers.enter(unit, node)
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
@@ -222,7 +226,7 @@ class Backwards(Root):
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit, first_node)
-        backward.opened[unit] = (first_node,), graph_task()
+        backward.opened[unit] = OpenVisits({first_node}, first_node, graph_task())
 
     def _pass_over_rest(self, backward: BackwardPass) -> None:
         """The backward of one forward is over: passes over what is left of it."""
@@ -244,8 +248,10 @@ class Backwards(Root):
         all of theirs, also those that only hand gradients through frozen weights.
         """
         calls = {} if backward.forward_pass is None else backward.forward_pass.calls
-        for unit, (begun, _) in list(backward.opened.items()):
-            if begun and min((*begun, *calls.get(unit, ()))) > node:
+        for unit, opened in list(backward.opened.items()):
+            if opened.earliest is None or opened.earliest <= node:
+                continue
+            if unit not in calls or calls[unit][0] > node:
                 _skip(backward, unit, node)
                 self._end_visit(backward, unit)
 
@@ -270,7 +276,7 @@ class Backwards(Root):
         backward = self.backward
         if backward is None:
             return  # The gradient belongs to another root's forward of the unit; the runtime of that root ends the visit.
-        if unit in backward.opened and backward.opened[unit][1] != graph_task():
+        if unit in backward.opened and backward.opened[unit].task != graph_task():
             return  # A reentrant checkpoint inside the unit: the visit goes on in other tasks.
         if unit not in backward.turns.waiting:
             self._reduce(unit)
@@ -343,8 +349,8 @@ class Backwards(Root):
             finally:
                 backward.ending = False
             return
-        for unit, (_, opened_in) in list(backward.opened.items()):
-            if opened_in == task:  # what an inner task (reentrant checkpointing) entered is over with it
+        for unit, opened in list(backward.opened.items()):
+            if opened.task == task:  # what an inner task (reentrant checkpointing) entered is over with it
                 self._end_visit(backward, unit)
 
     def _end_backward(self, backward: BackwardPass) -> None:
@@ -406,17 +412,25 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
 
 
 def _skip(backward: BackwardPass, unit: Unit, node: Moment) -> None:
-    """Counts the visits of `unit` that are over when `node` runs and that other ranks alone have made.
+    """Counts the calls of `unit` that the engine is behind when it runs `node`, and that other ranks alone visited.
 
     Not before this rank has entered the unit, or passed over it, in the forward whose backward runs: that is a visit.
     """
-    calls = () if backward.forward_pass is None else backward.forward_pass.calls.get(unit, ())
+    calls = None if backward.forward_pass is None else backward.forward_pass.calls.get(unit)
+    if not calls:
+        return
+    uncounted = backward.uncounted.get(unit)
+    if uncounted is None:
+        uncounted = backward.uncounted[unit] = list(calls)
+    if not uncounted or uncounted[-1] <= node:
+        return
     visits: Collection[Moment] = backward.turns.visits.get(unit, ())
-    over = [first for first in calls if first > node and first not in visits]
-    if over:
-        entered = backward.gathers is not None and unit in backward.gathers.entered
-        if entered or any([first in visits for first in calls]):
+    entered = backward.gathers is not None and unit in backward.gathers.entered
+    if entered or any([first in visits for first in calls]):
+        at = bisect_right(uncounted, node)
+        if over := [first for first in uncounted[at:] if first not in visits]:
             backward.turns.skip(unit, over)
+        del uncounted[at:]
 
 
 def _stay(unit: Unit) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Collection
 from threading import get_ident
+from typing import NamedTuple
 
 from hsdp.schedule.gather_order import BackwardGathers
 from hsdp.schedule.moments import Moment
@@ -16,11 +17,22 @@ Exit = tuple[Moment, Version]
 """How the last forward of a unit ended in a forward of the root: the moment of the first autograd node that it made, and
 the unit's version in it."""
 
-Opened = tuple[tuple[Moment, ...], int]
-"""The visits of a unit that are under way in a backward: for each that has begun, the moment of the first autograd node of
-the forward that it belongs to (none if the unit was recomputed only); and the graph task that opened the unit last. There
-are several visits of a unit that calls itself: that of the outer call begins first, and goes on when that of the inner one
-is over."""
+
+class OpenVisits(NamedTuple):
+    """The visits of a unit that are under way in a backward.
+
+    There are several of a unit that calls itself: that of the outer call begins first, and goes on when that of the inner
+    one is over.
+
+    Attributes:
+        begun: the moments of the first autograd nodes of the forwards that they belong to; none if the unit was recomputed
+            only. `earliest`: the first of them.
+        task: the graph task that opened the unit last.
+    """
+
+    begun: set[Moment]
+    earliest: Moment | None
+    task: int
 
 
 class ForwardPass:
@@ -30,7 +42,8 @@ class ForwardPass:
         number: how many there were before.
         exits: the units in the order in which their forwards ended, each with how its last forward ended; None if no
             gradient can enter it.
-        calls: for each unit the moments of the first autograd nodes of those of its forwards that gradients can enter.
+        calls: for each unit the moments of the first autograd nodes of those of its forwards that gradients can enter,
+            ascending.
         visited: those that a backward of it has entered or passed over.
     """
 
@@ -78,7 +91,7 @@ class BackwardPass:
         opened: the units whose visits are under way.
         entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
-            before the first one.
+            before the first one. `uncounted`: of that forward, the calls of units that the engine may still come behind.
         ending: its last graph task is over, and what is left is swept.
         thread: the one that began it: on a device the engine's.
     """
@@ -96,6 +109,7 @@ class BackwardPass:
         "tasks",
         "thread",
         "turns",
+        "uncounted",
     )
 
     def __init__(self, reduces: bool, turns: ReduceTurns, found: Collection[Unit]) -> None:
@@ -104,12 +118,13 @@ class BackwardPass:
         self.reduces = reduces
         self.turns = turns
         self.keeps_graph = False
-        self.opened: dict[Unit, Opened] = {}
+        self.opened: dict[Unit, OpenVisits] = {}
         self.found = found
         self.entered: set[Unit] = set()
         self.reduced: set[Unit] = set()
         self.forward_pass: ForwardPass | None = None
         self.gathers: BackwardGathers[Unit] | None = None
+        self.uncounted: dict[Unit, list[Moment]] = {}
         self.ending = False
 
     def exit_of(self, unit: Unit) -> Exit:

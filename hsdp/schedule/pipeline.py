@@ -358,7 +358,8 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
             if part.plan.kind.replicated and comm.size > 1:
                 replicated += part.operands
             elif rounds and part.inputs:
-                flagged.append((part, part.own_flags()))
+                own = torch.tensor([*map(float, part.used)], dtype=part.plan.kind.reduce, device=part.plan.device)
+                flagged.append((part, own))
             before, after = _split_factor(reduction, part)
             if before != 1.0:
                 in_sum = False

@@ -6,6 +6,7 @@ iteration left.
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections.abc import Sequence
 from threading import get_ident
 from typing import cast
@@ -85,11 +86,12 @@ class Runtime(Backwards):
             exits[unit] = before
         else:
             exits[unit] = (visit.first_node, visit.version)
-            moments = self.forward_pass.calls.setdefault(unit, [])
-            if visit.first_node not in moments:  # else it called itself at once: the visit is one
-                moments.append(visit.first_node)
-                calls = self.reduce_order.calls
-                calls[unit] = calls.get(unit, 0) + 1
+            calls = self.forward_pass.calls.setdefault(unit, [])
+            at = bisect_left(calls, visit.first_node)
+            if at == len(calls) or calls[at] != visit.first_node:  # else it began by calling itself: the visit is one
+                calls.insert(at, visit.first_node)
+                counts = self.reduce_order.calls
+                counts[unit] = counts.get(unit, 0) + 1
         if not more:
             self._close(unit, hidden=visit is None and any(unit.trainable))
         if unit.context.observer is not None:

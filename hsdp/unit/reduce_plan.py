@@ -443,10 +443,6 @@ class GroupReduction:
             self._locals, self._cut_of = self.grad_layout.locals(values), values
         return self._locals
 
-    def own_flags(self) -> Tensor:
-        """This rank's, 1 or 0, in memory of their own."""
-        return torch.tensor([*map(float, self.used)], dtype=self.plan.kind.reduce, device=self.plan.device)
-
     def flags(self) -> Tensor:
         """By parameter, in the reduce dtype: 0 if no rank used it. Sums may be scaled, by a negative factor too."""
         if len(self.operands) == 1:

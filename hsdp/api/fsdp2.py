@@ -85,7 +85,7 @@ class FSDP2Face(fsdp.FSDPModule):
             runtime.reset()
             for unit in runtime.units:
                 if unit.gradients.is_pending():
-                    unit.gradients.lose(deferred=True)
+                    unit.gradients.lose_all()
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""

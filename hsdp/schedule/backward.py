@@ -126,11 +126,7 @@ class Backwards(Root):
         if not unit.open and unit.disturbed():
             raise stale(unit)
         if visit is not None and creates_graph:
-            # The unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay.
-            backward.keeps_graph = True
-            unit.retain()
-            Root._graphs.append(weakref.ref(visit))
-            unit.note_shards()
+            self._keep_for_graph(backward, unit, visit)
         backward.entered.add(unit)
         backward.reduced.discard(unit)
         if visit is None or not unit.open:
@@ -141,10 +137,10 @@ class Backwards(Root):
         opened = backward.opened.get(unit)
         begins = visit is not None and (opened is None or visit.first_node not in opened.begun)
         # A unit that is open may begin another visit, that of an earlier forward, or be recomputed before that.
-        comes = begins or visit is None
-        if comes or not unit.open:
-            self._catch_up(backward, unit, visit, node, ends_visits=comes)
-        _skip(backward, unit, node)
+        others_gather_here = begins or visit is None
+        if others_gather_here or not unit.open:
+            self._catch_up(backward, unit, visit, node, ends_visits=others_gather_here)
+        _count_calls_behind(backward, unit, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
@@ -154,7 +150,7 @@ class Backwards(Root):
             backward.turns.visit(unit, None if visit.forward_pass is None else visit.first_node)
         if unit.open:
             unit.shadows.register()
-            if comes:  # Also where it is open on this rank alone, by a visit of its own: the others gather ahead now.
+            if others_gather_here:  # also where it is open on this rank alone, by a visit of its own
                 launch_ahead(ahead)
             if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
@@ -170,6 +166,13 @@ class Backwards(Root):
             begun.add(visit.first_node)
             earliest = visit.first_node if earliest is None else min(earliest, visit.first_node)
         backward.opened[unit] = OpenVisits(begun, earliest, task)
+
+    def _keep_for_graph(self, backward: BackwardPass, unit: Unit, visit: Visit) -> None:
+        """Unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay."""
+        backward.keeps_graph = True
+        unit.retain()
+        Root._graphs.append(weakref.ref(visit))
+        unit.note_shards()
 
     def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
         """Passes over the units that other ranks may have entered before `unit`.
@@ -237,7 +240,7 @@ class Backwards(Root):
             self._backward_order.end(backward.gathers)
             assert backward.forward_pass is not None, "an order belongs to a forward"
             for unit in backward.opened:
-                _skip(backward, unit, BEFORE_ALL)
+                _count_calls_behind(backward, unit, BEFORE_ALL)
             if not self.reduce_order.retained:  # else ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
@@ -252,7 +255,7 @@ class Backwards(Root):
             if opened.earliest is None or opened.earliest <= node:
                 continue
             if unit not in calls or calls[unit][0] > node:
-                _skip(backward, unit, node)
+                _count_calls_behind(backward, unit, node)
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
@@ -411,10 +414,12 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
     return ahead or ()
 
 
-def _skip(backward: BackwardPass, unit: Unit, node: Moment) -> None:
-    """Counts the calls of `unit` that the engine is behind when it runs `node`, and that other ranks alone visited.
+def _count_calls_behind(backward: BackwardPass, unit: Unit, node: Moment) -> None:
+    """Counts the calls of `unit` that the engine is behind when it runs `node`: their visits are over on all ranks.
 
-    Not before this rank has entered the unit, or passed over it, in the forward whose backward runs: that is a visit.
+    Where this rank has not made them, other ranks may have, whose losses use other calls. Not before this rank has entered
+    the unit, or passed over it, in the forward whose backward runs. So calls are counted when the unit is entered, where a
+    visit might end, and when the backward of that forward is over.
     """
     calls = None if backward.forward_pass is None else backward.forward_pass.calls.get(unit)
     if not calls:

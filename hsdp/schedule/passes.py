@@ -1,4 +1,4 @@
-"""What lives for one forward or one backward of a root: each an object, made at its start and dropped at its end."""
+"""What a root knows about one forward or one backward of it, each an object; and what a forward of a unit leaves behind."""
 
 from __future__ import annotations
 

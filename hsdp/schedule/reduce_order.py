@@ -99,9 +99,12 @@ class ReduceOrder:
 
     def __init__(self) -> None:
         self.awaited = 0
-        self._entered: dict[Unit, bool] = {}  # with gradients? Without, it may be recomputed: that counts for the order
+        # In the order of their first forwards, whether units ran with gradients: without, they may be recomputed.
+        self._ran_with_grad: dict[Unit, bool] = {}
         self.calls: dict[Unit, int] = {}
         self._before: tuple[dict[Unit, bool], dict[Unit, int]] = {}, {}
+        # How often backwards visited recomputations of a unit, by how many of its forwards awaited theirs.
+        self._recomputed: dict[Unit, dict[int, int]] = {}
         self.retained = False
 
     # -- forward -------------------------------------------------------------------------------------------------
@@ -109,12 +112,12 @@ class ReduceOrder:
     def begin_forward(self) -> None:
         """A forward of the root begins."""
         if not self.awaited:
-            self._entered, self.calls = {}, {}
-        self._before = dict(self._entered), dict(self.calls)
+            self._ran_with_grad, self.calls = {}, {}
+        self._before = dict(self._ran_with_grad), dict(self.calls)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
-        self._entered[unit] = self._entered.get(unit, False) or torch.is_grad_enabled()
+        self._ran_with_grad[unit] = self._ran_with_grad.get(unit, False) or torch.is_grad_enabled()
 
     def end_forward(self) -> None:
         """The root's forward ended."""
@@ -122,7 +125,7 @@ class ReduceOrder:
 
     def forget_forward(self) -> None:
         """The root's forward raised: its backward will not come, those of earlier forwards may."""
-        self._entered, self.calls = self._before
+        self._ran_with_grad, self.calls = self._before
 
     # -- backward ------------------------------------------------------------------------------------------------
 
@@ -136,19 +139,22 @@ class ReduceOrder:
         if answers and not self.retained:
             self.awaited = max(0, self.awaited - 1)
         expected = {}
-        for unit in reversed(self._entered):
+        for unit in reversed(self._ran_with_grad):
             if any(unit.trainable):
                 calls = self.calls.get(unit, 0)
-                expected[unit] = calls, unit.recomputed.get(calls, 0)
+                records = self._recomputed.get(unit)
+                expected[unit] = calls, 0 if records is None else records.get(calls, 0)
         return ReduceTurns(expected)
 
     def end(self, turns: ReduceTurns) -> list[Unit]:
         """The backward is over. Returns the units still to be reduced: not those that ran without gradients only."""
         for unit in turns.expected:
             calls = self.calls.get(unit, 0)
-            if len(unit.recomputed) > _MOST_RECORDS:
-                unit.recomputed.clear()
-            unit.recomputed[calls] = turns.recomputed.get(unit, 0)
+            if (visits := turns.recomputed.get(unit, 0)) or unit in self._recomputed:
+                records = self._recomputed.setdefault(unit, {})
+                if len(records) > _MOST_RECORDS:
+                    records.clear()
+                records[calls] = visits
             if not self.retained:
                 self.calls[unit] = max(0, calls - len(turns.visits.get(unit, ())))
-        return [unit for unit in turns.outstanding() if self._entered[unit] or unit.remaining]
+        return [unit for unit in turns.outstanding() if self._ran_with_grad[unit] or unit.remaining]

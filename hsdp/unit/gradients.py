@@ -128,7 +128,7 @@ class Gradients:
             all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
         """
         if self.sentinels.up:
-            self._heed_zero_grad()
+            self.heed_zero_grad()
         if self._owed_before is None:
             self._note_owed()
         self.kept, self.deferred = False, not all_reduce
@@ -149,7 +149,7 @@ class Gradients:
 
     def stash(self) -> None:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
-        self._heed_zero_grad()
+        self.heed_zero_grad()
         self._note_owed()
         self.kept = True
         taken = self.arrivals.take()
@@ -202,11 +202,6 @@ class Gradients:
 
     # -- pending sums and zero_grad ------------------------------------------------------------------------------
 
-    def heed_zero_grad(self) -> None:
-        """Lets go of what users have zeroed since. On the compute stream, to which pending sums belong."""
-        if self.sentinels.up:
-            self._heed_zero_grad()
-
     def is_pending(self) -> bool:
         """Whether sums are pending, on any rank: the same on all of them."""
         self.heed_zero_grad()
@@ -215,7 +210,7 @@ class Gradients:
     def refuse_lost(self, unit: str, what: str) -> None:
         """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
         if self.lost:
-            self._heed_zero_grad()
+            self.heed_zero_grad()
         if self.lost:
             raise StateError(
                 f"{what}: gradients of unit {unit!r} are incomplete: a backward (or flush) failed that had sums of earlier "
@@ -244,7 +239,7 @@ class Gradients:
 
     def pending(self) -> dict[str, str]:
         """Which parameters have sums that were not communicated, and how far those came: the same names on all ranks."""
-        self._heed_zero_grad()
+        self.heed_zero_grad()
         found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.kept else {}
         found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
         if self.partial is not None:
@@ -256,7 +251,7 @@ class Gradients:
 
     def local_sums(self) -> dict[str, Tensor]:
         """Unsharded gradients of this rank that have not been communicated, by parameter name."""
-        self._heed_zero_grad()
+        self.heed_zero_grad()
         return {self._params[slot].fqn: value for slot, value in self._stash.items()}
 
     def _watch_all(self, plans: Iterable[ReducePlan]) -> None:
@@ -264,7 +259,7 @@ class Gradients:
             for slot in plan.slots:
                 self.sentinels.put_up(slot)
 
-    def _heed_zero_grad(self) -> None:
+    def heed_zero_grad(self) -> None:
         """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
         gone = self.sentinels.gone()
         for slot in gone:
@@ -323,7 +318,7 @@ class Gradients:
     def _settle(self, parts: list[GroupReduction]) -> bool:
         """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
         if self.sentinels.up:
-            self._heed_zero_grad()
+            self.heed_zero_grad()
         undoable = parts[0].undoable
         if undoable:
             self._open = [part for part in self._open if part not in parts]
@@ -406,10 +401,13 @@ class Gradients:
             self.lose()
         self._remove_sentinels()
 
-    def lose(self, parts: Sequence[GroupReduction] = (), deferred: bool = False) -> None:
-        """Pending sums, or `parts` that have left the queue, are lost: until gradients are zeroed, to use them raises."""
-        if deferred:
-            self.partial, self.deferred = None, False
+    def lose_all(self) -> None:
+        """All pending sums are lost, also those that wait for their all-reduce."""
+        self.partial, self.deferred = None, False
+        self.lose()
+
+    def lose(self, parts: Sequence[GroupReduction] = ()) -> None:
+        """Whole sums, or `parts` that have left the queue, are lost: until gradients are zeroed, to use them raises."""
         self._running = [part for part in self._running if part not in parts]
         self._stash.clear()
         self.kept, self.lost = False, True

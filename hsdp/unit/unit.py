@@ -90,7 +90,6 @@ class Unit(UnitActivity, UnshardedParams):
         trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
             earlier one whose backward or whose sums are still to come.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
-        recomputed: how often the last backward visited recomputations of it, by the number of its forwards that waited.
     """
 
     def __init__(
@@ -136,7 +135,6 @@ class Unit(UnitActivity, UnshardedParams):
         self._wanted: tuple[bool, ...] = ()
         self._nodes: list[Any] = []
         self.remaining: dict[int, int] = {}
-        self.recomputed: dict[int, int] = {}
 
         # Communication.
         self.context = CommContext(Streams(axes.device))

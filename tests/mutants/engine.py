@@ -158,7 +158,7 @@ def sums_in_the_reduce_dtype() -> Any:
 
 @mutant(script("local:abc zero full:abc"))
 def does_not_heed_zero_grad() -> Any:
-    return mock.patch.object(Gradients, "_heed_zero_grad", return_value=None)
+    return mock.patch.object(Gradients, "heed_zero_grad", return_value=None)
 
 
 @mutant(script("async full:abc zero drain full:abc"))

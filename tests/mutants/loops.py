@@ -369,7 +369,7 @@ def takes_every_stale_unit_for_one_that_is_used() -> Any:
 
 @mutant(Check(rule_21.check_calls, ((2,), "in turns", False, 0)), kill="DivergenceError")
 def counts_the_visits_that_this_rank_makes() -> Any:
-    return mock.patch.object(hsdp.schedule.backward, "_skip")
+    return mock.patch.object(hsdp.schedule.backward, "_count_calls_behind")
 
 
 @mutant(Check(rule_13.check_recursion, (None, 2)), kill="inplace operation")

@@ -273,6 +273,7 @@ def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = Non
     """
     compiler = set_compiler(None) or compiler
     leave_out_of_graphs()
+    module._follow()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = set_compiler(compiler)
@@ -298,16 +299,29 @@ def sharded_class(cls: type) -> type:
     The name is the one that FSDP2 gives: libraries know the prefix, and take it off where they write a class's name down.
     """
     if cls not in _classes:
+        original = cast(Any, cls).forward
 
-        @functools.wraps(cast(Any, cls).forward)
+        def follow() -> None:
+            # Users replace methods of classes. Not looked up in `forward`: Dynamo does not trace that.
+            nonlocal original
+            original = cast(Any, cls).forward
+
+        @functools.wraps(original)
         def forward(self: Any, *args: Any, **kwargs: Any) -> Any:
             # Calling `.forward` directly works as calling the module does, but for the user's hooks on the module.
-            original = cls.forward  # type: ignore[attr-defined]  # that of now: users replace methods of classes
+            if torch.compiler.is_compiling():
+                return original(self, *args, **kwargs)
+            follow()
             state = self._hsdp_state
-            if torch.compiler.is_compiling() or state.is_inside():
+            if state.is_inside():
                 return original(self, *args, **kwargs)
             return state.run_method(self, functools.partial(original, self), args, kwargs)
 
-        members = {"forward": forward, "__module__": cls.__module__, "__doc__": cls.__doc__}
+        members = {
+            "forward": forward,
+            "_follow": staticmethod(follow),
+            "__module__": cls.__module__,
+            "__doc__": cls.__doc__,
+        }
         _classes[cls] = type(f"{PREFIX}{cls.__name__}", (HSDPModule, cls), members)
     return _classes[cls]

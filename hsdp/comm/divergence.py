@@ -272,12 +272,17 @@ class _Store:
         self._prefix = prefix
         self._world = weakref.ref(dist.group.WORLD)
         self._first, self.exclusive = _client(dist.group.WORLD)
+        self._here = threading.local()
+        self._here.store = PrefixStore(prefix, self._first)
 
     def __getattr__(self, method: str) -> Any:
-        world = self._world()
-        # Behind its destruction, the default store may be that of other groups.
-        client = self._first if world is None or world is not dist.group.WORLD else _client(world)[0]
-        return getattr(PrefixStore(self._prefix, client), method)
+        store = getattr(self._here, "store", None)
+        if store is None:
+            world = self._world()
+            # Behind its destruction, the default store may be that of other groups.
+            client = self._first if world is None or world is not dist.group.WORLD else _client(world)[0]
+            store = self._here.store = PrefixStore(self._prefix, client)
+        return getattr(store, method)
 
 
 def _client(world: ProcessGroup) -> tuple[Any, bool]:

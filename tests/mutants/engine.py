@@ -138,7 +138,7 @@ def counts_the_stash_again() -> Any:
 
 @mutant(script("local:abc scatter:abc full:abc"))
 def forgets_the_stash() -> Any:
-    return mock.patch.object(Gradients, "stash", Gradients.drop)
+    return mock.patch.object(Gradients, "stash", lambda gradients: gradients.arrivals.drop())
 
 
 @mutant(Check(rule_12.check_passes, ("F B B", (2,), Deep)))

@@ -374,7 +374,10 @@ def counts_the_visits_that_this_rank_makes() -> Any:
 
 @mutant(Check(rule_13.check_recursion, (None, 2)), kill="inplace operation")
 def takes_the_last_visit_that_began_for_all() -> Any:
-    return mock.patch.object(hsdp.schedule.backward, "min", lambda earliest, first: first, create=True)
+    both = ExitStack()
+    both.enter_context(mock.patch.object(hsdp.schedule.backward, "min", lambda earliest, first: first, create=True))
+    both.enter_context(mock.patch.object(hsdp.schedule.runtime, "bisect_left", lambda calls, first: len(calls)))
+    return both
 
 
 @mutant(Check(freshness._moved_and_back), kill="DID NOT RAISE")

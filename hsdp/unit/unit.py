@@ -240,7 +240,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._columns = [columns for group in self.dtype_groups for columns in group.columns()]
         for group in self.dtype_groups:
             group.arrange()
-            self._wire_signature ^= group.wire_signature
+            self._wire_signature = 31 * self._wire_signature + group.wire_signature  # xor would cancel equal ones
         self._versioned = [
             tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
         ]

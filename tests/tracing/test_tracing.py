@@ -496,6 +496,8 @@ def test_a_compressed_reduce_scatter_is_traced_with_its_bytes_on_the_wire(pool2:
 class _OwnReduce:
     """A user's all-reduce stage, of a collective that hsdp did not start."""
 
+    exact = True
+
     def start(self, owner: Any, op: int, tensors: list[torch.Tensor], comm: Any, finish: Any) -> CommWork:
         works = [torch.distributed.all_reduce(tensor, group=comm.group, async_op=True) for tensor in tensors]
         return CommWork(comm, "all-reduce", owner, works, tensors, finish)

@@ -336,9 +336,9 @@ def _repeats(program: Program, how: How, rng: random.Random) -> How:
     parts = program.parts
     # hsdp's limits: not of what a reentrant checkpoint recomputes, nor of one of several units in one checkpoint.
     may_cut = [part.recompute is None or (part.recompute is False and part.unit != "parts") for part in parts]
-    cuts = {index: rng.choice(CUTS) for index, may in enumerate(may_cut) if may and rng.random() < 0.4}
     if {"detached out", "no grad"} & {*how.get("tweaks", {}).values()}:
-        cuts = {}  # then gradients could enter the next part on some ranks only
+        may_cut = [False] * len(parts)  # nor where gradients would enter the next part on some ranks only
+    cuts = {index: rng.choice(CUTS) for index, may in enumerate(may_cut) if may and rng.random() < 0.4}
     again = []
     for _ in range(rng.choice([0, 1, 1, 2, 3])):
         index = rng.randrange(len(parts))

@@ -423,9 +423,9 @@ class UnshardedParams:
 
     def _unmaterialised(self) -> StateError:
         return StateError(
-            f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device (rank "
-            f"{self.shard_comm.rank} of its shards); call hsdp.init_sharded(model), or model.to_empty(device=...) and "
-            "load_state_dict, before the first forward"
+            f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
+            "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward (this "
+            f"is rank {self.shard_comm.rank} of its shards)"
         )
 
 

@@ -273,7 +273,7 @@ def _run_between_graphs(module: Any, args: Any, kwargs: Any, compiler: Any = Non
     """
     compiler = set_compiler(None) or compiler
     leave_out_of_graphs()
-    module._follow()
+    module._hsdp_follow()
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         before = set_compiler(compiler)
@@ -319,7 +319,7 @@ def sharded_class(cls: type) -> type:
 
         members = {
             "forward": forward,
-            "_follow": staticmethod(follow),
+            "_hsdp_follow": staticmethod(follow),
             "__module__": cls.__module__,
             "__doc__": cls.__doc__,
         }

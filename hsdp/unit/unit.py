@@ -396,6 +396,7 @@ class Unit(UnitActivity, UnshardedParams):
         if task not in remaining or self.residency is not UNSHARDED:
             runtime = self.runtime
             if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
+                unsharded.grad = None  # nobody knows of it, and the next backward would add to it
                 raise unentered(self, f"parameter {self.params[slot].fqn!r}")
             if task not in remaining:
                 runtime.enter_task()

@@ -94,9 +94,7 @@ def check_negative(env: RankEnv, shape: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
-def test_a_negative_factor_loses_no_used_parameter(
-    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, shape: tuple[int, ...]
-) -> None:
+def test_a_negative_factor_loses_no_used_parameter(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     pool_for(request, shape).run(check_multiplied, shape)
 
 

@@ -16,7 +16,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
-from hsdp.api.module import HSDPModule, has_forward, sharded_class
+from hsdp.api.module import HSDPModule, has_forward, hidden_by_methods, sharded_class
 from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, manage
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
@@ -157,6 +157,11 @@ def _check_modules(module: Any) -> list[nn.Module]:
             raise ValueError(
                 f"fully_shard({type(m).__name__}): it has no forward, so hsdp would never see it run; call fully_shard on "
                 "each of its children, or on the module that holds it"
+            )
+        if hidden := hidden_by_methods(m):
+            raise ValueError(
+                f"fully_shard({type(m).__name__}): its own {hidden[0]!r} would be hidden by a method of sharded modules that has "
+                "this name; rename it, or call fully_shard on its children and on the module that holds it"
             )
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")

@@ -293,6 +293,21 @@ def has_forward(module: nn.Module) -> bool:
     return type(module).forward is not nn.Module.forward or "forward" in vars(module)
 
 
+def hidden_by_methods(module: nn.Module) -> list[str]:
+    """What a plain module has of its own under names of methods of sharded modules, which would come before it."""
+    own = {name for base in type(module).__mro__ if base is not FSDPModule for name in vars(base)}
+    own.update(module._modules, module._parameters, module._buffers)
+    return sorted(own & _METHODS)
+
+
+_METHODS = frozenset(
+    name
+    for face in (HSDPModule, Setters, FSDP2Face, FSDPModule)
+    for name in vars(face)
+    if not name.startswith("__") and not hasattr(nn.Module, name)  # what plain modules have, those of sharded ones call
+)
+
+
 def sharded_class(cls: type) -> type:
     """The class that modules of class `cls` get: `FSDP<Cls>`, below both `HSDPModule` and `cls`.
 

@@ -17,7 +17,7 @@ import hsdp
 from hsdp import fully_shard
 from hsdp.comm import work
 from tests.support.deep import DIM, Deep, floats, mean_grads, seeded, step
-from tests.support.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import shard
 from tests.support.twin import assert_same, full_grads
 
@@ -89,6 +89,23 @@ def check_patched_class(env: RankEnv) -> None:
 
 def test_a_class_whose_forward_is_replaced_later(pool2: Pool) -> None:
     pool2.run(check_patched_class)
+
+
+class _WithNames(nn.Linear):
+    """Has a method, or a layer, with the name of one of hsdp's."""
+
+    def flush(self) -> None:
+        """Nothing that has to do with gradients."""
+
+
+def test_what_a_method_of_hsdp_would_hide_is_refused() -> None:
+    with_layer = nn.Sequential(nn.Linear(4, 4))
+    with_layer.accumulate = nn.Linear(4, 4)
+    with fake_world(2) as env:
+        for model, name in ((_WithNames(4, 4), "flush"), (with_layer, "accumulate")):
+            with pytest.raises(ValueError, match=f"its own '{name}' would be hidden .* rename it"):
+                fully_shard(model, mesh=env.mesh((2,)))
+        fully_shard(nn.Sequential(_WithNames(4, 4)), mesh=env.mesh((2,)))  # the module that holds it
 
 
 # -- settings ------------------------------------------------------------------------------------------------------------

@@ -160,8 +160,8 @@ def _check_modules(module: Any) -> list[nn.Module]:
             )
         if hidden := hidden_by_methods(m):
             raise ValueError(
-                f"fully_shard({type(m).__name__}): its own {hidden[0]!r} would be hidden by a method of sharded modules that has "
-                "this name; rename it, or call fully_shard on its children and on the module that holds it"
+                f"fully_shard({type(m).__name__}): its own {hidden[0]!r} would be hidden by a method of sharded modules "
+                "with this name; rename it, or call fully_shard on its children and on the module that holds it"
             )
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
@@ -289,9 +289,12 @@ def _watch_loads(unit: Unit) -> None:
 
 
 def _refuse_beside(unit: Unit, what: str) -> None:
-    """Raises StateError if another thread runs the model: each would find the other's parameters in the modules."""
+    """Raises StateError if another thread runs the model: each would find the other's parameters in the modules.
+
+    On a device beside a forward only: there, all backwards run in another thread, and a failed one may still be known.
+    """
     runtime = runtime_of(unit)
-    if runtime is not None and runtime.runs_beside():
+    if runtime is not None and (runtime.depth or not runtime.streams.active) and runtime.runs_elsewhere():
         raise other_thread(unit, what)
 
 

@@ -252,13 +252,14 @@ class Root:
         return bool(backward.tasks)
 
     def runs_elsewhere(self) -> bool:
-        """Whether another thread runs a forward or backward of this root. Asked where a forward begins."""
+        """Whether another thread runs a forward or backward of this root."""
         if graph_task() != NO_TASK:  # a recomputation, which on a device the engine's own thread makes
             return False
         if self.depth:
             return self.thread != get_ident()
         backward = self.backward
-        if backward is None:
+        # Who has caught the error of a backward of its own may hold what tells that it is over.
+        if backward is None or backward.thread == get_ident():
             return False
         bury_tasks(backward)
         # One that failed on a device has told the host before the engine's thread has let go of it.
@@ -266,19 +267,6 @@ class Root:
         while backward.tasks and time.monotonic() < deadline:
             time.sleep(1e-4)
             bury_tasks(backward)
-        return bool(backward.tasks)
-
-    def runs_beside(self) -> bool:
-        """Whether another thread runs a forward of this root, or, on the CPU, a backward.
-
-        Asked at any moment, perhaps by whoever has caught the error of a backward: it may hold what tells that it is over.
-        """
-        if self.depth:
-            return self.thread != get_ident()
-        backward = self.backward
-        if backward is None or self.streams.active or backward.thread == get_ident():
-            return False
-        bury_tasks(backward)
         return bool(backward.tasks)
 
     def running(self) -> Moment:

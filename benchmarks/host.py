@@ -155,6 +155,7 @@ def measure(setup: Setup, mesh: DeviceMesh, units: int, rounds: int, steps: int,
     for _ in range(rounds):
         for name, run in runs.items():
             gc.collect()  # nobody pays for another's garbage, everybody for their own
+            run()  # to look at every object there is empties the caches: that is nobody's cost
             spent[name].append(meter(run, steps))
     return Row(setup, units, spent)
 

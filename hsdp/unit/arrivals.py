@@ -31,8 +31,10 @@ class Arrivals:
     def add(self, slot: int, leaf: Tensor) -> None:
         """A gradient is on an unsharded parameter, perhaps another one than the one that has been there before."""
         before = self.leaves.get(slot)
-        if before is not None and before is not leaf and (grad := self._taken(slot, before)) is not None:
-            self._replaced[slot] = grad
+        if before is not None and before is not leaf:
+            grad, before.grad = before.grad, None
+            if (grad := self._whole(slot, grad)) is not None:
+                self._replaced[slot] = grad
         self.leaves[slot] = leaf
 
     def take(self) -> dict[int, Tensor]:
@@ -40,17 +42,20 @@ class Arrivals:
 
         What was frozen since its forward gets none, as a plain parameter would not.
         """
-        leaves, self.leaves = self.leaves, {}
         taken: dict[int, Tensor] = {}
+        params, alike = self._params, not (self._in_blocks or self._replaced)
         with plain_access():
-            for slot, leaf in leaves.items():
-                grad = self._taken(slot, leaf)
-                if grad is not None and self._params[slot].sharded.requires_grad:
+            for slot, leaf in self.leaves.items():
+                grad, leaf.grad = leaf.grad, None
+                if grad is None or not alike or grad.layout is not _STRIDED:
+                    grad = self._whole(slot, grad)
+                if grad is not None and params[slot].sharded.requires_grad:
                     taken[slot] = grad
+        self.leaves.clear()
         return taken
 
-    def _taken(self, slot: int, leaf: Tensor) -> Tensor | None:
-        grad, leaf.grad = leaf.grad, None
+    def _whole(self, slot: int, grad: Tensor | None) -> Tensor | None:
+        """What a parameter got on all leaves, dense, and of what this rank holds of it."""
         if grad is not None and (self._in_blocks or grad.layout is not _STRIDED):
             grad = self._params[slot].dense_block(grad)
         if self._replaced and (other := self._replaced.pop(slot, None)) is not None:

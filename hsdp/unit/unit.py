@@ -252,17 +252,31 @@ class Unit(UnitActivity, UnshardedParams):
         self.forward_version = self.version
 
     def _watch(self, slot: int) -> None:
-        """Hooks autograd's accumulation into an unsharded parameter."""
+        """Hooks autograd's accumulation into an unsharded parameter: counts what the graph task is still to make.
+
+        The gradient stays where it is: whoever runs backwards inside of a backward may read it, edit it or take it away.
+        """
         param = self.params[slot]
         unsharded, this = param.trained, weakref.ref(self)
         assert unsharded is not None, "only an arranged parameter is watched"
         with torch.inference_mode(False), torch.enable_grad():
             param.node = torch.autograd.graph.get_gradient_edge(unsharded).node
 
+        arrivals, remaining = self.gradients.arrivals, self.remaining
+
         def accumulated(tensor: Tensor) -> None:
             unit = this()
-            if unit is not None:
-                unit._arrived(slot, tensor)
+            if unit is None:
+                return
+            # In here, and not in a method: a call of Python's for each gradient of a model.
+            task = graph_task()
+            if task not in remaining or unit.residency is not UNSHARDED:
+                unit._admit(slot, tensor, task)
+            if arrivals.leaves.setdefault(slot, tensor) is not tensor:
+                arrivals.add(slot, tensor)
+            remaining[task] = left = remaining[task] - 1
+            if not left:
+                unit._all_arrived()
 
         unsharded.register_post_accumulate_grad_hook(accumulated)
 
@@ -386,34 +400,30 @@ class Unit(UnitActivity, UnshardedParams):
         """Asks the engine which of the unit's gradients graph task `task` will make."""
         self.remaining[task] = sum(map(will_execute, self._nodes))
 
-    def _arrived(self, slot: int, unsharded: Tensor) -> None:
-        """Autograd has accumulated into an unsharded parameter: counts what the graph task is still to make.
+    def _admit(self, slot: int, unsharded: Tensor, task: int) -> None:
+        """A gradient arrived in a graph task that has not entered the unit, or the unit is not whole.
 
-        The gradient stays where it is: whoever runs backwards inside of a backward may read it, edit it or take it away.
+        Raises:
+            StateError: it was never entered: the backward read memory that no gather had filled.
         """
-        task, remaining = graph_task(), self.remaining
-        # Whole since its forward, or entered: else the backward read memory that no gather had filled.
-        if task not in remaining or self.residency is not UNSHARDED:
-            runtime = self.runtime
-            if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
-                unsharded.grad = None  # nobody knows of it, and the next backward would add to it
-                raise unentered(self, f"parameter {self.params[slot].fqn!r}")
-            if task not in remaining:
-                runtime.enter_task()
-                self.begin_task(task)
-        arrivals = self.gradients.arrivals
-        if arrivals.leaves.setdefault(slot, unsharded) is not unsharded:
-            arrivals.add(slot, unsharded)
-        remaining[task] -= 1
-        if remaining[task] == 0:
-            runtime = self.runtime
-            assert runtime is not None, "the root of a backward is alive"
-            # Entering a unit compares versions; one that is whole since its forward may be trained without.
-            if not runtime.has_entered(self) and self.version != self.forward_version:
-                raise stale(self)
-            runtime.completed(self)
-            if self.context.observer is not None:
-                self.context.observer.passes(Point.BACKWARD_LEFT, self)
+        runtime = self.runtime
+        if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
+            unsharded.grad = None  # nobody knows of it, and the next backward would add to it
+            raise unentered(self, f"parameter {self.params[slot].fqn!r}")
+        if task not in self.remaining:
+            runtime.enter_task()
+            self.begin_task(task)
+
+    def _all_arrived(self) -> None:
+        """All gradients of the unit are there that the graph task makes."""
+        runtime = self.runtime
+        assert runtime is not None, "the root of a backward is alive"
+        # Entering a unit compares versions; one that is whole since its forward may be trained without.
+        if not runtime.has_entered(self) and self.version != self.forward_version:
+            raise stale(self)
+        runtime.completed(self)
+        if self.context.observer is not None:
+            self.context.observer.passes(Point.BACKWARD_LEFT, self)
 
     def take_outside(self) -> bool:
         """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""

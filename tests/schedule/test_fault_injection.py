@@ -93,7 +93,7 @@ BACKWARD = [
     (Runtime, "drain"),
     (Runtime, "_end_task"),
     (Unit, "begin_task"),
-    (Unit, "_arrived"),
+    (Unit, "_all_arrived"),
 ]
 REDUCE = [
     (Gradients, "take"),
@@ -283,7 +283,7 @@ def test_points_behind_their_work(pool2: Pool, recompute: str) -> None:
 ALONE: list[tuple[str, int, bool | None]] = [
     ("Hooks.forward", 2, None),
     ("Comm.all_gather", 3, None),
-    ("Unit._arrived", 4, None),
+    ("Unit._all_arrived", 2, None),
     ("Comm.reduce_scatter", 2, False),
     ("Runtime._end_task", 1, None),
 ]

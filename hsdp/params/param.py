@@ -222,11 +222,14 @@ class ManagedParam:
         self.sharded._local_tensor = local  # type: ignore[attr-defined]
 
     def moved(self) -> bool:
-        """Whether somebody replaced the parameter, or its local tensor, since hsdp last looked."""
-        sharded = self.sharded
+        """Whether somebody replaced the parameter, or its local tensor, since hsdp last looked.
+
+        In a forward the unsharded one is in its place.
+        """
         if self._local_now() is not self.local:
             return True
-        return any(module._parameters.get(name) is not sharded for module, name in self.holders())
+        held = [module._parameters.get(name) for module, name in self.holders()]
+        return any(one is None or (one is not self.sharded and one is not self.unsharded) for one in held)
 
     def adopt(self, unit_name: str) -> None:
         """Takes over what replaced the parameter (`load_state_dict(assign=True)`), or refuses it.
@@ -246,8 +249,8 @@ class ManagedParam:
             if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
                 raise StateError(
                     f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "
-                    "(functional_call with plain tensors, or an assignment?); pass DTensors sharded as the parameter is, "
-                    "or write into the parameter in place"
+                    "(functional_call with plain tensors, or an assignment?); pass nn.Parameter(value) with a DTensor "
+                    "sharded as the parameter is, or write into the parameter in place"
                 )
             spec = found._spec
             if not same_sharding(spec, self.tensor_spec):

@@ -175,6 +175,15 @@ class Shadows:
                 return True
         return any(map(is_not, map(dict.get, self._registered, self._registered_as), self._expected))
 
+    def replaced(self) -> str | None:
+        """The name of a parameter that somebody replaced or moved since these shadows were made."""
+        for (_, _, param), registered, name, expected in zip(
+            self._holders, self._registered, self._registered_as, self._expected, strict=True
+        ):
+            if registered.get(name) is not expected or param.sharded._local_tensor is not param.local:  # type: ignore[attr-defined]
+                return param.fqn
+        return None
+
     def assigned(self) -> str | None:
         """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.
 

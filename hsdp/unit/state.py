@@ -34,6 +34,8 @@ class _Schedule(Protocol):
 class _Shadows(Protocol):
     def assigned(self) -> str | None: ...
 
+    def replaced(self) -> str | None: ...
+
 
 class Stateful(Protocol):
     """A unit, as far as its state is concerned."""
@@ -173,8 +175,15 @@ def written(unit: str, name: str) -> StateError:
 
 def stale(unit: Stateful) -> StaleParametersError:
     """The error of a backward whose parameters are not those of its forward any more."""
+    if (name := unit.shadows.replaced()) is not None:
+        return StaleParametersError(
+            f"unit {unit.name!r}: its parameter {name!r} was replaced, moved or tied to another one between a forward and "
+            "its backward (an assignment to the attribute, in the forward itself perhaps, or .to()), so its gradients "
+            "would be wrong; tie parameters before fully_shard, replace and move them between iterations, and run the "
+            "forward again"
+        )
     return StaleParametersError(
-        f"unit {unit.name!r}: its parameters were changed (optimizer step, load_state_dict, .to(), in place) between "
-        "a forward and its backward, so its gradients would be wrong; run backward before the change, or forward again "
-        "after it"
+        f"unit {unit.name!r}: its parameters were changed (optimizer step, load_state_dict, .to(), functional_call, in "
+        "place; by a forward itself perhaps) between a forward and its backward, so its gradients would be wrong; run "
+        "backward before the change, or forward again after it"
     )

@@ -168,7 +168,9 @@ def ties_after_sharding(program: Program) -> Results:
     """Ties the weights of two layers after sharding, is told why not, and unties them."""
     model = blocks()
     program.shard(model, [model[0]])
-    for k, (one, other, unit) in enumerate([(2, 0, "0"), (2, 1, r"Sequential \(root\)"), (0, 1, r"Sequential \(root\)")]):
+    root = r"Sequential \(root\)"
+    # In the first forward nothing is gathered ahead: a unit looks at its parameters while those of the root are shown.
+    for k, (one, other, unit) in enumerate([(0, 1, root), (2, 0, "0"), (2, 1, root), (0, 1, root)]):
         weight = model[one][0].weight
         if program.sharded:
             model[one][0].weight = model[other][0].weight

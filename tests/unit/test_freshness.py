@@ -297,6 +297,29 @@ def test_the_unit_that_changed_is_the_one_that_is_named(pool2: Pool) -> None:
         assert "'blocks.1'" in text
 
 
+class _TiesInForward(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding, self.head = nn.Embedding(8, 6), nn.Linear(6, 8, bias=False)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        self.head.weight = self.embedding.weight
+        return self.head(self.embedding(tokens))
+
+
+def _names_what_was_tied(env: RankEnv) -> str:
+    model = hsdp.fully_shard(_TiesInForward(), mesh=env.mesh(2))
+    with pytest.raises(StaleParametersError) as caught:
+        model(torch.arange(8)).sum().backward()
+    return str(caught.value)
+
+
+def test_a_parameter_that_a_forward_replaces_is_named(pool2: Pool) -> None:
+    for text in pool2.run(_names_what_was_tied):
+        assert "'head.weight' was replaced, moved or tied" in text
+        assert "tie parameters before fully_shard" in text
+
+
 def _step_between_backwards(env: RankEnv) -> None:
     model = shard(Net().double(), env.mesh(2))
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)

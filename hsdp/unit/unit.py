@@ -262,7 +262,7 @@ class Unit(UnitActivity, UnshardedParams):
         with torch.inference_mode(False), torch.enable_grad():
             param.node = torch.autograd.graph.get_gradient_edge(unsharded).node
 
-        arrivals, remaining = self.gradients.arrivals, self.remaining
+        remaining = self.remaining  # holds numbers; what holds parameters would keep them alive from here on
 
         def accumulated(tensor: Tensor) -> None:
             unit = this()
@@ -272,6 +272,7 @@ class Unit(UnitActivity, UnshardedParams):
             task = graph_task()
             if task not in remaining or unit.residency is not UNSHARDED:
                 unit._admit(slot, tensor, task)
+            arrivals = unit.gradients.arrivals
             if arrivals.leaves.setdefault(slot, tensor) is not tensor:
                 arrivals.add(slot, tensor)
             remaining[task] = left = remaining[task] - 1

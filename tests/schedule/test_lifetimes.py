@@ -107,8 +107,11 @@ def _delete(env: RankEnv) -> None:
         optimizer.step()
         optimizer.zero_grad()
     local = model.head.weight.to_local()
-    watched = [weakref.ref(model), *(weakref.ref(unit) for unit in model._units())]
-    del local, optimizer
+    units = model._units()
+    held = [param for unit in units for param in unit.params]
+    watched: list[weakref.ref[Any]] = [weakref.ref(one) for one in (model, *units, *(unit.gradients for unit in units))]
+    watched += [weakref.ref(tensor) for param in held for tensor in (param.sharded, param.local, param.trained)]
+    del local, optimizer, units, held
     gc.collect()
     gc.disable()
     try:

@@ -314,3 +314,9 @@ def test_names_imported_in_readme_and_docs_are_public() -> None:
         named = [name.strip() for pair in lists for name in "".join(pair).split(",")]
         assert named or page.name not in ("README.md", "tutorial.md"), f"{page.name} shows how to import it"
         assert [name for name in named if name and name not in _public_names() | SIDE_DOORS] == []
+
+
+def test_text_files_have_one_encoding_in_every_locale() -> None:
+    calls = re.compile(r"\.(?:read_text|write_text)\((?!.*encoding=)|\.open\(\"[awr]\"\)")
+    lines = [(file.name, line.strip()) for file in PACKAGE.rglob("*.py") for line in file.read_text().splitlines()]
+    assert not [told for told in lines if calls.search(told[1])]

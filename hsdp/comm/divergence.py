@@ -42,7 +42,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, ProcessGroup  # type: ignore[attr-defined]
 
 from hsdp.comm.questions import Answer, Questions
-from hsdp.errors import DivergenceError
+from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import own_client
 
 _MOST_STATES = 1 << 14
@@ -185,14 +185,14 @@ class DivergenceGuard:
         if self._broken:
             raise DivergenceError(self._broken)
         if is_known or not self._met or not self._in_group:
-            with self._breaking():
+            with self._breaking(answer.what):
                 self._questions.ask(answer)
             self._met = True
             if value is None:
                 return False
         differing = self._compare(self, [answer.digest, value or 0], answer)
         if 0 in differing:
-            with self._breaking():
+            with self._breaking(answer.what):
                 raise self._questions.alarm(answer)
         return bool(differing)
 
@@ -212,7 +212,7 @@ class DivergenceGuard:
         answer = Answer(self._rank, count, described(kind, name), asked)
         self._questions.note_wait(answer, waited)
         if self._questions.asks(answer):
-            with self._breaking():
+            with self._breaking(answer.what):
                 raise self._questions.alarm(answer)
 
     def alone(self, count: int, kind: str, name: str, asked: int) -> DivergenceError:
@@ -222,13 +222,19 @@ class DivergenceGuard:
         return error
 
     @contextmanager
-    def _breaking(self) -> Iterator[None]:
-        """An error inside is that of the group from now on."""
+    def _breaking(self, what: str) -> Iterator[None]:
+        """An error inside, before `what`, is that of the group from now on."""
         try:
             yield
         except DivergenceError as error:
             self._broken = str(error)
             raise
+        except dist.DistError as error:
+            raise CollectiveError(
+                f"rank {dist.get_rank()} could not ask the others about the {what}, which is next: the store does not "
+                f"answer ({str(error).partition(chr(10))[0]}). The process that holds it may have ended: see the logs of "
+                "all ranks, and start them again"
+            ) from error
 
     @property
     def broken(self) -> bool:

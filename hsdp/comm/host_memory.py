@@ -394,10 +394,10 @@ class HostMemory:
             whole = len(held) // _LINE.size * _LINE.size
             for line in map(Line._make, _LINE.iter_unpack(bytes(held[:whole]))):
                 number = self._came[rank]
-                self._came[rank] += 1
                 self._readings[rank] = Reading(number, line.read_below, line.unread)
                 if number >= self._posts or number in self._unread:
                     self._lines.setdefault(number, {})[rank] = line
+                self._came[rank] += 1  # last: an exception from outside must not leave a post without its line
             del held[:whole]
         return bool(ready)
 

@@ -21,6 +21,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hsdp import shard_units
 from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
+from hsdp.examples.options import positive
 
 NUM_MODES = 8
 NOISE = 8
@@ -101,8 +102,10 @@ def quality(generator: nn.Module, mesh: DeviceMesh) -> tuple[float, int]:
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="A GAN on a hybrid-sharded mesh")
-    parser.add_argument("--steps", type=int, default=1000, help="turns of both models (%(default)s)")
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of the models; the rest shards (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=1000, help="turns of both models (%(default)s)")
+    parser.add_argument(
+        "--replicate", type=positive, default=1, help="replicas of the models; the rest shards (%(default)s)"
+    )
     options = parser.parse_args(argv)
     if GLOBAL_BATCH % world_size() or world_size() % options.replicate:
         parser.error(f"{world_size()} processes do not divide a batch of {GLOBAL_BATCH}, or --replicate not them")

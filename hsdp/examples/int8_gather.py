@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_map_only
 from hsdp import clip_grad_norm_, shard_units
 from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
 from hsdp.examples.llama import Llama, LlamaConfig
+from hsdp.examples.options import positive
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, hidden=128, max_len=16)
 GLOBAL_BATCH = 16
@@ -130,8 +131,10 @@ def batch(step: int, mesh: DeviceMesh) -> Tensor:
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="weights gathered in 8 bits on a hybrid-sharded mesh")
-    parser.add_argument("--steps", type=int, default=100, help="optimizer steps (%(default)s)")
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of the model; the rest shards (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="optimizer steps (%(default)s)")
+    parser.add_argument(
+        "--replicate", type=positive, default=1, help="replicas of the model; the rest shards (%(default)s)"
+    )
     options = parser.parse_args(argv)
     if GLOBAL_BATCH % world_size() or world_size() % options.replicate:
         parser.error(f"{world_size()} processes do not divide a batch of {GLOBAL_BATCH}, or --replicate not them")

@@ -36,7 +36,7 @@ class JsonLines:
     """`log.jsonl`: an object per line, with "step" and the figures."""
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = (folder / "log.jsonl").open("a")
+        self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
 
     def write(self, step: int, figures: Figures) -> None:
         """See `Log`."""
@@ -72,9 +72,9 @@ class WandB:
 
     def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
         name = folder / "wandb_run_id"
-        before = name.read_text().strip() if name.is_file() else None
+        before = name.read_text(encoding="utf-8").strip() if name.is_file() else None
         self._run = _package("wandb", "wandb").init(dir=str(folder), config=dict(config), id=before, resume="allow")
-        name.write_text(self._run.id)
+        name.write_text(self._run.id, encoding="utf-8")
 
     def write(self, step: int, figures: Figures) -> None:
         """See `Log`."""

@@ -24,6 +24,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from hsdp import clip_grad_norm_, full_params, shard_units
 from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
 from hsdp.examples.llama import Llama, LlamaConfig
+from hsdp.examples.options import positive
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, hidden=128, max_len=16)
 GLOBAL_BATCH = 16
@@ -100,9 +101,11 @@ def save(model: Llama, path: Path) -> None:
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="LoRA fine-tuning on a hybrid-sharded mesh")
-    parser.add_argument("--steps", type=int, default=100, help="of each of the two phases (%(default)s)")
-    parser.add_argument("--adapter-width", type=int, default=4, help="rank of the adapters (%(default)s)")
-    parser.add_argument("--replicate", type=int, default=1, help="replicas of the model; the rest shards (%(default)s)")
+    parser.add_argument("--steps", type=positive, default=100, help="of each of the two phases (%(default)s)")
+    parser.add_argument("--adapter-width", type=positive, default=4, help="rank of the adapters (%(default)s)")
+    parser.add_argument(
+        "--replicate", type=positive, default=1, help="replicas of the model; the rest shards (%(default)s)"
+    )
     parser.add_argument("--save", type=Path, help="file for the adapters (none)")
     options = parser.parse_args(argv)
     if GLOBAL_BATCH % world_size() or world_size() % options.replicate:

@@ -127,7 +127,8 @@ def _mesh_shape(replicate: int | None, shard: int | None, world_size: int) -> tu
     return replicate, shard
 
 
-def _positive(text: str) -> int:
+def positive(text: str) -> int:
+    """Parses a number of things of which there is at least one."""
     value = int(text)
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
@@ -156,7 +157,7 @@ def _not_negative(text: str) -> int:
 
 
 # argparse puts a type's name into "invalid int value"; these are numbers to the user, not functions.
-_positive.__name__ = _not_negative.__name__ = "int"
+positive.__name__ = _not_negative.__name__ = "int"
 _positive_float.__name__ = _fraction.__name__ = "float"
 
 
@@ -177,8 +178,8 @@ def _parser() -> argparse.ArgumentParser:
         allow_abbrev=False,
     )
     mesh = parser.add_argument_group("mesh (the product must be the number of processes)")
-    mesh.add_argument("--replicate", type=_positive, help="replicas (default: 2 from four processes on, else 1)")
-    mesh.add_argument("--shard", type=_positive, help="ranks that share one replica (default: the rest)")
+    mesh.add_argument("--replicate", type=positive, help="replicas (default: 2 from four processes on, else 1)")
+    mesh.add_argument("--shard", type=positive, help="ranks that share one replica (default: the rest)")
     mesh.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: GPUs if there is one each")
     mesh.add_argument(
         "--elastic",
@@ -189,10 +190,10 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--dtype", choices=("fp32", "bf16"), default="fp32", help="bf16 computes, fp32 reduces")
 
     training = parser.add_argument_group("training")
-    training.add_argument("--steps", type=_positive, default=160, help="optimizer steps in all")
-    training.add_argument("--batch", type=_positive, default=32, help="sequences per step over all ranks")
-    training.add_argument("--accumulate", type=_positive, default=1, help="micro-batches per step")
-    training.add_argument("--seq-len", type=_positive, default=128, help="bytes per sequence")
+    training.add_argument("--steps", type=positive, default=160, help="optimizer steps in all")
+    training.add_argument("--batch", type=positive, default=32, help="sequences per step over all ranks")
+    training.add_argument("--accumulate", type=positive, default=1, help="micro-batches per step")
+    training.add_argument("--seq-len", type=positive, default=128, help="bytes per sequence")
     training.add_argument(
         "--optimizer", choices=("adamw", "muon"), default="adamw", help="muon: for the blocks' matrices, AdamW for the rest"
     )
@@ -201,17 +202,17 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
     training.add_argument("--weight-decay", type=_fraction, default=0.1, help="of AdamW")
     training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")
-    training.add_argument("--corpus-bytes", type=_positive, default=12_000_000, help="text to use at most")
+    training.add_argument("--corpus-bytes", type=positive, default=12_000_000, help="text to use at most")
 
     model = parser.add_argument_group("model")
-    model.add_argument("--width", type=_positive, default=128, help="of the residual stream")
-    model.add_argument("--layers", type=_positive, default=3, help="blocks, each a unit")
-    model.add_argument("--heads", type=_positive, default=4, help="of attention")
-    model.add_argument("--hidden", type=_positive, default=384, help="inner width of the SwiGLU")
+    model.add_argument("--width", type=positive, default=128, help="of the residual stream")
+    model.add_argument("--layers", type=positive, default=3, help="blocks, each a unit")
+    model.add_argument("--heads", type=positive, default=4, help="of attention")
+    model.add_argument("--hidden", type=positive, default=384, help="inner width of the SwiGLU")
 
     output = parser.add_argument_group("output")
     output.add_argument("--out", type=Path, default=Path("runs/train_lm"), help="folder of metrics.jsonl and loss.svg")
-    output.add_argument("--log-every", type=_positive, default=20, help="steps between progress lines")
+    output.add_argument("--log-every", type=positive, default=20, help="steps between progress lines")
     output.add_argument(
         "--log", choices=LOGS, nargs="+", default=[], help="send the figures there too (default: metrics.jsonl only)"
     )
@@ -227,8 +228,8 @@ def _parser() -> argparse.ArgumentParser:
     survival.add_argument(
         "--checkpoint-dir", type=Path, help="save there, and go on from the last one in it (default: no checkpoints)"
     )
-    survival.add_argument("--save-every", type=_positive, default=40, help="steps; one more is saved at the end")
-    survival.add_argument("--keep", type=_positive, default=2, help="checkpoints that remain")
+    survival.add_argument("--save-every", type=positive, default=40, help="steps; one more is saved at the end")
+    survival.add_argument("--keep", type=positive, default=2, help="checkpoints that remain")
     survival.add_argument(
         "--async-save", action="store_true", help="train on while a checkpoint is written (default: wait)"
     )

@@ -63,7 +63,7 @@ class Report:
         if resumed_at:
             self._history = [past for past in _read_history(self._metrics(out)) if past.step <= resumed_at]
         # Written anew: steps after the checkpoint are about to happen again.
-        self._metrics(out).write_text("".join(_json_line(past) for past in self._history))
+        self._metrics(out).write_text("".join(_json_line(past) for past in self._history), encoding="utf-8")
 
     @staticmethod
     def _metrics(out: Path) -> Path:
@@ -92,7 +92,7 @@ class Report:
         if self._out is None:
             return
         self._history.append(progress)
-        with self._metrics(self._out).open("a") as lines:
+        with self._metrics(self._out).open("a", encoding="utf-8") as lines:
             lines.write(_json_line(progress))
         figures = asdict(progress)
         step = figures.pop("step")
@@ -128,7 +128,7 @@ class Report:
         self.say(f"metrics and picture: {self._out}")
         facts = {"held_out_loss": held_out_loss, "steps": num_steps, "seconds": round(seconds, 1)}
         text = json.dumps({**facts, **asdict(self._baselines)}, indent=1)
-        (self._out / "summary.json").write_text(text + "\n")
+        (self._out / "summary.json").write_text(text + "\n", encoding="utf-8")
 
     def _draw(self, out: Path) -> None:
         steps = [past.step for past in self._history]
@@ -140,7 +140,7 @@ class Report:
             ],
             levels=[Level("bigram", self._baselines.bigram), Level("trigram", self._baselines.trigram)],
         )
-        (out / "loss.svg").write_text(picture)
+        (out / "loss.svg").write_text(picture, encoding="utf-8")
 
 
 def _comparison(loss: float, baseline: float) -> str:
@@ -155,7 +155,7 @@ def _read_history(metrics: Path) -> list[Progress]:
     if not metrics.is_file():
         return []
     history = []
-    for line in metrics.read_text().splitlines():
+    for line in metrics.read_text(encoding="utf-8").splitlines():
         with suppress(ValueError):  # a run that was killed may have left half a line
             history.append(Progress(**json.loads(line)))
     return history

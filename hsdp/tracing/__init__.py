@@ -55,7 +55,7 @@ class Trace:
 
     def to_chrome(self, path: str | Path) -> None:
         """Writes the trace of this rank in Chrome's trace event format, which ui.perfetto.dev opens."""
-        Path(path).write_text(chrome_trace(self.recording, _rank()))
+        Path(path).write_text(chrome_trace(self.recording, _rank()), encoding="utf-8")
 
     def to_svg(self, path: str | Path, iteration: int = -1) -> None:
         """Draws one forward (of a micro-batch) and what follows it until the next one: a track per stream, units coloured.
@@ -67,7 +67,7 @@ class Trace:
         Raises:
             ValueError: there is no such iteration.
         """
-        Path(path).write_text(draw(self.recording, iteration, _rank()))
+        Path(path).write_text(draw(self.recording, iteration, _rank()), encoding="utf-8")
 
 
 @contextmanager

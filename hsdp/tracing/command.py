@@ -21,9 +21,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where to write (default: FILE with .html)")
     parser.add_argument("--open", action="store_true", help="show it in a browser (default: say where it is)")
     args = parser.parse_args(argv)
-    out = args.out or args.files[0].with_suffix(".html")
     try:
-        out.write_text(page_of(args.files))
+        page = page_of(args.files)
+        out: Path = args.out or args.files[0].with_suffix(".html")
+        out.write_text(page, encoding="utf-8")
     except (ValueError, OSError) as error:
         sys.stderr.write(f"{parser.prog}: error: {error}\n")
         return 2

@@ -56,7 +56,7 @@ def page_of(files: Sequence[Path]) -> str:
 def _ranks(path: Path) -> list[dict[str, Any]]:
     """The processes of a file: rows of spans, moments at which forwards began, bytes of buffers. Times in microseconds."""
     try:
-        events = json.loads(path.read_text())["traceEvents"]
+        events = json.loads(path.read_text(encoding="utf-8"))["traceEvents"]
         names = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
         found: dict[int, dict[str, Any]] = {}
         for (rank, thread), name in names.items():
@@ -68,7 +68,7 @@ def _ranks(path: Path) -> list[dict[str, Any]]:
                 found[event["pid"]]["starts"].append(event["ts"])
             elif event["ph"] == "C":
                 found[event["pid"]]["memory"].append([round(event["ts"], 1), event["args"]["bytes"]])
-    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError) as error:
+    except (OSError, UnicodeDecodeError, ValueError, KeyError, TypeError, RecursionError) as error:
         reason = error.strerror if isinstance(error, OSError) else "Trace.to_chrome did not write it"
         raise ValueError(f"{path} is no trace of hsdp: {reason}") from None
     if not any(row["spans"] for one in found.values() for row in one["rows"]):

@@ -289,6 +289,26 @@ def test_what_nobody_waits_for_holds_nothing(pool2: Pool) -> None:
     pool2.run(_abandons)
 
 
+class _SignalError(Exception):
+    """Comes from outside, at whatever line is running."""
+
+
+def _is_interrupted(env: RankEnv) -> None:
+    memory = _memory()
+    outputs, mine = [torch.empty(env.world_size) for _ in range(2)], torch.ones(1)
+    first = memory.all_gather(UNIT, 0, outputs[:1], [mine])
+    with mock.patch.object(host_memory, "Reading", side_effect=_SignalError), pytest.raises(_SignalError):
+        _now(first)
+    second = memory.all_gather(UNIT, 1, outputs[1:], [mine])
+    _now(first)
+    _now(second)
+    assert all(bool((output == 1.0).all()) for output in outputs)
+
+
+def test_an_interrupt_does_not_lose_what_has_come(pool2: Pool) -> None:
+    pool2.run(_is_interrupted)
+
+
 def _hoards(env: RankEnv) -> None:
     memory = _memory()
     output, mine = torch.empty(env.world_size), torch.ones(1)

@@ -14,11 +14,12 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from hsdp.comm import work
 from hsdp.comm.questions import Alarm, Answer, Questions, Tally, Votes
+from hsdp.errors import CollectiveError
 from tests.support.cluster import Cluster
 from tests.support.counted_store import CountedStore, counted
 from tests.support.deep import DIM, floats
 from tests.support.rig import Pool, RankEnv, fake_world
-from tests.support.sharded import mesh_id
+from tests.support.sharded import mesh_id, shard
 
 WRAPPING, PASS = 10, 4
 """Store operations per rank, at most: in `fully_shard` of a whole model, and in a pass that is not known yet."""
@@ -132,3 +133,20 @@ def test_messages_list_a_dozen_ranks() -> None:
     assert "11] and 988 more are about to start the all-gather of unit 'a', and rank(s) [1000, 1001" in silent
     assert "1011] and 12 more did not come" in silent
     assert max(len(differ), len(silent)) < 700
+
+
+def _loses_the_store(env: RankEnv) -> None:
+    model = shard(nn.Linear(4, 4), env.mesh(2))
+    guard = model._hsdp_state.unit.shard_comm.divergence_guard
+    gone = dist.DistNetworkError("Connection reset by peer")
+    with (
+        mock.patch.object(guard, "_in_group", False),
+        mock.patch.object(type(guard._questions), "ask", side_effect=gone),
+        pytest.raises(CollectiveError, match=r"about the all-gather of unit 'Linear.*store does not answer \(Connection"),
+    ):
+        model(torch.ones(1, 4))
+    model(torch.ones(1, 4)).sum().backward()
+
+
+def test_a_store_that_is_gone_is_an_error_of_a_collective(pool2: Pool) -> None:
+    pool2.run(_loses_the_store)

@@ -369,7 +369,7 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
 
 
 def in_columns(shard: Tensor) -> list[Tensor]:
-    """The bits of a 1-D tensor as integers: 2-D ones in columns, whose sums are a fingerprint, and what is left, in 1-D.
+    """The bits of a 1-D tensor as integers in columns, whose sums are a fingerprint of its values.
 
     Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
     is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
@@ -379,7 +379,7 @@ def in_columns(shard: Tensor) -> list[Tensor]:
     whole = data.numel() // 8 * 8
     integers = data[:whole].view(torch.int32 if shard.dtype == torch.float64 else torch.int64)
     rows = integers.numel() // _COLUMNS * _COLUMNS
-    found = (integers[:rows].view(-1, _COLUMNS), integers[rows:], data[whole:])
+    found = (integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1))
     return [part for part in found if part.numel()]
 
 

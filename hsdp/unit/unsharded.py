@@ -384,7 +384,7 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `as_kept`."""
         if self._kept_shards is None and (debug.ON or not self.context.streams.active):
-            self._kept_shards = [one.sum(0) if one.ndim > 1 else one.clone() for one in self._columns]
+            self._kept_shards = [columns.sum(0) for columns in self._columns]
 
     def as_kept(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -393,10 +393,7 @@ class UnshardedParams:
         in debug mode only.
         """
         kept = self._kept_shards
-        if kept is None:
-            return True
-        pairs = zip(self._columns, kept, strict=True)
-        return all([torch.equal(one.sum(0) if one.ndim > 1 else one, then) for one, then in pairs])
+        return kept is None or all([torch.equal(one.sum(0), sums) for one, sums in zip(self._columns, kept, strict=True)])
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

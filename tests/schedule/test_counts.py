@@ -242,8 +242,8 @@ def test_large_weights_are_gathered_and_reduced_without_copies(dtype: torch.dtyp
         with CopyCounter() as copies, CollectiveCounter() as collectives:
             model.unshard()
         one_cast = 0 if dtype is None else unit // 4 * 2
-        note = 8 * 509  # most bytes of a shard that are noted as they are; the rest is in sums
-        assert copies.written(min_bytes=note) == copies.written(casts=True) == one_cast
+        assert copies.written() == one_cast
+        assert copies.written(casts=True) == one_cast
         assert collectives.select("all_gather")[0].out_ptrs[0] == model.weight.data_ptr()
         out = model(torch.ones(2, 256))
         with CopyCounter() as copies, CollectiveCounter() as collectives:

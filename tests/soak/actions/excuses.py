@@ -62,6 +62,13 @@ EXCUSES: tuple[Excuse, ...] = (
         "DTensor cannot add what a penalty gives to a parameter with fewer rows than ranks",
         "in-place operations that require placement changes",
     ),
+    Excuse(
+        "RuntimeError",
+        ("follow",),
+        _any_of("unsharded"),
+        "for pipelines `parameters()` gives whole ones behind an asynchronous unshard, between backwards that do not wait",
+        "got mixed torch.Tensor and DTensor",
+    ),
     Excuse("StateError", ("write",), _any_of("write"), "torch loses what is assigned to .data", r"\.data of parameter"),
     Excuse(
         "StaleParametersError",

@@ -254,8 +254,8 @@ class _Play:
         raise _Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
 
     def repair(self) -> None:
-        """Puts back what a forward wrote: with one shard rank, its unsharded parameters are the shards."""
-        if self.program.shape[-1] > 1:
+        """Puts back what a forward wrote: with one shard rank, or replicated, unsharded parameters are the shards."""
+        if self.program.shape[-1] > 1 and "replicated" not in self.program.options:
             return
         with torch.no_grad():
             for name, param in self.sharded.params.items():

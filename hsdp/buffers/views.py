@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 from torch import Tensor
 
 from hsdp.buffers.layout import Piece
+
+Place = tuple[object, int]
+"""How a part of a storage looks, and where it begins, in elements."""
 
 
 def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
@@ -70,23 +74,30 @@ def merge_copies(to: list[Tensor], sources: list[Tensor]) -> tuple[list[Tensor],
     Returns:
         What to copy to, and from.
     """
-    runs: list[list[int]] = []
-    for i in range(len(to)):
-        if not (runs and all(_goes_on(views, runs[-1], i) for views in (to, sources))):
-            runs.append([])
-        runs[-1].append(i)
+    runs = runs_of(
+        *([((view.shape, view.stride()), int(view.storage_offset())) for view in views] for views in (to, sources))
+    )
     return [_stacked(to, run) for run in runs], [_stacked(sources, run) for run in runs]
 
 
-def _goes_on(views: list[Tensor], run: list[int], i: int) -> bool:
-    """Whether view `i` continues a run of views of one storage."""
-    last, this = views[run[-1]], views[i]
-    if (this.shape, this.stride()) != (last.shape, last.stride()):
+def runs_of(*lists: Sequence[Place]) -> list[list[int]]:
+    """The numbers of neighbours that look alike and lie equally far apart, in each of these lists, which are as long."""
+    runs: list[list[int]] = []
+    for i in range(len(lists[0])):
+        if not (runs and all(_goes_on(places, runs[-1], i) for places in lists)):
+            runs.append([])
+        runs[-1].append(i)
+    return runs
+
+
+def _goes_on(places: Sequence[Place], run: list[int], i: int) -> bool:
+    """Whether place `i` continues a run."""
+    (looks, at), (looked, before) = places[i], places[run[-1]]
+    if looks != looked:
         return False
-    step = this.storage_offset() - last.storage_offset()
     if len(run) == 1:
-        return step > 0  # torch has no negative strides
-    return step == last.storage_offset() - views[run[-2]].storage_offset()
+        return at > before  # torch has no negative strides
+    return at - before == before - places[run[-2]][1]
 
 
 def _stacked(views: list[Tensor], run: list[int]) -> Tensor:

@@ -188,7 +188,7 @@ def _is_gone(owner: dict[str, Any]) -> bool:
 def _started(pid: int) -> str | None:
     """When a process began, as Linux counts it; None where that is not known, and of one that has ended."""
     try:
-        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8").rpartition(")")[2].split()
+        fields = Path(f"/proc/{pid}/stat").read_text(encoding="utf-8", errors="replace").rpartition(")")[2].split()
         return None if fields[0] in "ZX" else fields[19]  # a dead one stays there until its parent asks for it
     except (OSError, IndexError):
         return None

@@ -223,7 +223,7 @@ class DivergenceGuard:
 
     @contextmanager
     def _breaking(self, what: str) -> Iterator[None]:
-        """An error inside, before `what`, is that of the group from now on."""
+        """A disagreement inside about `what` is the error of the group from now on; a store that is gone fails `what`."""
         try:
             yield
         except DivergenceError as error:
@@ -231,8 +231,8 @@ class DivergenceGuard:
             raise
         except dist.DistError as error:
             raise CollectiveError(
-                f"rank {dist.get_rank()} could not ask the others about the {what}, which is next: the store does not "
-                f"answer ({str(error).partition(chr(10))[0]}). The process that holds it may have ended: see the logs of "
+                f"rank {dist.get_rank()} could not ask the others about the {what}: the store does not answer "
+                f"({str(error).partition(chr(10))[0]}). The process that holds it may have ended: see the logs of "
                 "all ranks, and start them again"
             ) from error
 

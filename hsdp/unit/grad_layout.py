@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from itertools import chain
 
 import torch
 from torch import Tensor
 
+from hsdp.buffers.views import runs_of
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
 from hsdp.unit.dtype_group import GroupKey
@@ -54,13 +55,15 @@ class GradLayout:
         self.numel = numel
         self.flags = len(self.params)
         self.alone = alone
-        runs = list(_runs(self.shapes, self.offsets))
-        self._cuts = (
-            [shape if step is None else (count, *shape) for shape, _, count, step in runs],
-            [_strides(shape) if step is None else (step, *_strides(shape)) for shape, _, _, step in runs],
-            [offset for _, offset, _, _ in runs],
-        )
-        self._stacked = [step is not None for _, _, _, step in runs]
+        # Those that lie side by side and look alike are cut in one: a view takes the host as long for one as for two.
+        self._stacked: list[bool] = []
+        self._cuts: tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]] = [], [], []
+        for first, *rest in runs_of(list(zip(shapes, offsets, strict=True))):
+            count, step = ((1 + len(rest),), (offsets[rest[0]] - offsets[first],)) if rest else ((), ())
+            self._cuts[0].append(count + shapes[first])
+            self._cuts[1].append(step + _strides(shapes[first]))
+            self._cuts[2].append(offsets[first])
+            self._stacked.append(bool(rest))
 
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (without the flags) into one local gradient per parameter."""
@@ -76,23 +79,6 @@ class GradLayout:
 def cut(flat: Tensor, start: int, numel: int) -> Tensor:
     """Elements of a 1-D tensor, as slicing gives them, in two thirds of its time on the host."""
     return flat.as_strided((numel,), (1,), start)
-
-
-def _runs(shapes: list[tuple[int, ...]], offsets: list[int]) -> Iterator[tuple[tuple[int, ...], int, int, int | None]]:
-    """Neighbours of one shape that lie equally far apart: their shape, where they begin, how many, and how far apart.
-
-    A step of None: it is one alone. A view takes the host as long for one as for two.
-    """
-    at = 0
-    while at < len(shapes):
-        end, step = at + 1, None
-        while end < len(shapes) and shapes[end] == shapes[at]:
-            between = offsets[end] - offsets[end - 1]
-            if between <= 0 or (step is not None and between != step):
-                break
-            end, step = end + 1, between
-        yield shapes[at], offsets[at], end - at, step
-        at = end
 
 
 def _strides(shape: tuple[int, ...]) -> tuple[int, ...]:

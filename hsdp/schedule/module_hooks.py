@@ -21,7 +21,7 @@ from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.moments import Moment
-from hsdp.schedule.outputs import SideOutputs, entry_nodes, made_since, map_tensors, tensors_of
+from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
@@ -142,8 +142,8 @@ class ModuleHooks:
             The outputs, and the visit that gradients make which enter the unit; None if they cannot.
         """
         output, tensors = self._own_output(output)
-        if not torch.is_grad_enabled() and not any([made_since(tensor, first_node[1]) for tensor in tensors]):
-            return output, None  # else it turned gradients on by itself
+        if not torch.is_grad_enabled():
+            return output, None
         return output, self._watch(tensors, arguments, runtime, Visit(self.unit.forward_version, first_node, forward_pass))
 
     def user_opens(self, unit: Unit) -> None:

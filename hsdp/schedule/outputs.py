@@ -123,11 +123,6 @@ def _with_items(value: dict[Any, Any], items: list[Any]) -> dict[Any, Any]:
     return copied
 
 
-def made_since(tensor: Tensor, first_node: int) -> bool:
-    """Whether the autograd node behind a tensor was made since the one with number `first_node`."""
-    return (node := tensor.grad_fn) is not None and sequence_number(node) >= first_node
-
-
 def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:
     """The autograd nodes through which a gradient of `tensor` enters the forward that made it.
 
@@ -174,7 +169,7 @@ class SideOutputs:
         found: list[Tensor] = []
         for argument in arguments:
             if not isinstance(argument, Tensor):
-                found += _tensors_made_since(argument, first_node)
+                found += _made_since(argument, first_node)
         # Attributes appear with the first forward; from then on the sizes of the dicts tell of new ones.
         sizes = [len(module.__dict__) if (module := ref()) is not None else 0 for ref in self._modules]
         if sizes != self._sizes:
@@ -190,7 +185,7 @@ class SideOutputs:
                 if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
                     continue
                 objects.add(id(value))
-                found += _tensors_made_since(value, first_node)
+                found += _made_since(value, first_node)
         return found
 
 
@@ -220,13 +215,13 @@ def _is_object(value: Any) -> bool:
     return of not in ("builtins", "torch", "hsdp") and (hasattr(value, "__dict__") or bool(_slots_of(type(value))))
 
 
-def _tensors_made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:
+def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:
     items: Any
     if isinstance(value, Tensor):
         base = value._base
         if base is not None and base.is_leaf:
             return  # a view of a parameter, kept since another use of it perhaps: to ask for its node makes a new one
-        if made_since(value, first_node):
+        if (node := value.grad_fn) is not None and sequence_number(node) >= first_node:
             yield value
         return
     if depth == 0 or isinstance(value, _NO_TENSORS):
@@ -242,4 +237,4 @@ def _tensors_made_since(value: Any, first_node: int, depth: int = 3) -> Iterator
     else:
         return
     for item in items:
-        yield from _tensors_made_since(item, first_node, depth - 1)
+        yield from _made_since(item, first_node, depth - 1)

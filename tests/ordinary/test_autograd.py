@@ -351,28 +351,6 @@ def adds_up_gradients_by_hand_inside_a_backward(program: Program) -> Results:
     return program.fit(model, [model[1]])
 
 
-class _TurnsGradientsOn(_Blocks):
-    """Its last blocks are trained wherever it is called; what they get comes without gradients there."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        x = self.blocks[:2](self.before(x))
-        with torch.enable_grad():
-            out: Tensor = self.blocks[3](self.blocks[2](x))
-        return out
-
-
-def turns_gradients_on_by_itself(program: Program) -> Results:
-    """Calls a model without gradients, which turns them on for a part of itself, and trains that part by its output."""
-
-    def without(model: nn.Module, x: Tensor) -> Tensor:
-        with torch.no_grad():
-            out = model(x)
-        return out.square().mean()
-
-    model = _TurnsGradientsOn()
-    return program.fit(model, [*model.blocks, model.before], loss_of=without)
-
-
 @pytest.mark.parametrize("scenario", scenarios_in(__name__), ids=scenario_id)
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_autograd_s_tools_equal_their_twins(

@@ -5,6 +5,7 @@
     collectives.py       starts collectives on a process group: start reading here
     compare.py           how ranks compare what they are about to do
     host_memory.py       collectives between ranks of one host, on CPUs, through memory that they share
+    host_blocks.py       that memory, block by block
     host_meeting.py      how these ranks find each other
     uneven.py            collectives of tensors of which ranks hold different parts
     backends.py          backends' habits: names, sizes, what they can do

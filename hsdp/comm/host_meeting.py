@@ -24,7 +24,8 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
-from hsdp.comm.host_memory import Block, HostMemory, Mapping
+from hsdp.comm.host_blocks import Block, Mapping
+from hsdp.comm.host_memory import HostMemory
 from hsdp.torch_private import outside_transforms
 
 _known: weakref.WeakKeyDictionary[ProcessGroup, HostMemory | None] = weakref.WeakKeyDictionary()

@@ -15,14 +15,13 @@ A group of which some ranks do not reach each other so (they are on other hosts,
 
 from __future__ import annotations
 
-import ctypes
 import errno
 import os
 import select
 import socket
 import struct
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
 
@@ -30,11 +29,11 @@ import torch
 from torch import Tensor
 
 from hsdp.comm.divergence import described
+from hsdp.comm.host_blocks import Block, Layout, Layouts, Mapping
 from hsdp.comm.labels import Named
 from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import outside_transforms
 
-_ALIGNMENT = 64
 _SMALLEST_BLOCK = 1 << 20
 _LINE = struct.Struct("5q")
 _MOST_LATE = 63
@@ -74,71 +73,19 @@ class Reading(NamedTuple):
         return post < self.below or (0 <= age < _MOST_LATE and not self.unread >> age & 1)
 
 
-class Mapping:
-    """Memory of one rank, mapped by this one: a header that says for which post it was written, and the post's tensors."""
-
-    def __init__(self, file: int, nbytes: int) -> None:
-        # By its name: Python's mmap keeps a file open for each mapping, and of open files a process may have a thousand.
-        name = f"/proc/self/fd/{file}"
-        try:
-            with outside_transforms(), torch.inference_mode(False):  # written again outside of both
-                self.memory = torch.from_file(name, shared=True, size=nbytes, dtype=torch.uint8, device="cpu")
-        except RuntimeError as error:
-            raise OSError(f"{name} of {nbytes} bytes cannot be mapped") from error
-        self._header = (ctypes.c_int64 * 2).from_address(self.memory.data_ptr())
-
-    @property
-    def header(self) -> tuple[int, int]:
-        """Number and op of the post."""
-        number, op = self._header
-        return number, op
-
-    @header.setter
-    def header(self, header: tuple[int, int]) -> None:
-        self._header[:] = list(header)
-
-
-class Block(Mapping):
-    """Memory of this rank's own: until `close` a file that others can be sent."""
-
-    def __init__(self, number: int, nbytes: int) -> None:
-        self.number = number
-        self.nbytes = nbytes
-        self.file: int | None = None
-        self.file = os.memfd_create(f"hsdp-{number}", os.MFD_CLOEXEC)
-        os.ftruncate(self.file, nbytes)
-        super().__init__(self.file, nbytes)
-
-    def close(self) -> None:
-        """Closes the file when the others have it: their mappings keep the memory, and this one's."""
-        if self.file is not None:
-            os.close(self.file)
-        self.file = None
-
-    __del__ = close
-
-
 class _Post:
     """What the ranks write for one collective: a work that ends when all have written.
 
     It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
     """
 
-    def __init__(self, memory: HostMemory, kind: str, name: str, op: int, like: Sequence[Tensor]) -> None:
+    def __init__(self, memory: HostMemory, kind: str, name: str, op: int, layout: Layout) -> None:
         self._memory = memory
         self.number = -1  # until it is written
         self.kind = kind
         self.name = name
         self.op = op
-        self._places: list[tuple[int, int, torch.dtype, torch.Size]] = []
-        self.nbytes = _ALIGNMENT
-        for tensor in like:
-            self._places.append((self.nbytes, tensor.nbytes, tensor.dtype, tensor.shape))
-            self.nbytes += -(-tensor.nbytes // _ALIGNMENT) * _ALIGNMENT
-
-    def places_in(self, block: Tensor) -> list[Tensor]:
-        """Where the tensors lie in one rank's block."""
-        return [block[at : at + size].view(dtype).view(shape) for at, size, dtype, shape in self._places]
+        self.layout = layout
 
     def is_completed(self) -> bool:
         """Whether all ranks have written, or one never will."""
@@ -181,6 +128,7 @@ class HostMemory:
         self._lines: dict[int, dict[int, Line]] = {}  # by post, by rank
         self._lost: dict[int, str] = {}  # ranks from which nothing can come any more, and why
         self._unread: set[int] = set()  # posts that this rank may still read
+        self._layouts = Layouts()
         self._posts = 0
         self._blocks = 0
         self._free: list[Block] = []
@@ -204,10 +152,10 @@ class HostMemory:
         pairs = zip(outputs, inputs, strict=True)
         in_place = [mine.data_ptr() == output.data_ptr() + self.rank * mine.nbytes for output, mine in pairs]
 
-        def copy_parts(written: list[list[Tensor]]) -> None:
+        def copy_parts(mappings: list[Mapping], layout: Layout) -> None:
             parts = [_quietly(output).view(self.size, -1).unbind() for output in outputs]
-            for rank, theirs in enumerate(written):
-                for whole, part, there in zip(parts, theirs, in_place, strict=True):
+            for rank, mapping in enumerate(mappings):
+                for whole, part, there in zip(parts, mapping.tensors(layout), in_place, strict=True):
                     if rank != self.rank or not there:
                         whole[rank].copy_(part)
 
@@ -218,9 +166,9 @@ class HostMemory:
     ) -> tuple[list[Any], Then]:
         """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
 
-        def sum_parts(written: list[list[Tensor]]) -> None:
-            for i, output in enumerate(outputs):
-                _sum(self._parts(i, written), output.view(-1))
+        def sum_parts(mappings: list[Mapping], layout: Layout) -> None:
+            for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
+                _sum(parts, output.view(-1))
 
         return self._start("reduce-scatter", owner, op, inputs, sum_parts)
 
@@ -229,36 +177,42 @@ class HostMemory:
     ) -> tuple[list[Any], Then]:
         """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
 
-        def copy_parts(written: list[list[Tensor]]) -> None:
-            for i, output in enumerate(outputs):
-                torch.cat(self._parts(i, written), out=_quietly(output).view(-1))
+        def copy_parts(mappings: list[Mapping], layout: Layout) -> None:
+            for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
+                torch.cat(parts, out=_quietly(output).view(-1))
 
         return self._start("all-to-all", owner, op, inputs, copy_parts)
 
     def all_reduce(self, owner: Named, op: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
         """Sums tensors over ranks, in place: to the same bits on all."""
 
-        def sum_all(written: list[list[Tensor]]) -> None:
-            for i, tensor in enumerate(tensors):
-                _sum([theirs[i] for theirs in written], _quietly(tensor))
+        def sum_all(mappings: list[Mapping], layout: Layout) -> None:
+            written = zip(*[mapping.tensors(layout) for mapping in mappings], strict=True)
+            for tensor, theirs in zip(tensors, written, strict=True):
+                _sum(theirs, _quietly(tensor))
 
         return self._start("all-reduce", owner, op, tensors, sum_all)
 
-    def _parts(self, i: int, written: list[list[Tensor]]) -> list[Tensor]:
-        """This rank's of S equal parts of each rank's tensor number `i`."""
-        return [theirs[i].view(self.size, -1)[self.rank] for theirs in written]
+    def _parts(self, mappings: list[Mapping], layout: Layout) -> Iterable[tuple[Tensor, ...]]:
+        """For each tensor this rank's of S equal parts of what each rank wrote, in rank order."""
+        return zip(*[mapping.parts(layout, self.rank, self.size) for mapping in mappings], strict=True)
 
     def _start(
-        self, kind: str, owner: Named, op: int, tensors: Sequence[Tensor], put_down: Callable[[list[list[Tensor]]], None]
+        self,
+        kind: str,
+        owner: Named,
+        op: int,
+        tensors: Sequence[Tensor],
+        put_down: Callable[[list[Mapping], Layout], None],
     ) -> tuple[list[Any], Then]:
-        """Posts tensors, of the same shapes on all ranks; `put_down` gets each rank's, by rank, when all have."""
-        post = _Post(self, kind, owner.name, op & _OP, tensors)
+        """Posts tensors, of the same shapes on all ranks; `put_down` gets what each rank wrote, by rank, when all have."""
+        post = _Post(self, kind, owner.name, op & _OP, self._layouts.of(tensors))
         self._write(post, tensors)
 
         def read() -> None:
             mappings = self._mappings_of(post)
             with outside_transforms(), torch.no_grad():
-                put_down([post.places_in(mapping.memory) for mapping in mappings])
+                put_down(mappings, post.layout)
             # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
             wanted = post.number, post.op
             for rank, mapping in enumerate(mappings):
@@ -274,17 +228,17 @@ class HostMemory:
 
     def _write(self, post: _Post, tensors: Sequence[Tensor]) -> None:
         try:
-            block = self._take(post.nbytes)
+            block = self._take(post.layout.nbytes)
         except OSError as error:
             limit = "sizes of files (ulimit -f)" if error.errno == errno.EFBIG else "open files (ulimit -n) or of memory"
             raise CollectiveError(
-                f"no shared memory of {post.nbytes} bytes for the {described(post.kind, post.name)} ({error}); raise the "
-                f"limit of {limit}, or pass CommPolicy(shared_memory=False)"
+                f"no shared memory of {post.layout.nbytes} bytes for the {described(post.kind, post.name)} ({error}); "
+                f"raise the limit of {limit}, or pass CommPolicy(shared_memory=False)"
             ) from error
         number = self._posts
         block.header = number, post.op
         with outside_transforms(), torch.no_grad():
-            for tensor, place in zip(tensors, post.places_in(block.memory), strict=True):
+            for tensor, place in zip(tensors, block.tensors(post.layout), strict=True):
                 place.copy_(tensor)
         # Not before: a post that failed, for want of memory say, was none, and the next one has its number.
         post.number = number
@@ -293,7 +247,7 @@ class HostMemory:
         self._posts += 1
         # A copy: garbage collection, which may run in here, lets go of posts.
         late = sum(1 << age for unread in tuple(self._unread) if (age := number - unread) < _MOST_LATE)
-        line = _LINE.pack(*Line(post.op, block.number, post.nbytes, min(self._unread), late))
+        line = _LINE.pack(*Line(post.op, block.number, post.layout.nbytes, min(self._unread), late))
         deadline = time.monotonic() + _FULL
         for rank in self._peers:
             self._send(rank, line, [] if block.file is None else [block.file], deadline)
@@ -307,8 +261,8 @@ class HostMemory:
                 found.append(self._written[post.number])
                 continue
             line = self._lines[post.number][rank]
-            if (line.op, line.nbytes) != (post.op, post.nbytes):
-                what = "for another collective" if line.op != post.op else f"{line.nbytes} bytes, not {post.nbytes},"
+            if (line.op, line.nbytes) != (post.op, post.layout.nbytes):
+                what = "for another collective" if line.op != post.op else f"{line.nbytes} bytes, not {post.layout.nbytes},"
                 raise DivergenceError(
                     f"rank {rank} of the group, on this host, wrote {what} where this rank started the "
                     f"{described(post.kind, post.name)}; make every rank run the same modules and steps in the same order"
@@ -429,7 +383,7 @@ def _quietly(tensor: Tensor) -> Tensor:
     return tensor.data
 
 
-def _sum(parts: list[Tensor], output: Tensor) -> None:
+def _sum(parts: Sequence[Tensor], output: Tensor) -> None:
     """Adds them in rank order; what has fewer than 32 bits in float32, rounded once."""
     if output.dtype.itemsize < 4:
         total = parts[0].float()

@@ -30,13 +30,13 @@ class ReplicaGather:
         self._comm = comm
         self._unit = weakref.ref(unit)  # which has the gather until somebody waits for it
         self._op = hash((unit.op + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
-        self._direct: list[tuple[Tensor, Tensor]] = []
+        self._direct: list[tuple[Tensor, Tensor]] = []  # as bytes, so that tensors of several dtypes share a call
         self._packed: dict[torch.dtype, list[tuple[Tensor, Share]]] = {}
         for _, local, share in shared:
             if not local.numel():
                 continue
             if local.device == comm.device and local.shape[0] == share.chunk * comm.size and local.is_contiguous():
-                self._direct.append((local.view(-1), share.of(local).view(-1)))
+                self._direct.append((_bytes_of(local), _bytes_of(share.of(local))))
             else:
                 self._packed.setdefault(local.dtype, []).append((local, share))
         self._rows: list[Tensor] = []
@@ -58,18 +58,11 @@ class ReplicaGather:
                 value = share.of(local)
                 place[: value.numel()].view(value.shape).copy_(value)
             self._rows.append(rows)
-            outputs.append(rows.view(-1))
-            inputs.append(own)
+            outputs.append(_bytes_of(rows))
+            inputs.append(_bytes_of(own))
         if outputs and (unit := self._unit()) is not None:
             with self._comm.context.streams.on("replicate"):
-                # As bytes, so that tensors of several dtypes share a call.
-                self._work = self._comm.all_gather(
-                    unit,
-                    self._op,
-                    [output.view(torch.uint8) for output in outputs],
-                    [one.view(torch.uint8) for one in inputs],
-                    None,
-                )
+                self._work = self._comm.all_gather(unit, self._op, outputs, inputs, None)
 
     def finish(self) -> None:
         """Waits for it, and puts parts that came in rows where they belong."""
@@ -86,3 +79,7 @@ class ReplicaGather:
                 # Padding is behind the last rows of the last replicas that have any.
                 local.copy_(columns[: local.shape[0]])
         self._rows = []
+
+
+def _bytes_of(tensor: Tensor) -> Tensor:
+    return tensor.view(-1).view(torch.uint8)

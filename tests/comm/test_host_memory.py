@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 import hsdp
-from hsdp.comm import host_meeting, host_memory, work
+from hsdp.comm import host_blocks, host_meeting, host_memory, work
 from hsdp.comm.host_meeting import host_memory_of
 from hsdp.comm.host_memory import HostMemory
 from hsdp.errors import CollectiveError, DivergenceError
@@ -115,6 +115,31 @@ def test_ranks_meet_inside_a_transform_of_torch_func(pool2: Pool) -> None:
 
 def test_collectives_give_what_sockets_give(pool4: Pool) -> None:
     pool4.run(_collectives)
+
+
+def _sizes_change(env: RankEnv) -> None:
+    """Views of blocks are kept for the next post of the same sizes, but not for every size that there ever was."""
+    memory, ranks = _memory(), env.world_size
+
+    def total_of(size: int) -> Tensor:
+        _now(memory.all_reduce(UNIT, size, [total := torch.full((size,), 1.0 + env.rank), torch.ones(size + 1)]))
+        assert total.eq(sum(range(1, ranks + 1))).all()
+        return total
+
+    with mock.patch.object(host_blocks, "_MOST_LAYOUTS", 3):
+        for size in (*range(1, 20), 7, 7, 7, 7):
+            total_of(size)
+        mappings = [*memory._free, *memory._written.values(), *(one for each in memory._theirs.values() for one in each)]
+        assert len(memory._layouts._made) <= 3
+        assert all(len(mapping._views) <= 3 for mapping in mappings)
+        views = {id(view) for mapping in mappings for each in mapping._views.values() for view in each}
+        for _ in range(4):
+            total_of(7)
+        assert views == {id(view) for mapping in mappings for each in mapping._views.values() for view in each}
+
+
+def test_views_of_blocks_are_kept_for_sizes_that_come_again(pool2: Pool) -> None:
+    pool2.run(_sizes_change)
 
 
 def _trains_alike(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy, reshard: int | None = None) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import Any, cast
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,6 @@ from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
 from hsdp.comm.replica_reduce import DEFAULT, AllReduce, AllReduceStage, CustomAllReduce
 from hsdp.policies import check_reduce_op
 from hsdp.schedule.root import Root
-from hsdp.schedule.runtime import runtime_of
 from hsdp.unit.sharing import refuse_shared
 from hsdp.unit.state import stale
 from hsdp.unit.unit import Unit
@@ -73,6 +72,8 @@ class Setters(FSDP2Face):
             if flag:
                 unit.end_search()
                 unit.end_split()
+        for runtime in self._runtimes():
+            runtime.root.settings.drains = flag  # which alone decides; as in FSDP2, any module below it may set it
         sought = [] if flag else [unit for unit in units if unit.sought]
         if any(unit.split for unit in sought):
             for runtime in self._runtimes():
@@ -90,7 +91,10 @@ class Setters(FSDP2Face):
             unit.settings.reduce_op = op
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
-        """Multiplies reduced gradients by `factor`, on top of the reduce op; applied exactly once."""
+        """Multiplies reduced gradients by `factor`, on top of the reduce op, exactly once.
+
+        A backward multiplies its gradients with the factor that is set then, though they may be sent later.
+        """
         _check_factor("set_gradient_scaling_factor", factor, "a finite number that is not 0")
         for unit in self._units(recurse):
             unit.settings.gradient_scale = float(factor)
@@ -144,8 +148,8 @@ class Setters(FSDP2Face):
         """
         if replica_reduce is None:
             stage: AllReduceStage = DEFAULT
-        elif callable(getattr(replica_reduce, "start", None)):
-            stage = cast(AllReduceStage, replica_reduce)
+        elif isinstance(replica_reduce, AllReduceStage):
+            stage = replica_reduce
         elif callable(replica_reduce):
             stage = CustomAllReduce(replica_reduce)
         else:
@@ -153,20 +157,18 @@ class Setters(FSDP2Face):
                 f"set_replica_reduce({replica_reduce!r}): expected None, an object to call with tensor=, group=, op=, "
                 "async_op=, or a stage such as hsdp.CompressedAllReduce()"
             )
-        beyond_mesh = bool(getattr(replica_reduce, "beyond_mesh", False))
         units = self._units(recurse)
         _refuse_in_tree("set_replica_reduce", units)
         for unit in units:
             if type(stage) is not AllReduce:
                 refuse_shared(unit, "set_replica_reduce")
-            if beyond_mesh and unit.axes.replicate_size > 1:
+            if stage.beyond_mesh and unit.axes.replicate_size > 1:
                 raise ValueError(
                     f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
                     f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
                 )
         for unit in units:
             unit.settings.replica_reduce = stage
-            unit.settings.beyond_mesh = beyond_mesh
 
     def set_custom_reduce_scatter(self, comm: ReduceScatter | None) -> None:
         """Reduce-scatters this module's unit by `comm`, see `hsdp.ReduceScatter`; None: hsdp's own again."""
@@ -192,7 +194,7 @@ class Setters(FSDP2Face):
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook({hook!r}): expected a function of a tensor, or None")
         for unit in self._units(recurse=False):
-            if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.beyond_mesh):
+            if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.replica_reduce.beyond_mesh):
                 raise ValueError(
                     "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
                     "`stream` out, or shard over a 1-D mesh and all-reduce in the hook"
@@ -221,9 +223,6 @@ class Setters(FSDP2Face):
             raise TypeError(f"set_reduce_scatter_max_input_buffers({max_input_buffers!r}): expected an int of at least 1")
         for unit in self._units(recurse):
             unit.bound_reduce_scatters(max_input_buffers)
-            runtime = runtime_of(unit)
-            if runtime is not None and runtime.root is unit:
-                runtime.pipeline.policy = unit.comm_policy
 
     # -- gathers ---------------------------------------------------------------------------------------------------
 

@@ -90,7 +90,8 @@ def load(
         model: the module; its parameters and persistent buffers must be those of the checkpoint, by name, shape, dtype.
         optimizer: an optimizer of its parameters; None: the checkpoint's optimizer state is left alone.
         strict: False: names that only the checkpoint or only the model has are left as they are, and reported.
-        include: globs of names of the model; the others are left as they are. None: all.
+        include: globs of names of the model; the others are left as they are. None: all. In these a `*` stands for any
+            characters, dots too, as in fnmatch; that of `shard_units` stops at a dot.
         exclude: globs of names of the model that are left as they are.
         rename: from the checkpoint's names to the model's: a mapping, or a function that returns None for what is not
             wanted.

@@ -21,10 +21,11 @@ from torch.distributed import ProcessGroup
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named
+from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.work import CommWork, TwoPhases
 
 
-class CompressedAllReduce:
+class CompressedAllReduce(AllReduceStage):
     """The all-reduce stage in `wire_dtype` on the wire: for `set_replica_reduce`.
 
     All replicas end with the same bits. Bytes sent per rank: 2 (R-1)/R elements of `wire_dtype`, as an all-reduce of that

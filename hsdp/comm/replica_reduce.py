@@ -9,8 +9,8 @@ Whichever it is, the queue, its bounds and its order stay as they are.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Callable
-from typing import Protocol
 
 from torch import Tensor
 
@@ -20,14 +20,19 @@ from hsdp.comm.labels import Named
 from hsdp.comm.work import CommWork
 
 
-class AllReduceStage(Protocol):
+class AllReduceStage(ABC):
     """A stage in terms of the engine's own collectives.
 
-    It may be `exact`, as a `ReplicaReduce` may. One whose replicas are not in the mesh (`hsdp.elastic`) has an attribute
-    `beyond_mesh`, which is true. It is called though the mesh has one replica, with a `comm` of one rank, and averages by
-    itself, as the mesh does not tell over how many ranks.
+    Attributes:
+        exact: as of a `ReplicaReduce`.
+        beyond_mesh: its replicas are not in the mesh (`hsdp.elastic`). It is called though the mesh has one replica, with
+            a `comm` of one rank, and averages by itself, as the mesh does not tell over how many ranks.
     """
 
+    exact = False
+    beyond_mesh = False
+
+    @abstractmethod
     def start(
         self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
@@ -36,10 +41,9 @@ class AllReduceStage(Protocol):
         On a device the stream that is current is the all-reduce stream. Every rank calls it for the same reductions in
         the same order; `owner` and `op` go into the collectives of `comm` as they are.
         """
-        ...
 
 
-class AllReduce:
+class AllReduce(AllReduceStage):
     """The default: one coalesced all-reduce in the reduce dtype. It has no state: units share `DEFAULT`."""
 
     exact = True
@@ -51,7 +55,7 @@ class AllReduce:
         return comm.all_reduce(owner, op, tensors, finish)
 
 
-class CustomAllReduce:
+class CustomAllReduce(AllReduceStage):
     """A stage of a user's all-reduce."""
 
     def __init__(self, custom: ReplicaReduce) -> None:

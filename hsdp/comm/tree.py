@@ -24,6 +24,7 @@ from hsdp.comm.collectives import Comm
 from hsdp.comm.custom import in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, TwoPhases
 
@@ -98,7 +99,7 @@ def reduce_scatter(
     return _all_reduce(comm, "reduce-scatter", owner, hash((op, 2)), replicated, scattered, finish)
 
 
-class TreeAllReduce:
+class TreeAllReduce(AllReduceStage):
     """The all-reduce stage in the order of the tree. It has no state: units share `TREE`."""
 
     exact = True

@@ -20,6 +20,7 @@ from torch import Tensor
 from hsdp.comm.backends import REDUCE_ALONE_BYTES, share_calls
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named, labelled
+from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.work import CommWork
 from hsdp.elastic.manager import Manager
 from hsdp.errors import DivergenceError, StateError
@@ -45,13 +46,12 @@ def replicas(manager: Manager, reduce_op: ReduceOp = "avg") -> ManagedAllReduce:
     return ManagedAllReduce(manager, reduce_op)
 
 
-class ManagedAllReduce:
+class ManagedAllReduce(AllReduceStage):
     """The all-reduce stage whose replicas are a manager's; see `replicas`.
 
     Attributes:
         manager: the manager.
         reduce_op: "avg" or "sum".
-        beyond_mesh: always True: the replicas are not in the mesh.
     """
 
     beyond_mesh = True

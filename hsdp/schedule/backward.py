@@ -81,6 +81,7 @@ class Backwards(Root):
 
     def _begin_backward(self) -> BackwardPass:
         self.begun += 1
+        self.pipeline.policy = self.root.comm_policy  # its bounds may be set between iterations
         reduces = self._accumulates()
         if reduces:
             for unit in self.units:

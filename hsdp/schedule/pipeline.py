@@ -56,10 +56,10 @@ class Reduction:
 
     def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
         self.unit = self.source = unit
-        self.replicas = 0 if unit.settings.beyond_mesh else unit.replicate_comm.size
+        self.replicas = 0 if unit.settings.replica_reduce.beyond_mesh else unit.replicate_comm.size
         self.parts = parts
         self.all_reduce = all_reduce
-        self.factor = unit.settings.factor(unit.axes.shard_size * unit.axes.replicate_size)
+        self.factor = unit.gradients.factor()
         self.in_tree = unit.in_tree
         self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
@@ -251,7 +251,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     part.join()
         items, goes_on = bucket.items, False
         unit, stage = items[0].unit, items[0].unit.settings.replica_reduce
-        rounds = items[0].replicas > 1 and stage is not DEFAULT and not is_exact(stage)
+        rounds = items[0].replicas > 1 and stage is not DEFAULT and not stage.exact
         inputs: list[Tensor] = []
         outputs: list[Tensor] = []
         tensors: list[Tensor] = []

@@ -53,16 +53,23 @@ class Gradients:
         sentinels: those in gradients of parameters that have pending sums.
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
         shared: replicas have shares of some of them.
+
+    Args:
+        params: the unit's parameters.
+        settings: the unit's.
+        ranks: over how many gradients are summed.
     """
 
-    def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any]) -> None:
+    def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any], ranks: int) -> None:
         self._params = params
         self._settings = settings
+        self._ranks = ranks
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
         self.arrivals = Arrivals(params)
         self._stash: dict[int, Tensor] = {}
+        self._stash_factor = 1.0
         self.scatter_bytes = 0
         self.partial: Partial | None = None
         self.kept = self.deferred = self.lost = self.shared = False
@@ -120,6 +127,10 @@ class Gradients:
                     self._plans.append(self._made.plan(group, trainable))
             self.scatter_bytes = sum(plan.scatter_bytes for plan in self._plans)
 
+    def factor(self) -> float:
+        """What sums over all ranks are multiplied with, as the unit is set at present."""
+        return self._settings.factor(self._ranks)
+
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 
@@ -131,6 +142,8 @@ class Gradients:
             self.heed_zero_grad()
         if self._owed_before is None:
             self._note_owed()
+        if self._stash:
+            self._rescale_stash()
         self.kept, self.deferred = False, not all_reduce
         taken = self.arrivals.take()
         for slot, held in self._stash.items():
@@ -151,6 +164,7 @@ class Gradients:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
         self.heed_zero_grad()
         self._note_owed()
+        self._rescale_stash()
         self.kept = True
         taken = self.arrivals.take()
         for group in self._dtype_groups:
@@ -164,6 +178,17 @@ class Gradients:
                 # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
                 if slot in self._stash or param.sharded.requires_grad:
                     self.sentinels.put_up(slot)
+
+    def _rescale_stash(self) -> None:
+        """Sums of earlier micro-batches keep the factor that was set in theirs, if somebody has set another one since.
+
+        Whoever sends them multiplies all of them with the factor of then.
+        """
+        factor, before = self.factor(), self._stash_factor
+        if factor != before:
+            for held in self._stash.values():
+                held.mul_(before / factor)
+            self._stash_factor = factor
 
     def defer(self, parts: list[GroupReduction]) -> None:
         """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.

@@ -31,7 +31,7 @@ class UnitSettings(Generic[UnitT]):
         drains: the end of a backward of which the unit is the root waits for every reduction.
         reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`.
         unused_grads: what a parameter gets that no rank used: None or zeros.
-        replica_reduce: the all-reduce stage; `beyond_mesh`: its replicas are not in the mesh.
+        replica_reduce: the all-reduce stage.
         all_reduce_hook: called on each reduction buffer after that stage.
     """
 
@@ -48,7 +48,6 @@ class UnitSettings(Generic[UnitT]):
     divide_factor: float | None = None
     unused_grads: Literal["none", "zero"] = "none"
     replica_reduce: AllReduceStage = DEFAULT
-    beyond_mesh: bool = False
     all_reduce_hook: Callable[[Tensor], None] | None = None
 
     def factor(self, ranks: int) -> float:

@@ -128,7 +128,7 @@ class Unit(UnitActivity, UnshardedParams):
         weakref.finalize(self, forget, self._registered)
 
         # Gradients.
-        self.gradients = Gradients(params, self.settings)
+        self.gradients = Gradients(params, self.settings, axes.shard_size * axes.replicate_size)
         this = weakref.ref(self)
         self.gradients.sentinels.owner = lambda: None if (unit := this()) is None else (unit, unit.runtime)
         self.trainable: tuple[bool, ...] = ()
@@ -156,11 +156,14 @@ class Unit(UnitActivity, UnshardedParams):
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def build(self) -> None:
-        """Shards the original parameters, one at a time: none is held twice but the one at hand."""
+    def rehearse(self) -> None:
+        """What comes before `build` and may fail in code of the user's: the parameters are still the original ones."""
         self._make_dtype_groups(self.axes.device)
         for group in self.dtype_groups:
             group.rehearse()
+
+    def build(self) -> None:
+        """Shards the original parameters, one at a time: none is held twice but the one at hand."""
         for group in self.dtype_groups:
             for index, param in enumerate(group.params):
                 param.shard(group.local(index), group.layout.pieces[index], self.axes, weakref.ref(self))
@@ -306,8 +309,9 @@ class Unit(UnitActivity, UnshardedParams):
         self.scatter_comm = twin_of(self.shard_comm) if separate else self.shard_comm
 
     def gather_by(self, custom: AllGather | None) -> None:
-        """Its gathers are `custom` from now on; None: the backend's."""
-        self._exchange_by("custom_all_gather", custom, self.shard_comm)
+        """Its gathers are `custom` from now on, those of parts too; None: the backend's."""
+        parts = () if self.part_comm is None else (self.part_comm,)
+        self._exchange_by("custom_all_gather", custom, self.shard_comm, *parts)
 
     def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
         """Its reduce-scatters are `custom` from now on; None: the backend's."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import pytest
@@ -53,6 +54,37 @@ POLICIES = {
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
 def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
     pool4.run(check_factors, shape, POLICIES[policy])
+
+
+def check_changed_between_micro_batches(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
+    """Gradients have the factor of their own backward, whenever they are sent."""
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    model: Any = shard(seeded(Deep), env.mesh(shape), comm_policy=policy)
+    ranks = env.world_size
+    for levels in (("local", "local", "full"), ("local", "scatter", "full"), ("scatter", "local", "flush")):
+        model.zero_grad()
+        total = 0.0
+        for level, (op, scale, divide, factor) in zip(
+            levels, (("avg", 2.0, None, 2.0), ("sum", 1.0, None, ranks), ("avg", -0.5, 3.0, -0.5 * ranks / 3)), strict=True
+        ):
+            model.set_reduce_op_type(op)
+            model.set_gradient_scaling_factor(scale)
+            model.set_gradient_divide_factor(divide, recurse=True)
+            model.set_requires_grad_sync(level not in ("local", "flush"))
+            model.set_requires_all_reduce(level not in ("scatter", "flush"))
+            step(model, env.rank)
+            total += factor
+        model.set_requires_all_reduce(True)
+        model.set_gradient_scaling_factor(7.0)  # of nothing: the sums below are those of before
+        model.flush()
+        assert_same(full_grads(model), {n: None if grad is None else grad * total for n, grad in means.items()})
+
+
+@pytest.mark.parametrize("policy", [*POLICIES, "local"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
+def test_rule_15_factors_may_change_between_micro_batches(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
+    policies = POLICIES | {"local": hsdp.CommPolicy(accumulate="local")}
+    pool4.run(check_changed_between_micro_batches, shape, policies[policy])
 
 
 class OneGradient(nn.Module):

@@ -25,6 +25,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("infer",)                               an evaluation under inference_mode
     ("lists", who, forward, backward)        prefetch lists of a unit
     ("assign",)                              load_state_dict(assign=True), and a new optimizer
+    ("factor", factor)                       what gradients of backwards from now on are multiplied with
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -82,6 +83,7 @@ FEATURES = {
     "holders": "tensors in the memory of weights, averages of weights, edits of the optimizer's state",
     "others": "parts called by themselves, a second model beside the first, other optimizers, prefetch lists",
     "repeats": "parts called several times in a forward, of which ranks' losses use different calls",
+    "factors": "other gradient factors from one micro-batch to the next",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -119,7 +121,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
     program = _with_more(program, random.Random(f"{seed}, what came later"), without)
     if "others" not in without:
         program = _with_others(program, random.Random(f"{seed}, what came last"))
-    return _with_repeats(program, random.Random(f"{seed}, repeats"), without)
+    program = _with_repeats(program, random.Random(f"{seed}, repeats"), without)
+    return program if "factors" in without else _with_factors(program, random.Random(f"{seed}, factors"))
 
 
 class _Draw:
@@ -329,6 +332,17 @@ def _with_repeats(program: Program, rng: random.Random, without: frozenset[str])
     for at, action in enumerate(actions):
         if action[0] == "forward" and rng.random() < 0.7:
             actions[at] = (*action[:2], {**action[2], **_repeats(program, action[2], rng)}, *action[3:])
+    return replace(program, actions=tuple(actions))
+
+
+def _with_factors(program: Program, rng: random.Random) -> Program:
+    """With gradient factors that change, most often before a backward; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.25:
+        for _ in range(rng.choice([1, 2, 3])):
+            backwards = [at for at, action in enumerate(actions) if action[0] == "backward"]
+            at = rng.choice(backwards) if backwards and rng.random() < 0.7 else rng.randrange(len(actions) + 1)
+            actions.insert(at, ("factor", rng.choice([0.5, 1.0, 3.0, -2.0])))
     return replace(program, actions=tuple(actions))
 
 

@@ -429,6 +429,9 @@ class Side:
     def lists(self, at: int, who: int, forward: tuple[int, ...], backward: tuple[int, ...]) -> Values:
         return []
 
+    def factor(self, at: int, factor: float) -> Values:
+        return []
+
     def flush(self, at: int) -> Values:
         return []
 
@@ -447,7 +450,8 @@ class Twin(Side):
 
     def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
         super().__init__(program, model, env, teacher)
-        self.ranks, self.share = range(env.world_size), 1.0 if "sum" in program.options else 1.0 / env.world_size
+        self.ranks = range(env.world_size)
+        self.factor(0, 1.0)
 
     def remember(self) -> None:
         """Keeps parameters and gradients."""
@@ -478,6 +482,10 @@ class Twin(Side):
         for name, param in self.params.items():
             if param.grad is None and sharded.params[name].grad is not None:
                 param.grad = torch.zeros_like(param)
+
+    def factor(self, at: int, factor: float) -> Values:
+        self.share = factor if "sum" in self.program.options else factor / self.env.world_size
+        return []
 
     def step_one(self, param: Tensor) -> None:
         self._reached[id(param)] = param
@@ -607,6 +615,10 @@ class Sharded(Side):
 
     def raw_step(self, at: int) -> Values:
         return super().step(at)
+
+    def factor(self, at: int, factor: float) -> Values:
+        self.model.set_gradient_scaling_factor(factor)
+        return []
 
     def flush(self, at: int) -> Values:
         self.model.flush()

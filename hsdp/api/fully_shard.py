@@ -118,9 +118,9 @@ def fully_shard(
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     _look_at_values(unit, modules)
+    unit.rehearse()
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     unit.build()
-
     state = ModuleHooks(unit, modules)
     state.companions = [own_state(one).unit for one in beside]
     _move_buffers(modules, unit)
@@ -163,6 +163,7 @@ def _check_modules(module: Any) -> list[nn.Module]:
                 f"fully_shard({type(m).__name__}): its own {hidden[0]!r} would be hidden by a method of sharded modules "
                 "with this name; rename it, or call fully_shard on its children and on the module that holds it"
             )
+        sharded_class(type(m))  # made now: one that cannot be made is to leave the module as it was
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
     return modules

@@ -315,6 +315,27 @@ def test_copies_and_pickles_are_refused_with_what_to_do(world: RankEnv) -> None:
         _says(caught.value, "FSDP", remedy)
 
 
+class _Kinds(nn.Linear):
+    """Classes below it have to say what they are."""
+
+    def __init_subclass__(cls, *, kind: str, **kwargs: Any) -> None:
+        super().__init_subclass__(**kwargs)
+
+
+class _Kind(_Kinds, kind="one"):
+    pass
+
+
+def test_a_module_whose_class_cannot_be_made_is_as_it_was(world: RankEnv) -> None:
+    module = _Kind(4, 4)
+    before = dict(module.named_parameters())
+    for _ in range(2):
+        with pytest.raises(TypeError, match="missing 1 required keyword-only argument: 'kind'"):
+            hsdp.fully_shard(module)
+    assert type(module) is _Kind
+    assert all(param is before[name] for name, param in module.named_parameters())
+
+
 def test_constructing_a_sharded_class_makes_a_plain_module(world: RankEnv) -> None:
     sharded = type(fully_shard(nn.Linear(4, 4), mesh=world.mesh(4)))
     assert sharded.__name__ == "FSDPLinear"

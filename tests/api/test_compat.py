@@ -243,8 +243,29 @@ def test_the_bound_on_reductions_holds_for_a_root_that_ran() -> None:
         model: Any = shard(Deep(), None)
         model(torch.zeros(1, 6)).sum().backward()
         model.set_reduce_scatter_max_input_buffers(2)
+        model(torch.zeros(1, 6)).sum().backward()
         (runtime,) = model._runtimes()
         assert runtime.pipeline.policy.max_inflight_reduce_scatters == 2
+
+
+def test_what_a_part_is_set_to_while_it_has_another_root_holds_when_it_is_one_again() -> None:
+    with fake_world(4):
+        outer: Any = shard(Deep(), None)
+        inner = outer.blocks[1]
+        for module in (inner, outer):  # a root of its own first
+            module(torch.zeros(1, 6)).sum().backward()
+        inner.set_reduce_scatter_max_input_buffers(3)
+        inner(torch.zeros(1, 6)).sum().backward()
+        assert inner._hsdp_state.own_runtime().pipeline.policy.max_inflight_reduce_scatters == 3
+
+
+def test_the_last_backward_is_the_roots_whichever_module_is_told() -> None:
+    with fake_world(4):
+        model: Any = shard(Deep(), None)
+        model(torch.zeros(1, 6)).sum().backward()
+        for flag in (False, True):
+            model.blocks[0].set_is_last_backward(flag)
+            assert model._units()[0].settings.drains is flag
 
 
 # -- unshard --------------------------------------------------------------------------------------------------------
@@ -509,10 +530,10 @@ class AllocatingScatter(Allocating, Scatter):
         super().__call__(output_tensor, input_tensor, group, op)
 
 
-def _custom(env: RankEnv, shape: tuple[int, ...], fusion: Any, allocates: bool) -> None:
+def _custom(env: RankEnv, shape: tuple[int, ...], fusion: Any, allocates: bool, reshard: bool | int = True) -> None:
     plain = seeded(Deep)
     comm_policy = hsdp.CommPolicy(fusion=fusion)
-    model: Any = shard(copy.deepcopy(plain), env.mesh(shape), reshard_after_forward=True, comm_policy=comm_policy)
+    model: Any = shard(copy.deepcopy(plain), env.mesh(shape), reshard_after_forward=reshard, comm_policy=comm_policy)
     gather, scatter = (AllocatingGather(), AllocatingScatter()) if allocates else (Gather(), Scatter())
     gather.made = scatter.made = []  # type: ignore[union-attr]
     for unit in (model.blocks[1], model):
@@ -559,6 +580,29 @@ def test_custom_collectives_take_the_place_of_the_backends(
     pool4: Pool, shape: tuple[int, ...], fusion: str, allocates: bool
 ) -> None:
     pool4.run(_custom, shape, fusion, allocates)
+
+
+@pytest.mark.parametrize("allocates", [False, True], ids=["in place", "own memory"])
+def test_custom_gathers_gather_parts_too(pool4: Pool, allocates: bool) -> None:
+    """Of units that stay sharded over groups of two after forward."""
+    pool4.run(_custom, (4,), "packed", allocates, 2)
+
+
+class TimedReplicas(Replicas):
+    """A user's all-reduce with a method that hsdp's own stages have, too."""
+
+    def start(self) -> None:
+        raise AssertionError("it is for the user")
+
+
+def _named_alike(env: RankEnv) -> None:
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)))
+    model.set_replica_reduce(TimedReplicas(waits=False))
+    check_grads(model, seeded(Deep), step, env.rank, env.world_size)
+
+
+def test_a_users_all_reduce_may_have_methods_of_any_name(pool2: Pool) -> None:
+    pool2.run(_named_alike)
 
 
 def test_hooks_on_streams(pool2: Pool) -> None:

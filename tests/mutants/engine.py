@@ -189,6 +189,11 @@ def divides_fp16_behind_the_sum() -> Any:
     return mock.patch.object(hsdp.schedule.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.factor))
 
 
+@mutant(Check(rule_15.check_changed_between_micro_batches, ((2,), rule_15.POLICIES["packed"])), kill="not close|equal")
+def gives_sums_the_factor_of_when_they_are_sent() -> Any:
+    return mock.patch.object(Gradients, "_rescale_stash", lambda gradients: None)
+
+
 # -- clipping -------------------------------------------------------------------------------------------------------
 
 
@@ -431,14 +436,12 @@ BOUNDS = Check(rule_24.check_layers, (hsdp.CommPolicy(),), world=4)
 
 @mutant(BOUNDS, kill="AssertionError")
 def queues_without_bounds() -> Any:
-    def change(init: Callable[..., None]) -> Callable[..., None]:
-        def unbounded(pipeline: ReductionPipeline, streams: Any, policy: hsdp.CommPolicy) -> None:
-            many = dataclasses.replace(policy, max_inflight_reduce_scatters=999, max_inflight_all_reduces=999)
-            init(pipeline, streams, many)
+    def unbounded(pipeline: ReductionPipeline, policy: hsdp.CommPolicy) -> None:
+        many = dataclasses.replace(policy, max_inflight_reduce_scatters=999, max_inflight_all_reduces=999)
+        pipeline.__dict__["bounds"] = many
 
-        return unbounded
-
-    return replaced(ReductionPipeline, "__init__", change)
+    policy = property(lambda pipeline: pipeline.__dict__["bounds"], unbounded)
+    return mock.patch.object(ReductionPipeline, "policy", policy, create=True)
 
 
 @mutant(BOUNDS, kill="AssertionError")

@@ -162,6 +162,8 @@ class _Play:
         if kind == "backward" and "hook" in action[2]:
             # Hooks on sharded parameters run when gradients are complete, the twin's in each backward.
             return all(self.levels.values()) and not pending and action[2].get("context", "") in ("", "last")
+        if kind == "tune" and action[1] in ("gather", "scatter") and pending:
+            return False  # parameters may have to be laid out anew, which loses sums: refused
         if kind == "penalty":
             return any(p.requires_grad for p in self.twin.params.values())
         return True

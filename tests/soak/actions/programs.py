@@ -26,6 +26,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("lists", who, forward, backward)        prefetch lists of a unit
     ("assign",)                              load_state_dict(assign=True), and a new optimizer
     ("factor", factor)                       what gradients of backwards from now on are multiplied with
+    ("tune", what, who, on)                  one of `TUNES` of a unit: how it communicates, which changes no number
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -52,6 +53,7 @@ LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
 CUTS = ((False,), (False,), (True, False), (False, True), (True,))
 OPTIONS = ("sum", "tree", "replicated", "offloaded")
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
+TUNES = ("scatter group", "bound", "hook", "replica reduce", "gather", "scatter", "prefetch")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
 OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
@@ -84,6 +86,7 @@ FEATURES = {
     "others": "parts called by themselves, a second model beside the first, other optimizers, prefetch lists",
     "repeats": "parts called several times in a forward, of which ranks' losses use different calls",
     "factors": "other gradient factors from one micro-batch to the next",
+    "tunes": "setters of how units communicate, between any two actions",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -122,7 +125,9 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
     if "others" not in without:
         program = _with_others(program, random.Random(f"{seed}, what came last"))
     program = _with_repeats(program, random.Random(f"{seed}, repeats"), without)
-    return program if "factors" in without else _with_factors(program, random.Random(f"{seed}, factors"))
+    if "factors" not in without:
+        program = _with_factors(program, random.Random(f"{seed}, factors"))
+    return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
 
 
 class _Draw:
@@ -343,6 +348,16 @@ def _with_factors(program: Program, rng: random.Random) -> Program:
             backwards = [at for at, action in enumerate(actions) if action[0] == "backward"]
             at = rng.choice(backwards) if backwards and rng.random() < 0.7 else rng.randrange(len(actions) + 1)
             actions.insert(at, ("factor", rng.choice([0.5, 1.0, 3.0, -2.0])))
+    return replace(program, actions=tuple(actions))
+
+
+def _with_tunes(program: Program, rng: random.Random) -> Program:
+    """With units that communicate otherwise from some moment on; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.25:
+        for _ in range(rng.choice([1, 2, 4])):
+            chosen = ("tune", rng.choice(TUNES), rng.randrange(-1, 3), rng.random() < 0.7)
+            actions.insert(rng.randrange(len(actions) + 1), chosen)
     return replace(program, actions=tuple(actions))
 
 

@@ -13,6 +13,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
@@ -432,6 +433,9 @@ class Side:
     def factor(self, at: int, factor: float) -> Values:
         return []
 
+    def tune(self, at: int, what: str, who: int, on: bool) -> Values:
+        return []
+
     def flush(self, at: int) -> Values:
         return []
 
@@ -620,6 +624,24 @@ class Sharded(Side):
         self.model.set_gradient_scaling_factor(factor)
         return []
 
+    def tune(self, at: int, what: str, who: int, on: bool) -> Values:
+        unit, shares = self._unit(who), self.program.local == "over replicas"
+        if what == "scatter group":
+            unit.set_separate_reduce_scatter_group(on)
+        elif what == "bound":
+            unit.set_reduce_scatter_max_input_buffers(1 + 2 * on)
+        elif what == "gather":
+            unit.set_custom_all_gather(_gather if on else None)
+        elif what == "prefetch":
+            unit.set_modules_to_forward_prefetch([] if on else [self._unit(who + 1)])
+        elif what == "hook" and not shares:
+            unit.set_all_reduce_hook((lambda tensor: None) if on else None)
+        elif "tree" not in self.program.options and what == "scatter":
+            unit.set_custom_reduce_scatter(_scatter if on else None)
+        elif "tree" not in self.program.options and what == "replica reduce" and not shares:
+            unit.set_replica_reduce(_all_reduce if on else None)
+        return []
+
     def flush(self, at: int) -> Values:
         self.model.flush()
         return []
@@ -648,6 +670,18 @@ class Sharded(Side):
     def _unit(self, who: int) -> Any:
         parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
         return self.model if who < 0 or not parts else parts[who % len(parts)]
+
+
+def _gather(output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:
+    return dist.all_gather_into_tensor(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+def _scatter(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+
+def _all_reduce(tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> Any:
+    return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
 def units_of(program: Program, model: Net) -> list[nn.Module]:

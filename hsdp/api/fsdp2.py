@@ -1,16 +1,16 @@
-"""FSDP2's face: what scripts and libraries written for `torch.distributed.fsdp` meet beside hsdp's own methods.
+"""FSDP2's interface: what scripts and libraries written for `torch.distributed.fsdp` meet beside hsdp's own methods.
 
 `HSDPModule` is a real subclass of torch's `FSDPModule`, because libraries ask `isinstance(module, FSDPModule)` and a plain
 class cannot be joined in any other way. So every public method of that class is overridden, here, in setters.py or in
 `HSDPModule`: what cannot be had is refused with a remedy, and nothing of torch's own implementation is ever reached.
 
     who asks                     what it does with the answer                          with hsdp
-    pipelining schedules         unshard / reshard around the micro-batches, switches  works: `PipelineFace`
+    pipelining schedules         unshard / reshard around the micro-batches, switches  works: `FSDPStateShim`
                                  gradient sync off, runs the reduction by itself
     Lightning                    switches gradient sync off while it accumulates       works
     accelerate                   leaves a sharded model as it is in `prepare`          works
     FSDPMemTracker               reads FSDP2's parameter groups                        refused: `_Internals`
-    NeMo Automodel, axolotl      ask FSDP2's state for policy, reshard_after_backward  `PipelineFace` tells them
+    NeMo Automodel, axolotl      ask FSDP2's state for policy, reshard_after_backward  `FSDPStateShim` tells them
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class UnshardHandle(_UnshardHandle):
         self._units = []
 
 
-class FSDP2Face(fsdp.FSDPModule):
+class FSDP2Compat(fsdp.FSDPModule):
     """The methods of FSDP2's `FSDPModule` that hsdp does not need, or does not have.
 
     Each says what it does here; their arguments, and which modules they reach, are FSDP2's.
@@ -138,7 +138,7 @@ class _Internals:
         )
 
 
-class GroupFace(_Internals):
+class ParamGroupShim(_Internals):
     """Stands for FSDP2's parameter group of a module.
 
     Attributes:
@@ -149,7 +149,7 @@ class GroupFace(_Internals):
         self.reshard_after_backward = reshard_after_backward
 
 
-class PipelineFace(_Internals):
+class FSDPStateShim(_Internals):
     """What `torch.distributed.pipelining` reaches for once a stage has run the backward of its last micro-batch.
 
     A schedule switches gradient sync off and does FSDP2's post-backward by hand, on `fully_shard.state(stage)`. Here that
@@ -174,8 +174,8 @@ class PipelineFace(_Internals):
         return self._unit.mp_policy
 
     @property
-    def _fsdp_param_group(self) -> GroupFace:
-        return GroupFace(self._unit.settings.reshard_after_backward)
+    def _fsdp_param_group(self) -> ParamGroupShim:
+        return ParamGroupShim(self._unit.settings.reshard_after_backward)
 
     def _root_post_backward_final_callback(self) -> None:
         module: Any = self._module()
@@ -204,19 +204,19 @@ class PipelineFace(_Internals):
 _torch_fully_shard: Any = getattr(fsdp.fully_shard, "__wrapped__", None)
 
 
-def put_pipeline_face(module: nn.Module) -> None:
-    """Makes `torch.distributed.fsdp.fully_shard.state(module)` find a `PipelineFace`.
+def put_fsdp_state_shim(module: nn.Module) -> None:
+    """Makes `torch.distributed.fsdp.fully_shard.state(module)` find a `FSDPStateShim`.
 
     It also makes torch's `fully_shard` refuse the module, which is sharded already, and torch's `replicate` leave it out
     of what it replicates around it, as both do with modules that FSDP2 has sharded.
     """
-    module.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard] = PipelineFace(module)
+    module.__dict__.setdefault(STATE_KEY, {})[_torch_fully_shard] = FSDPStateShim(module)
     module.__dict__.setdefault(REGISTRY_KEY, {})["fully_shard"] = RegistryItem()
 
 
-def fsdp_state(module: nn.Module) -> PipelineFace | None:
+def fsdp_state(module: nn.Module) -> FSDPStateShim | None:
     """FSDP2's `fully_shard.state(module)`: what libraries find there of a sharded module; None of any other."""
-    found: PipelineFace | None = module.__dict__.get(STATE_KEY, {}).get(_torch_fully_shard)
+    found: FSDPStateShim | None = module.__dict__.get(STATE_KEY, {}).get(_torch_fully_shard)
     return found
 
 
@@ -227,7 +227,7 @@ def share_comm_ctx(modules: list[Any]) -> None:
         ValueError: one of `modules` is not sharded.
     """
     for module in modules:
-        if not isinstance(module, FSDP2Face):
+        if not isinstance(module, FSDP2Compat):
             raise ValueError(f"share_comm_ctx: {type(module).__name__} is not sharded; call fully_shard on it first")
     runtimes = [own_state(module).own_runtime() for module in modules]
     for runtime in runtimes[1:]:

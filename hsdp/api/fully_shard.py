@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.api.fsdp2 import fsdp_state, own_policy, put_pipeline_face
+from hsdp.api.fsdp2 import fsdp_state, own_policy, put_fsdp_state_shim
 from hsdp.api.module import HSDPModule, has_forward, hidden_by_methods, sharded_class
 from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, manage
@@ -135,7 +135,7 @@ def _attach(state: ModuleHooks, modules: list[nn.Module]) -> None:
     for module in modules:
         module.__dict__["_hsdp_state"] = state
         module.__class__ = sharded_class(type(module))
-        put_pipeline_face(module)
+        put_fsdp_state_shim(module)
 
 
 # Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.

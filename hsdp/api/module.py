@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Face, UnshardHandle, check_flag
+from hsdp.api.fsdp2 import FSDP2Compat, UnshardHandle, check_flag
 from hsdp.api.setters import Setters
 from hsdp.format import several
 from hsdp.params.ownership import PREFIX
@@ -45,7 +45,7 @@ class HSDPModule(Setters):
 
     def __new__(cls, *args: Any, **kwargs: Any) -> Any:
         """Constructing a sharded class makes an object of the original class: the sharding belongs to the instance."""
-        faces = (HSDPModule, Setters, FSDP2Face, FSDPModule, object)
+        faces = (HSDPModule, Setters, FSDP2Compat, FSDPModule, object)
         original = next((base for base in cls.__mro__[1:] if base not in faces), None)
         if original is None:
             raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
@@ -302,8 +302,8 @@ def hidden_by_methods(module: nn.Module) -> list[str]:
 
 _METHODS = frozenset(
     name
-    for face in (HSDPModule, Setters, FSDP2Face, FSDPModule)
-    for name in vars(face)
+    for cls in (HSDPModule, Setters, FSDP2Compat, FSDPModule)
+    for name in vars(cls)
     if not name.startswith("__") and not hasattr(nn.Module, name)  # what plain modules have, those of sharded ones call
 )
 

@@ -15,14 +15,14 @@ from torch.nn.parameter import is_lazy
 from hsdp.api.module import HSDPModule
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.annotations import inner_of
-from hsdp.params.param import ManagedParam, Place, PlacementFn, originals
+from hsdp.params.param import ManagedParam, ParamName, PlacementFn, originals
 from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
 from hsdp.policies import is_trainable
 from hsdp.unit.extension_group import check_extension
 from hsdp.unit.lookup import unit_of
 
-Found = tuple[list[Place], nn.Parameter]
+Found = tuple[list[ParamName], nn.Parameter]
 """A parameter with all its names."""
 
 
@@ -42,7 +42,7 @@ def collect_params(
         seen.add(id(module))
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored:
-                place = Place(weakref.ref(module), name, prefix + name)
+                place = ParamName(weakref.ref(module), name, prefix + name)
                 found.setdefault(id(param), ([], param))[0].append(place)
         for name, child in module.named_children():
             visit(child, f"{prefix}{name}.")

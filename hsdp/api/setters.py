@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Face, check_flag
+from hsdp.api.fsdp2 import FSDP2Compat, check_flag
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
 from hsdp.comm.replica_reduce import DEFAULT, AllReduce, AllReduceStage, CustomAllReduce
 from hsdp.policies import check_reduce_op
@@ -21,7 +21,7 @@ from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED
 
 
-class Setters(FSDP2Face):
+class Setters(FSDP2Compat):
     """What users may change about the units of a sharded module between iterations.
 
     They are checked here and kept by the unit: in its `settings`, or by its own methods where more follows from them. How

@@ -34,7 +34,7 @@ _MOST_DIMS = 64
 
 
 @dataclass(frozen=True)
-class Place:
+class FileRange:
     """Where in the checkpoint something is: bytes `start` to `start + length` of a file."""
 
     file: str
@@ -43,12 +43,12 @@ class Place:
 
 
 @dataclass(frozen=True)
-class Piece:
+class PieceRecord:
     """A part of a tensor, and where it is."""
 
     offsets: tuple[int, ...]
     sizes: tuple[int, ...]
-    place: Place
+    place: FileRange
 
 
 @dataclass(frozen=True)
@@ -57,14 +57,14 @@ class TensorRecord:
 
     shape: tuple[int, ...]
     dtype: torch.dtype
-    pieces: tuple[Piece, ...]
+    pieces: tuple[PieceRecord, ...]
 
 
 @dataclass(frozen=True)
 class ValueRecord:
     """A value that is no tensor, and where DCP's readers find it; hsdp's own checkpoints have it in `extra.bin` too."""
 
-    place: Place
+    place: FileRange
 
 
 Record = TensorRecord | ValueRecord
@@ -97,7 +97,7 @@ class Index:
         """The names of the files that have pieces."""
         return {place.file for place in self.places()}
 
-    def places(self) -> list[Place]:
+    def places(self) -> list[FileRange]:
         """Where everything is."""
         found = []
         for record in self.records.values():
@@ -108,7 +108,7 @@ class Index:
         """As `from_json` reads it."""
         numbers = {name: number for number, name in enumerate(sorted(self.files()))}
 
-        def packed(place: Place) -> list[int]:
+        def packed(place: FileRange) -> list[int]:
             return [numbers[place.file], place.start, place.length]
 
         tensors = {
@@ -138,13 +138,13 @@ def from_json(data: bytes) -> Index:
         body = json.loads(data.decode())  # json itself would guess an encoding
         files = [_file_name(name) for name in body["files"]]
 
-        def place(packed: Any) -> Place:
+        def place(packed: Any) -> FileRange:
             number, start, length = packed
-            return Place(files[_count(number)], _count(start), _count(length))
+            return FileRange(files[_count(number)], _count(start), _count(length))
 
         records: dict[str, Record] = {key: ValueRecord(place(packed)) for key, packed in body["values"].items()}
         for key, (dtype, shape, pieces) in body["tensors"].items():
-            found = [Piece(_numbers(offsets), _numbers(sizes), place(packed)) for *packed, offsets, sizes in pieces]
+            found = [PieceRecord(_numbers(offsets), _numbers(sizes), place(packed)) for *packed, offsets, sizes in pieces]
             records[key] = TensorRecord(_numbers(shape), dtype_named(dtype), tuple(found))
         paths = {key: _path(path) for key, path in body["paths"].items()}
         return _checked(Index(records, paths))
@@ -166,7 +166,7 @@ def from_dcp(data: bytes) -> Index:
             fqn, offset = _text(at["fqn"]), at.get("offset")
             if found.get("transform_descriptors"):
                 raise CheckpointError(f"{fqn!r} was written through a transform, which hsdp cannot undo")
-            place = Place(_file_name(found["relative_path"]), _count(found["offset"]), _count(found["length"]))
+            place = FileRange(_file_name(found["relative_path"]), _count(found["offset"]), _count(found["length"]))
             if offset is None:
                 by_key[fqn] = place
             else:
@@ -187,7 +187,7 @@ def from_dcp(data: bytes) -> Index:
         raise CheckpointError(f"it is damaged: {type(error).__name__}: {error}") from None
 
 
-def _tensor(key: str, state: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], Place]) -> TensorRecord:
+def _tensor(key: str, state: Mapping[str, Any], places: Mapping[tuple[str, tuple[int, ...]], FileRange]) -> TensorRecord:
     properties = _state(state["properties"], "TensorProperties", (tuple, dict))
     dtype = properties["dtype"] if isinstance(properties, dict) else properties[0]
     pieces = []
@@ -196,7 +196,7 @@ def _tensor(key: str, state: Mapping[str, Any], places: Mapping[tuple[str, tuple
         offsets, sizes = _size(described["offsets"]), _size(described["sizes"])
         if (key, offsets) not in places:
             raise CheckpointError(f"it does not say where the piece of {key!r} at {offsets} is")
-        pieces.append(Piece(offsets, sizes, places[key, offsets]))
+        pieces.append(PieceRecord(offsets, sizes, places[key, offsets]))
     if not (isinstance(dtype, Name) and dtype.module == "torch"):
         raise CheckpointError(f"{key!r} has a dtype that is none")
     return TensorRecord(_size(state["size"]), dtype_named(dtype.name), tuple(pieces))

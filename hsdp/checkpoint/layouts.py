@@ -21,7 +21,7 @@ from torch import nn
 from hsdp.checkpoint import manifests
 from hsdp.checkpoint.choice import Choice
 from hsdp.checkpoint.contents import is_extra_state, listing, model_entries
-from hsdp.checkpoint.index import Index, Place, Record, TensorRecord, from_dcp
+from hsdp.checkpoint.index import FileRange, Index, Record, TensorRecord, from_dcp
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 
@@ -106,7 +106,7 @@ def _read_part(path: AnyPath) -> Index:
 
 
 def _moved(record: Record, directory: str) -> Record:
-    def moved(place: Place) -> Place:
+    def moved(place: FileRange) -> FileRange:
         return replace(place, file=f"{directory}/{place.file}")
 
     if isinstance(record, TensorRecord):

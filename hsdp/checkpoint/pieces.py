@@ -24,7 +24,7 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
-from hsdp.checkpoint.index import Place, dtype_named
+from hsdp.checkpoint.index import FileRange, dtype_named
 from hsdp.checkpoint.pickles import ORDERED_DICT, Call, Name, Reference, read_pickle
 from hsdp.errors import CheckpointError
 
@@ -70,7 +70,7 @@ class Stored:
         return 1 + sum((n - 1) * s for n, s in zip(self.shape, self.strides, strict=True)) if math.prod(self.shape) else 0
 
 
-class Piece:
+class OpenPiece:
     """One piece, opened.
 
     Args:
@@ -81,7 +81,7 @@ class Piece:
         CheckpointError: it is not what `torch.save` writes.
     """
 
-    def __init__(self, stream: BinaryIO, place: Place) -> None:
+    def __init__(self, stream: BinaryIO, place: FileRange) -> None:
         self._stream = stream
         self._place = place
         size = stream.seek(0, os.SEEK_END)
@@ -226,7 +226,7 @@ def buffer_of(tensor: Tensor) -> memoryview:
 class _Part(io.RawIOBase):
     """A part of a file as a file of its own."""
 
-    def __init__(self, stream: BinaryIO, place: Place) -> None:
+    def __init__(self, stream: BinaryIO, place: FileRange) -> None:
         self._stream = stream
         self._start = place.start
         self._length = place.length

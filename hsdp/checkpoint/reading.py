@@ -4,8 +4,7 @@
     run       read each rank's rows from their place in the file to their place in the tensor
 
 No copy of the state is made in between: bytes go into the tensors themselves, or, where they must be converted, reordered
-    or
-brought to a device, through one block of rows at a time.
+or brought to a device, through one block of rows at a time.
 """
 
 from __future__ import annotations
@@ -21,10 +20,9 @@ from torch import Tensor
 
 from hsdp.checkpoint.contents import listing, local_box
 from hsdp.checkpoint.files import Files
-from hsdp.checkpoint.index import Index, Place, TensorRecord, ValueRecord
-from hsdp.checkpoint.index import Piece as IndexedPiece
+from hsdp.checkpoint.index import FileRange, Index, PieceRecord, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
-from hsdp.checkpoint.pieces import Piece, Stored, read_into, read_tensor
+from hsdp.checkpoint.pieces import OpenPiece, Stored, read_into, read_tensor
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.params.tensor_parallel import block_of
@@ -116,7 +114,7 @@ class Reader:
         self._asked: list[str] = []
         self._early: set[str] = set()
         self._reads: list[_Read] = []
-        self._opened: dict[Place, Stored] = {}
+        self._opened: dict[FileRange, Stored] = {}
         self.values: dict[str, Any] = {}
 
     def value(self, key: str) -> None:
@@ -206,7 +204,7 @@ class Reader:
             reads.append(_Read(key, self._stored(key, record, piece), piece.place.file, source, target))
         return reads
 
-    def _stored(self, key: str, record: TensorRecord, piece: IndexedPiece) -> Stored:
+    def _stored(self, key: str, record: TensorRecord, piece: PieceRecord) -> Stored:
         if piece.place not in self._opened:
             with self._telling(key, piece.place):
                 stored = self._piece(piece.place).tensor()
@@ -224,14 +222,14 @@ class Reader:
         with self._telling(key, record.place):
             return unpack(self._packed[key]) if key in self._packed else self._piece(record.place).value()
 
-    def _piece(self, place: Place) -> Piece:
-        piece = Piece(self._files.open(place.file), place)
+    def _piece(self, place: FileRange) -> OpenPiece:
+        piece = OpenPiece(self._files.open(place.file), place)
         if self._check_zip:
             piece.check()
         return piece
 
     @contextlib.contextmanager
-    def _telling(self, key: str, place: Place) -> Iterator[None]:
+    def _telling(self, key: str, place: FileRange) -> Iterator[None]:
         where = f"checkpoint {self._where}: {key!r} in {place.file}"
         try:
             yield

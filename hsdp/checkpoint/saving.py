@@ -38,7 +38,7 @@ from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
 from hsdp.checkpoint.handles import SaveHandle, settled
-from hsdp.checkpoint.index import Index, Piece, Place, Record, TensorRecord, ValueRecord
+from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
@@ -323,14 +323,16 @@ def _telling(path: AnyPath) -> Iterator[None]:
 def _index(metadata: Metadata) -> Index:
     """hsdp's index of what DCP's metadata describes."""
 
-    def place(key: MetadataIndex) -> Place:
+    def place(key: MetadataIndex) -> FileRange:
         info = metadata.storage_data[key]
-        return Place(info.relative_path, info.offset, info.length)
+        return FileRange(info.relative_path, info.offset, info.length)
 
     records: dict[str, Record] = {}
     for key, kind in metadata.state_dict_metadata.items():
         if isinstance(kind, TensorStorageMetadata):
-            pieces = [Piece(tuple(c.offsets), tuple(c.sizes), place(MetadataIndex(key, c.offsets))) for c in kind.chunks]
+            pieces = [
+                PieceRecord(tuple(c.offsets), tuple(c.sizes), place(MetadataIndex(key, c.offsets))) for c in kind.chunks
+            ]
             records[key] = TensorRecord(tuple(kind.size), kind.properties.dtype, tuple(pieces))
         else:
             records[key] = ValueRecord(place(MetadataIndex(key)))

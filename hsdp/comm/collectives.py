@@ -16,7 +16,7 @@ from hsdp.buffers.layout import NEVER
 from hsdp.comm import backends
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
 from hsdp.comm.compare import digest_of, guard_of
-from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, in_turn, reduce_scatter_by
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group
 from hsdp.comm.host_meeting import host_memory_of
@@ -25,7 +25,7 @@ from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
 from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
-from hsdp.comm.work import CommWork, wait_for
+from hsdp.comm.work import CommWork, in_turn, wait_for
 from hsdp.torch_private import AllgatherOptions, is_profiling, multiplied_sum
 
 P = ParamSpec("P")

@@ -115,17 +115,5 @@ def all_reduce_by(comm: ReplicaReduce, tensors: list[Tensor], group: ProcessGrou
     return [comm(tensor=tensor, group=group, op=dist.ReduceOp.SUM, async_op=async_op) for tensor in tensors]
 
 
-def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Calls one and then the other, where there are both."""
-    if first is None or second is None:
-        return first or second
-
-    def both() -> None:
-        first()
-        second()
-
-    return both
-
-
 def _copies(to: list[Tensor], sources: list[Tensor]) -> Callable[[], object] | None:
     return (lambda: torch._foreach_copy_(to, sources)) if to else None

@@ -21,12 +21,11 @@ from torch import Tensor
 
 from hsdp.comm.backends import REDUCE_ALONE_BYTES
 from hsdp.comm.collectives import Comm
-from hsdp.comm.custom import in_turn
 from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.uneven import Uneven
-from hsdp.comm.work import CommWork, TwoPhases
+from hsdp.comm.work import CommWork, TwoPhases, in_turn
 
 _EVEN = 64
 """Parts of a large tensor have a multiple of so many elements: odd sizes are slow on NCCL."""

@@ -325,3 +325,15 @@ def _nbytes(value: Any) -> int:
     if isinstance(value, Tensor):
         return value.nbytes
     return sum(map(_nbytes, value)) if isinstance(value, (list, tuple)) else 0
+
+
+def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
+    """Calls one and then the other, where there are both."""
+    if first is None or second is None:
+        return first or second
+
+    def both() -> None:
+        first()
+        second()
+
+    return both

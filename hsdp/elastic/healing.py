@@ -60,15 +60,15 @@ class HealedState:
             StateError: they are not, so that replicas might step with different ones.
         """
         now = settings_of(self._optimizer)
-        for index, (before, after) in enumerate(zip(self._settings, now, strict=False)):
+        if len(now) != len(self._settings):
+            raise StateError("ElasticOptimizer.step: the optimizer got a group within the step; add it before zero_grad()")
+        for index, (before, after) in enumerate(zip(self._settings, now, strict=True)):
             for key in after:
                 if key not in before or (before[key] is not after[key] and not _equal(before[key], after[key])):
                     raise StateError(
                         f"ElasticOptimizer.step: {key!r} of the optimizer's group {index} changed within the step; set it "
                         "before zero_grad(), or a replica that joins in this step would use another value"
                     )
-        if len(now) != len(self._settings):
-            raise StateError("ElasticOptimizer.step: the optimizer got a group within the step; add it before zero_grad()")
 
     def take(self) -> Shards:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer."""

@@ -17,7 +17,7 @@ from torch import Tensor
 
 from hsdp.comm.collectives import Comm
 from hsdp.comm.work import CommWork
-from hsdp.optim.matrices import Bucket, Matrix, Piece
+from hsdp.optim.matrices import Bucket, Matrix, MatrixPiece
 
 Update = Callable[[Tensor, dict[str, Any]], Tensor]
 """Whole matrices `[k, rows, cols]` of one group, and that group, to their updates, of the same shape."""
@@ -34,7 +34,7 @@ class Label:
 class Updated:
     """An updated piece that has arrived: `value`, shaped as the part of the local tensor that it belongs to."""
 
-    piece: Piece
+    piece: MatrixPiece
     matrix: Matrix
     value: Tensor
 
@@ -48,7 +48,7 @@ class Journey:
         sizes: elements for each rank, in order.
     """
 
-    def __init__(self, pieces: Sequence[Piece], ranks: tuple[int, ...], me: int) -> None:
+    def __init__(self, pieces: Sequence[MatrixPiece], ranks: tuple[int, ...], me: int) -> None:
         self.pieces = pieces
         self.own = [piece for piece in pieces if piece.peer == me]
         self.foreign = [piece for piece in pieces if piece.peer != me]
@@ -135,7 +135,7 @@ class Exchange:
         self._whole, self._own, self._received = {}, [], torch.empty(0)
         return found
 
-    def _places(self, pieces: Sequence[Piece]) -> list[Tensor]:
+    def _places(self, pieces: Sequence[MatrixPiece]) -> list[Tensor]:
         """Where pieces lie in the matrices that this rank owns."""
         return [self._whole[piece.matrix][piece.part.slices] for piece in pieces]
 

@@ -83,7 +83,7 @@ class Held:
         self.ranks = tuple(self.by_rank)
 
 
-class Target:
+class MatrixParam:
     """A parameter that is stepped.
 
     Attributes:
@@ -158,7 +158,7 @@ def _held(spec: DTensorSpec | None, known: dict[DTensorSpec, Held]) -> Held | No
 class Matrix:
     """A matrix: `box` of a target, read as `rows` times `cols`, updated by global rank `owner`."""
 
-    target: Target
+    target: MatrixParam
     box: Box
     rows: int
     cols: int
@@ -166,7 +166,7 @@ class Matrix:
 
 
 @dataclass(frozen=True)
-class Piece:
+class MatrixPiece:
     """What this rank sends to or gets from rank `peer`, or keeps (`peer` is itself): a part of a matrix that it holds.
 
     `part` counts from the matrix's corner, `place` from that of the local tensor of the rank that holds it.
@@ -195,13 +195,13 @@ class Bucket:
         batches: numbers of the matrices that this rank owns, by shape and group.
     """
 
-    targets: list[Target]
+    targets: list[MatrixParam]
     matrices: list[Matrix]
     dtype: torch.dtype
-    gives: list[Piece] = field(default_factory=list)
-    comes: list[Piece] = field(default_factory=list)
-    returns: list[Piece] = field(default_factory=list)
-    gets: list[Piece] = field(default_factory=list)
+    gives: list[MatrixPiece] = field(default_factory=list)
+    comes: list[MatrixPiece] = field(default_factory=list)
+    returns: list[MatrixPiece] = field(default_factory=list)
+    gets: list[MatrixPiece] = field(default_factory=list)
     batches: list[list[int]] = field(default_factory=list)
 
     def route(self, rank: int) -> None:
@@ -211,11 +211,13 @@ class Bucket:
             target, owner = matrix.target, matrix.owner
             common = matrix.box.common(target.box(rank))
             if common is not None:
-                mine = Piece(owner, number, common.inside(matrix.box), common.inside(target.box(rank)))
+                mine = MatrixPiece(owner, number, common.inside(matrix.box), common.inside(target.box(rank)))
                 self.gets.append(mine)
             given = matrix.box.common(target.given_box(rank))
             if given is not None and target.shares_copy(rank, owner):
-                self.gives.append(Piece(owner, number, given.inside(matrix.box), given.inside(target.given_box(rank))))
+                self.gives.append(
+                    MatrixPiece(owner, number, given.inside(matrix.box), given.inside(target.given_box(rank)))
+                )
             if owner == rank:
                 batches.setdefault((matrix.rows, matrix.cols, id(target.group)), []).append(number)
                 if target.held is not None and target.given is not None:
@@ -230,25 +232,25 @@ class Bucket:
         self.batches = list(batches.values())
 
 
-def _pieces(number: int, matrix: Matrix, held: Iterable[Holding]) -> list[Piece]:
+def _pieces(number: int, matrix: Matrix, held: Iterable[Holding]) -> list[MatrixPiece]:
     return [
-        Piece(holding.rank, number, common.inside(matrix.box), common.inside(holding.box))
+        MatrixPiece(holding.rank, number, common.inside(matrix.box), common.inside(holding.box))
         for holding in held
         if (common := matrix.box.common(holding.box)) is not None
     ]
 
 
-def _holders(target: Target, box: Box) -> list[int]:
+def _holders(target: MatrixParam, box: Box) -> list[int]:
     """The ranks that have this part of a target to give, if one rank can: none where they are all the same."""
     by_box = {} if target.given is None or len(target.given.by_box) == 1 else target.given.by_box
     return next((ranks for held, ranks in by_box.items() if box.common(held) == box), [])
 
 
 def deal(
-    targets: Sequence[Target],
+    targets: Sequence[MatrixParam],
     ranks: tuple[int, ...],
     cost: Callable[[int, int, Mapping[str, Any]], float],
-    dtype_of: Callable[[Target], torch.dtype],
+    dtype_of: Callable[[MatrixParam], torch.dtype],
     bucket_bytes: int,
 ) -> list[Bucket]:
     """The buckets of some parameters, each matrix with its owner.

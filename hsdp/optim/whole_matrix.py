@@ -25,7 +25,7 @@ from hsdp.comm.mesh import device_of
 from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
-from hsdp.optim.matrices import Bucket, Held, Target, cut, deal
+from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, deal
 from hsdp.optim.replicas import alike, part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.tensor_parallel import block_of
@@ -167,13 +167,13 @@ class WholeMatrix(torch.optim.Optimizer):
 
     def _plan(self, pairs: list[tuple[Tensor, dict[str, Any]]]) -> list[_Plan]:
         known: dict[Any, Held] = {}
-        by_ranks: dict[tuple[int, ...], list[Target]] = {}
+        by_ranks: dict[tuple[int, ...], list[MatrixParam]] = {}
         for param, group in pairs:
-            target = Target(param, group, known, share_of_param(param) if self._over_replicas else None)
+            target = MatrixParam(param, group, known, share_of_param(param) if self._over_replicas else None)
             by_ranks.setdefault(target.ranks, []).append(target)
         return [self._plan_among(ranks, targets) for ranks, targets in by_ranks.items()]
 
-    def _plan_among(self, ranks: tuple[int, ...], targets: list[Target]) -> _Plan:
+    def _plan_among(self, ranks: tuple[int, ...], targets: list[MatrixParam]) -> _Plan:
         """The plan for the parameters that these ranks hold together; without ranks, for plain tensors."""
         if ranks not in self._comms:
             spec = targets[0].spec
@@ -220,7 +220,7 @@ class WholeMatrix(torch.optim.Optimizer):
             found.update((id(target), value) for target, value in zip(targets, values, strict=True))
         return found
 
-    def _grad(self, target: Target) -> Tensor:
+    def _grad(self, target: MatrixParam) -> Tensor:
         grad: Any = target.param.grad
         if grad.layout != torch.strided:
             raise RuntimeError(
@@ -236,7 +236,7 @@ class WholeMatrix(torch.optim.Optimizer):
             f"None, or to a DTensor with placements {target.spec.placements}"
         )
 
-    def _buffer(self, target: Target) -> Tensor:
+    def _buffer(self, target: MatrixParam) -> Tensor:
         state, spec, share = self.state[target.param], target.state_spec, target.share
         held = state.get("momentum_buffer")
         found = getattr(held, "_spec", None)
@@ -341,9 +341,9 @@ def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any
     return type(function.__name__, (WholeMatrix,), members)
 
 
-def _by_group(targets: list[Target]) -> list[tuple[dict[str, Any], list[Target]]]:
+def _by_group(targets: list[MatrixParam]) -> list[tuple[dict[str, Any], list[MatrixParam]]]:
     """Targets of one group and dtype each: foreach kernels want them alike."""
-    found: dict[tuple[int, torch.dtype], list[Target]] = {}
+    found: dict[tuple[int, torch.dtype], list[MatrixParam]] = {}
     for target in targets:
         found.setdefault((id(target.group), target.local.dtype), []).append(target)
     return [(alike[0].group, alike) for alike in found.values()]

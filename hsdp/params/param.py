@@ -37,7 +37,7 @@ originals: Any = WeakIdKeyDictionary()
 
 
 @dataclass(frozen=True)
-class Place:
+class ParamName:
     """One name under which a module knows the parameter. The module is held weakly: units must not keep it alive."""
 
     module: weakref.ref[nn.Module]
@@ -85,7 +85,7 @@ class ManagedParam:
 
     def __init__(
         self,
-        places: list[Place],
+        places: list[ParamName],
         original: nn.Parameter,
         dim: int | None,
         merged: int = 1,

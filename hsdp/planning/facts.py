@@ -19,7 +19,7 @@ from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import class_name
-from hsdp.params.param import Place, PlacementFn
+from hsdp.params.param import ParamName, PlacementFn
 from hsdp.params.placement import least_padding
 from hsdp.params.subclass import extends
 from hsdp.params.tensor_parallel import block_of
@@ -257,7 +257,7 @@ def _of_plain(
 
 
 def _plain_param(
-    param: nn.Parameter, places: list[Place], unit: str, placement: PlacementFn | None, replicated: bool
+    param: nn.Parameter, places: list[ParamName], unit: str, placement: PlacementFn | None, replicated: bool
 ) -> ParamFacts:
     fqn = places[0].fqn
     check_param(param, places[0].module(), fqn, unit)
@@ -290,7 +290,7 @@ def _blocks(model: nn.Module) -> list[nn.Module]:
     return blocks
 
 
-def _use(places: list[Place]) -> tuple[float, bool, bool]:
+def _use(places: list[ParamName]) -> tuple[float, bool, bool]:
     """`active`, `looked_up`, `convolution`: a table that is only looked up computes nothing; one tied to a layer does."""
     modules = [place.module() for place in places]
     tables = [isinstance(module, (nn.Embedding, nn.EmbeddingBag)) for module in modules]

@@ -16,6 +16,7 @@
     reduce_order.py     the order in which units are reduced, which is the same on all ranks
     passes.py           what lives for one forward or one backward, and ends with it
     reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
+    scaling.py          when sums are multiplied with the gradient factor
     room.py             how many units a window or a bound has room for, whose sizes differ
     pipeline.py         the queue of reductions, carried out
     outputs.py          the tensors through which gradients will enter a module

@@ -14,7 +14,6 @@ user's hook runs, or when a backward fails, is the same on all ranks, bit for bi
 from __future__ import annotations
 
 import itertools
-import math
 import weakref
 from collections.abc import Iterator
 from functools import partial
@@ -33,6 +32,7 @@ from hsdp.comm.work import CommWork, TwoPhases, abandon
 from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
+from hsdp.schedule.scaling import Scaling, scaling_of
 from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
@@ -70,6 +70,11 @@ class Reduction:
             if all_reduce and part.plan.shares is not None:
                 part.stage = part.plan.shares.stage()
         self.op = hash(tuple(told))
+
+    def scaling(self, part: GroupReduction) -> Scaling:
+        """When the sums of one of its parts are multiplied with its factor, and by how much."""
+        all_reduced = self.replicas > 1 and (self.all_reduce or self.in_tree)
+        return scaling_of(self.factor, part.plan.kind.reduce, all_reduced, self.in_tree)
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
@@ -296,8 +301,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         for reduction in reductions:
             if reduction.in_tree:
                 for part in reduction.parts:
-                    if reduction.replicas > 1:
-                        torch._foreach_mul_(part.values(), _split_factor(reduction, part)[1])
+                    part.scale_late()
                     part.join()
             if not reduction.all_reduce:
                 continue
@@ -337,7 +341,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
 
 
 def _scatter(bucket: ReductionBucket) -> CommWork:
-    """Starts the reduce-scatter of a bucket. Every sum is scaled, once, in it or behind it; a tree's at its root."""
+    """Starts the reduce-scatter of a bucket, with what `Scaling` has before it, in it and behind it."""
     first = bucket.items[0]
     comm = first.unit.scatter_comm
     inputs: list[Tensor] = []
@@ -360,42 +364,28 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
             elif rounds and part.inputs:
                 own = torch.tensor([*map(float, part.used)], dtype=part.plan.kind.reduce, device=part.plan.device)
                 flagged.append((part, own))
-            before, after = _split_factor(reduction, part)
-            if before != 1.0:
+            scaling = reduction.scaling(part)
+            if scaling.before != 1.0:
                 in_sum = False
-                torch._foreach_mul_([*part.inputs, *(one.whole for one in part.uneven)] or part.values(), before)
-            if before != 1.0 and reduction.all_reduce and reduction.replicas > 1 and not first.in_tree:
-                part.late_factor, after = after, 1.0
-            scaled.append((part, after))
-            factors.add(after)
+                terms = [*part.inputs, *(one.whole for one in part.uneven)] or part.values()
+                torch._foreach_mul_(terms, scaling.before)
+            part.late_factor = scaling.after_all_reduce
+            scaled.append((part, scaling.after_scatter))
+            factors.add(scaling.after_scatter)
 
     def scale() -> None:
-        for part, after in scaled:
-            if after != 1.0:
-                torch._foreach_mul_(part.values(), after)
+        for part, factor in scaled:
+            if factor != 1.0:
+                torch._foreach_mul_(part.values(), factor)
         for part, flags in flagged:
             part.flags().copy_(flags)
 
     replicated += [flags for _, flags in flagged]
     if not inputs and not replicated:
-        return comm.local("scale", bucket, None if first.in_tree and first.replicas > 1 else scale)
+        return comm.local("scale", bucket, scale)
     if first.in_tree:
-        finish = None if first.replicas > 1 else scale
-        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, finish, uneven)
+        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, scale, uneven)
     if in_sum and not replicated and len(factors) == 1:
         # The used-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0.
         return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop(), uneven)
     return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, 1.0, uneven)
-
-
-def _split_factor(reduction: Reduction, part: GroupReduction) -> tuple[float, float]:
-    """The unit's factor, as one to apply before the sums and one after them.
-
-    fp16 overflows at 65504, and loses digits below 6e-5: half of a division (in powers of two, as FSDP2 has it) comes
-    before the first sum and the rest behind the last, so that neither the terms vanish nor their sums overflow.
-    """
-    factor = reduction.factor
-    if part.plan.kind.reduce is not torch.float16 or abs(factor) >= 1.0:
-        return 1.0, factor
-    before = 0.5 ** (math.frexp(1.0 / abs(factor))[1] // 2)
-    return before, factor / before

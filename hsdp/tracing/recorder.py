@@ -250,7 +250,8 @@ class Recorder:
             elif stop > start:
                 spans.append(Span(track, kind, unit, start, stop))
 
-        for (_, _, kind, unit, comm_work), start, stop in zip(self._marks, times, [*times[1:], end], strict=False):
+        stops = [*times[1:], end][: len(times)]  # none if nothing was marked
+        for (_, _, kind, unit, comm_work), start, stop in zip(self._marks, times, stops, strict=True):
             ended = comm_work.done if comm_work is not None and not self._streams.active else None
             if comm_work is not None and ended is not None:
                 # The wait ends with the collective; behind it the host unpacks or sums what came.

@@ -68,7 +68,7 @@ class GradLayout:
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (without the flags) into one local gradient per parameter."""
         if self.alone:
-            return [value.view(shape) for value, shape in zip(values, self.shapes, strict=False)]
+            return [value.view(shape) for value, shape in zip(values, self.shapes, strict=True)]
         found = list(map(values[0].as_strided, *self._cuts))
         if len(found) == self.flags:
             return found

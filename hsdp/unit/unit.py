@@ -377,7 +377,8 @@ class Unit(UnitActivity, UnshardedParams):
 
     def _note_nodes(self) -> None:
         """Notes the nodes at which gradients arrive that take part in reductions."""
-        self._nodes = [param.node for param, trains in zip(self.params, self.trainable, strict=False) if trains]
+        chosen = zip(self.params, self.trainable, strict=True) if self.trainable else ()  # empty before the first choice
+        self._nodes = [param.node for param, trains in chosen if trains]
 
     def _show_wanted(self, wanted: tuple[bool, ...]) -> None:
         for slot, (param, wants) in enumerate(zip(self.params, wanted, strict=True)):

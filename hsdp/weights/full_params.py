@@ -105,10 +105,9 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
     """Does `model.apply(fn)` on full parameters, unit by unit: the way to run an init function on a sharded model.
 
     `fn` is called on every module, children first, as `torch.nn.Module.apply` does, but once on a module that two modules
-    hold. Meanwhile the parameters of the
-    module's unit, and of the units around it, are whole plain `nn.Parameter`s; those of nested units are sharded again.
-    So memory is that of a few units, never of the model. When a unit is done, every rank takes its values from
-    the mesh's first rank: ranks may draw different random numbers.
+    hold. Meanwhile the parameters of the module's unit, and of the units around it, are whole plain `nn.Parameter`s; those
+    of nested units are sharded again. So memory is that of a few units, never of the model. When a unit is done, every
+    rank takes its values from the mesh's first rank: ranks may draw different random numbers.
 
     Args:
         model: a model with sharded parameters, or a module of one; every rank must call it.

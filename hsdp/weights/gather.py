@@ -19,7 +19,7 @@ from hsdp.buffers.fingerprints import plain_row
 from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
-from hsdp.params.param import ManagedParam, Place, refresh_flat_weights, rows_of
+from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of
 from hsdp.params.subclass import data_of
 from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import is_trainable
@@ -201,7 +201,7 @@ class Loan:
         with torch.inference_mode(False):
             self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
         self._now: list[Any] = list(self.params)
-        self._before: list[tuple[int, Place, Any, Any]] = []
+        self._before: list[tuple[int, ParamName, Any, Any]] = []
 
     def show(self) -> None:
         """Registers the full parameters."""

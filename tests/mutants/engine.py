@@ -28,7 +28,7 @@ import tests.mutants.optimizers
 import tests.mutants.sides
 import tests.mutants.trees
 import tests.mutants.uneven  # noqa: F401  (all register their own)
-from hsdp.api.fsdp2 import PipelineFace
+from hsdp.api.fsdp2 import FSDPStateShim
 from hsdp.comm.collectives import Comm
 from hsdp.comm.divergence import FAILED, DivergenceGuard
 from hsdp.comm.work import CommWork
@@ -39,6 +39,7 @@ from hsdp.schedule.passes import BackwardPass
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.schedule.runtime import Runtime
+from hsdp.schedule.scaling import Scaling
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey
 from hsdp.unit.extension_group import ExtensionGroup, _Member
 from hsdp.unit.gradients import Gradients
@@ -186,7 +187,7 @@ def forgets_the_scale() -> Any:
 
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
 def divides_fp16_behind_the_sum() -> Any:
-    return mock.patch.object(hsdp.schedule.pipeline, "_split_factor", lambda reduction, part: (1.0, reduction.factor))
+    return mock.patch.object(hsdp.schedule.pipeline, "scaling_of", lambda factor, *_: Scaling(1.0, factor, 1.0))
 
 
 @mutant(Check(rule_15.check_changed_between_micro_batches, ((2,), rule_15.POLICIES["packed"])), kill="not close|equal")
@@ -535,7 +536,7 @@ def gathers_ahead_what_backward_does_not_need() -> Any:
     kill="reduced once|differ|names|not summed over all|are pending",
 )
 def leaves_the_sums_of_a_stage() -> Any:
-    return mock.patch.object(PipelineFace, "_root_post_backward_final_callback", return_value=None)
+    return mock.patch.object(FSDPStateShim, "_root_post_backward_final_callback", return_value=None)
 
 
 @mutant(Check(test_compressed._errors, world=4), kill="AssertionError")

@@ -8,9 +8,9 @@ from typing import Any
 from unittest import mock
 
 import hsdp.optim.matrices
-from hsdp.optim.matrices import Bucket, Target
+from hsdp.optim.matrices import Bucket, MatrixParam
 from hsdp.optim.replicas import ReplicaGathers, Share
-from hsdp.optim.targets import Target as StepTarget
+from hsdp.optim.targets import Target
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_muon as muon
@@ -78,7 +78,7 @@ def puts_pieces_where_they_do_not_belong() -> Any:
 
 @mutant(MOMENTA, kill="differ|is not finite|nan")
 def brings_owners_the_shares_of_their_own_replica_alone() -> Any:
-    return mock.patch.object(Target, "shares_copy", lambda self, rank, other: rank == other)
+    return mock.patch.object(MatrixParam, "shares_copy", lambda self, rank, other: rank == other)
 
 
 @mutant(MOMENTA, kill="differ")
@@ -98,7 +98,7 @@ def steps_the_first_rows_on_every_replica() -> Any:
 
 @mutant(FLAT, kill="differs")
 def leaves_stepped_copies_where_they_are() -> Any:
-    return mock.patch.object(StepTarget, "take_back", lambda self: None)
+    return mock.patch.object(Target, "take_back", lambda self: None)
 
 
 @mutant(READ, kill="nothing waits|read by")

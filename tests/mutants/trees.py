@@ -13,6 +13,7 @@ import hsdp.clip
 import hsdp.comm.tree
 import hsdp.schedule.pipeline
 from hsdp.schedule.reduce_queue import ReduceQueue
+from hsdp.schedule.scaling import Scaling
 from tests.comm import test_tree as tree
 from tests.mutants.planting import Check, mutant, replaced
 
@@ -48,17 +49,7 @@ def adds_the_far_ranks_first() -> Any:
 
 @mutant(Check(tree.check_order, ((2, 2), 3.0), world=4), kill=OTHER_BITS)
 def scales_below_the_root() -> Any:
-    def change(start: Callable[..., Any]) -> Callable[..., Any]:
-        def scaled(comm: Any, owner: Any, op: int, outputs: list[Tensor], *rest: Any) -> Any:
-            *operands, finish, uneven = rest
-            assert finish is None, "replicas are still to come"
-            return start(comm, owner, op, outputs, *operands, lambda: torch._foreach_mul_(outputs, 1 / 3), uneven)
-
-        return scaled
-
-    engine = hsdp.schedule.pipeline
-    unscaled = mock.Mock(return_value=(1.0, 1.0))
-    return mock.patch.multiple(engine, reduce_scatter=change(engine.reduce_scatter), _split_factor=unscaled)
+    return mock.patch.object(hsdp.schedule.pipeline, "scaling_of", lambda factor, *_: Scaling(1.0, factor, 1.0))
 
 
 @mutant(ACCUMULATED, kill="differ at entry")

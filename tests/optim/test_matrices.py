@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from hsdp.optim.matrices import Bucket, Target, cut, deal
+from hsdp.optim.matrices import Bucket, MatrixParam, cut, deal
 from hsdp.params.boxes import holdings
 from hsdp.params.dtensors import as_dtensor, spec_of
 from hsdp.params.shares import Share
@@ -70,7 +70,7 @@ def test_pieces_of_all_ranks_fit_together(
                 how = how % 2
             spec = spec_of(mesh, _placements(len(mesh_shape), len(shape), how), shape, torch.float32)
             share = _first_share(spec) if shares else None
-            targets.append(Target(as_dtensor(torch.empty(holdings(spec)[0].box.sizes), spec), group, known, share))
+            targets.append(MatrixParam(as_dtensor(torch.empty(holdings(spec)[0].box.sizes), spec), group, known, share))
             targets[-1].check(0)
             wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).view(shape))
         buckets = deal(targets, tuple(range(WORLD)), _cost, lambda _: torch.float32, bucket_bytes)
@@ -132,7 +132,7 @@ def test_experts_stay_where_they_are() -> None:
     with fake_world(8):
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         spec = spec_of(mesh, (Replicate(), Shard(0)), (8, 6, 5), torch.float32)
-        target = Target(as_dtensor(torch.empty(2, 6, 5), spec), {"matrices": "stacked"}, {})
+        target = MatrixParam(as_dtensor(torch.empty(2, 6, 5), spec), {"matrices": "stacked"}, {})
         (bucket,) = deal([target], tuple(range(8)), _cost, lambda _: torch.float32, 10**9)
     assert sorted(matrix.owner for matrix in bucket.matrices) == list(range(8))
     for rank in range(8):
@@ -146,8 +146,8 @@ def test_several_experts_stay_too_and_others_level_the_work() -> None:
         mesh = init_device_mesh("cpu", (1, 4), mesh_dim_names=("replicate", "shard"))
         experts, dense = (spec_of(mesh, (Replicate(), Shard(0)), s, torch.float32) for s in ((8, 6, 5), (40, 10)))
         targets = [
-            Target(as_dtensor(torch.empty(2, 6, 5), experts), {"matrices": "stacked"}, {}),
-            *(Target(as_dtensor(torch.empty(10, 10), dense), {}, {}) for _ in range(4)),
+            MatrixParam(as_dtensor(torch.empty(2, 6, 5), experts), {"matrices": "stacked"}, {}),
+            *(MatrixParam(as_dtensor(torch.empty(10, 10), dense), {}, {}) for _ in range(4)),
         ]
         buckets = deal(targets, tuple(range(4)), _cost, lambda _: torch.float32, 10**9)
     owners = [matrix.owner for bucket in buckets for matrix in bucket.matrices]
@@ -155,7 +155,7 @@ def test_several_experts_stay_too_and_others_level_the_work() -> None:
 
 
 def test_plain_tensors_are_stepped_where_they_are() -> None:
-    target = Target(nn.Parameter(torch.zeros(3, 4)), {}, {})
+    target = MatrixParam(nn.Parameter(torch.zeros(3, 4)), {}, {})
     (bucket,) = deal([target], (0,), _cost, lambda _: torch.float32, 1)
     bucket.route(0)
     assert [piece.peer for piece in bucket.comes + bucket.returns] == [0, 0]

@@ -86,7 +86,7 @@ def watched(directory: Path) -> Iterator[list[str]]:
 _CLASSES: list[Any] = [
     *(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
     PurePath, PurePosixPath, Path, type(Path()), torch.Size, torch.Tensor, nn.Module, nn.Linear, dict, list, tuple,
-    set, Counter, CheckpointError, pickles.Name, pickles.Call, pickles._Machine, index.Index, index.Place,
+    set, Counter, CheckpointError, pickles.Name, pickles.Call, pickles._Machine, index.Index, index.FileRange,
     index.TensorRecord, pieces.Stored, manifests.Manifest, manifests.FileRecord, checkpoint.Loaded, Net,
 ]  # fmt: skip
 _MODULES: list[Any] = [

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from benchmarks.harness import positive, progress
 from hsdp.checkpoint import manifests, saving
 from hsdp.checkpoint.index import from_json
-from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_plans, unpacked
+from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 
 HIDDEN, FEED_FORWARD, VOCAB = 8192, 28672, 128256
 _OVERHEAD = 700
@@ -75,7 +75,7 @@ def measure(replicas: int, shards: int, layers: int) -> dict[str, Any]:
     planner.set_up_planner({}, is_coordinator=True)
     planner.create_local_plan()
     started = time.process_time()
-    plans, metadata = planner.create_global_plan(shared_out(unpack_plans(held)))
+    plans, metadata = planner.create_global_plan(shared_out(unpack_all(held)))
     sent = [len(part) for part in pack_parts(plans)]
     planned = time.process_time()
 

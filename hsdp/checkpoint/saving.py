@@ -35,6 +35,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
+from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
 from hsdp.checkpoint.handles import SaveHandle, settled
@@ -44,7 +45,7 @@ from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath
-from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_plans, unpacked
+from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.checkpoint.structure import agreed, listed
@@ -192,7 +193,7 @@ def _plan(
 ) -> tuple[SavePlan, list[bytes]]:
     """Decides who writes what; returns this rank's part and, on rank 0, the packed `extra` of each rank."""
 
-    def mine() -> tuple[bytes, bytes, bytes]:
+    def mine() -> tuple[bytes, bytes, bytes, bytes]:
         if not commits_in(target.directory).is_seen(target.name):
             raise CheckpointError(f"{target.path}, which rank 0 made, is not there: all ranks must share the directory")
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
@@ -203,25 +204,29 @@ def _plan(
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
         with torch.device("cpu"):  # torch counts with tensors on the default device
             plan = planner.create_local_plan()
-        return packed(plan), pack(extra, "extra"), packed(structures)
+        claims = claims_of(planner.state_dict, state.get("optimizer"), ranks.size)
+        return packed(plan), pack(extra, "extra"), packed(structures), packed(claims)
 
     blobs: list[bytes] = []
 
-    def everyones(held: list[tuple[bytes, bytes, bytes]]) -> list[bytes]:
-        blobs[:] = [blob for _, blob, _ in held]
-        planner.structures = agreed([unpacked(one) for one in dict.fromkeys(one for _, _, one in held)])
+    def everyones(held: list[tuple[bytes, bytes, bytes, bytes]]) -> list[tuple[bytes, list[str]]]:
+        given, blobs[:], structures, claims = map(list, zip(*held, strict=True))
+        disputed = contested(unpack_all(claims))
+        planner.structures = agreed([unpacked(one) for one in dict.fromkeys(structures)])
         try:
-            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_plans([plan for plan, _, _ in held])))
+            plans, planner.metadata = planner.create_global_plan(shared_out(unpack_all(given)))
         except ValueError as error:
             raise CheckpointError(
                 "what the ranks hold does not make up whole tensors; is a rank's model another, or its optimizer without "
                 f"state, because it was stepped or loaded on other ranks only? {str(error)[:300]}"
             ) from error
         store.check_space(target.path, sum(size_of(item) for one in plans for item in one.items) + sum(map(len, blobs)))
-        return pack_parts(plans)
+        return [(part, disputed) for part in pack_parts(plans)]
 
-    plan = planner.finish_plan(unpacked(ranks.meet(what, mine, everyones)))
-    return plan, blobs
+    part, disputed = ranks.meet(what, mine, everyones)
+    if disputed:
+        ranks.meet(what, lambda: prints_of(planner.state_dict, disputed), agree_on)
+    return planner.finish_plan(unpacked(part)), blobs
 
 
 def _write(

@@ -39,15 +39,12 @@ def unpacked(description: bytes) -> Any:
     return pickle.loads(zlib.decompress(description))
 
 
-def unpack_plans(packed: Sequence[bytes]) -> list[SavePlan]:
-    """The plans of all ranks. Replicas hold the same and send the same bytes, so they get one object: with thousands of
+def unpack_all(packed: Sequence[bytes]) -> list[Any]:
+    """What all ranks sent. Replicas hold the same and send the same bytes, so they get one object: with thousands of
     ranks, rank 0 would otherwise hold as many copies of each description as there are replicas.
     """
-    plans: dict[bytes, SavePlan] = {}
-    for one in packed:
-        if one not in plans:
-            plans[one] = unpacked(one)
-    return [plans[one] for one in packed]
+    found = {one: unpacked(one) for one in dict.fromkeys(packed)}
+    return [found[one] for one in packed]
 
 
 def pack_parts(plans: Sequence[SavePlan]) -> list[bytes]:

@@ -20,13 +20,14 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
+from hsdp.buffers.fingerprints import fingerprint
 from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
 from hsdp.params.pending import landed
 from hsdp.params.shares import Share
-from hsdp.params.subclass import data_of, extends, is_composite, wrapper_of
+from hsdp.params.subclass import data_of, extends, is_composite, parts_of, wrapper_of
 from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
 from hsdp.policies import is_trainable
 
@@ -238,8 +239,9 @@ class ManagedParam:
             StateError: it was replaced by something that is not an equally sharded parameter.
         """
         currents = [module._parameters.get(name) for module, name in self.holders()]
-        found = next((p for p in currents if p is not self.sharded), self.sharded)
-        if found is not self.sharded:
+        replacements = [one for one in currents if one is not self.sharded]
+        if replacements:
+            found = replacements[0]
             where = f"parameter {self.fqn!r} of unit {unit_name!r}"
             if found is None:
                 raise StateError(
@@ -259,6 +261,12 @@ class ManagedParam:
                     f"{spec.mesh}; it must keep shape {tuple(self.tensor_spec.shape)}, placements "
                     f"{self.tensor_spec.placements} and mesh"
                 )
+            if any(not _same_values(found, other) for other in replacements):
+                raise StateError(
+                    f"{where} has the names {', '.join(repr(place.fqn) for place in self.places)}, which were tied when "
+                    "fully_shard was called and have stayed one parameter; they were replaced by different values: untie "
+                    "them before fully_shard, or load the same value under all of them"
+                )
             self.sharded = found
             self._register(found)
         self.dtype = self._local_now().dtype
@@ -273,6 +281,16 @@ class ManagedParam:
         for module, name in self.holders():
             module._parameters[name] = sharded
             refresh_flat_weights(module, name, sharded)
+
+
+def _same_values(one: Any, other: Any) -> bool:
+    """Whether two sharded parameters have the same bits on this rank."""
+    if one is other or one.is_meta:
+        return True
+    if not isinstance(other, DTensor) or not same_sharding(one._spec, other._spec):
+        return False
+    pairs = zip(parts_of(block_of(one)), parts_of(block_of(other)), strict=True)
+    return all(fingerprint(a.detach()) == fingerprint(b.detach()) for a, b in pairs)
 
 
 def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:

@@ -13,7 +13,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from benchmarks.checkpoint_ranks import measure
 from hsdp import checkpoint
 from hsdp.checkpoint import shares
-from hsdp.checkpoint.shares import packed, shared_out, size_of, unpack_plans
+from hsdp.checkpoint.shares import packed, shared_out, size_of, unpack_all
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -70,7 +70,7 @@ def test_what_travels_through_rank_0_and_what_dcp_reads_is_compact() -> None:
 
 def test_what_replicas_describe_alike_is_held_once() -> None:
     plans = held({"a": 1, "b": 2}, 2, 3, item("buffer", 0, 1, WriteItemType.TENSOR))
-    found = unpack_plans([packed(plan) for plan in plans])
+    found = unpack_all([packed(plan) for plan in plans])
     assert found == plans
     assert len({id(plan) for plan in found}) == 2
 

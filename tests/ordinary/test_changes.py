@@ -181,6 +181,35 @@ def ties_after_sharding(program: Program) -> Results:
     return results(model)
 
 
+def assigns_to_tied_weights(program: Program) -> Results:
+    """Gives two names of one weight the same values, each a tensor of its own; different ones it is told not to."""
+
+    def assign(model: nn.Module, **factors: float) -> None:
+        state = {name: value.clone() for name, value in model.state_dict().items()}
+        for name in state:
+            state[name] *= factors.get(name[0] if name.endswith("0.weight") else "", 1.0)
+        model.load_state_dict(state, assign=True)
+
+    if program.sharded:
+        refused = blocks()
+        refused[2][0].weight = refused[0][0].weight
+        program.shard(refused)
+        assign(refused, **{"0": 0.5})
+        with pytest.raises(StateError, match=r"has the names '0\.0\.weight', '2\.0\.weight', which were tied when"):
+            program.loss(refused, 0)
+        program.roots.clear()  # it is of no use any more
+        torch.manual_seed(0)
+    model = blocks()
+    model[2][0].weight = model[0][0].weight
+    program.shard(model)
+    program.train(model, sgd(model), range(2))
+    assign(model)
+    if not program.sharded:
+        model[2][0].weight = model[0][0].weight  # torch unties them
+    program.train(model, sgd(model), range(2, 4))
+    return results(model)
+
+
 def exchanges_weights(program: Program) -> Results:
     """Exchanges the weights of two units between steps."""
     model = blocks()

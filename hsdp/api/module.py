@@ -131,10 +131,10 @@ class HSDPModule(Setters):
                         param.sharded.grad.detach().zero_()
 
     def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gathers the unsharded parameters of this module's unit; the module's attributes show them until `reshard()`.
+        """Gathers the unsharded parameters of this module's unit, which the module's attributes show from then on.
 
-        `parameters()` shows the sharded ones all the same, except inside forwards and backwards. A forward of the root
-        gathers anew, as the shards may have been written since.
+        They do until `reshard()`, or until the next forward or backward has gathered the unit anew, as the shards may have
+        been written since, and is over. `parameters()` shows the sharded ones all the same, except inside of these.
 
         Args:
             async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the

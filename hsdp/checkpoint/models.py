@@ -128,8 +128,12 @@ class ModelReading:
         for name, entry in entries.items():
             target = entry.value
             block = block_of(target)
-            spread = any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True))
-            if spread or storage_key(block.untyped_storage()) not in into:
+            if any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True)):
+                raise CheckpointError(
+                    f"{name!r} cannot be loaded: in the model several of its elements are one place in memory, as expand() "
+                    "makes them; give the model a copy of it (.contiguous())"
+                )
+            if storage_key(block.untyped_storage()) not in into:
                 target = self._staged[entry.raw_name] = staging_like(target)
             self._reader.tensor(self._keys[name], target)
 

@@ -154,6 +154,9 @@ class OptimizerStaging:
             CheckpointError: the state is of parameters that the optimizer does not have.
         """
         if unknown := [name for name in state if name not in self.params]:
+            if any(isinstance(name, int) for name in unknown):
+                told = "the state has numbers in the place of parameters' names, as torch's optimizer.state_dict() has them"
+                raise CheckpointError(f"{told}; pass what full_optimizer_state_dict returned")
             raise CheckpointError(
                 f"there is optimizer state of {listing(unknown)}, which the optimizer does not have; make it from all "
                 "parameters that the saved one had, load, and then drop from its groups what is frozen by now: parameters "

@@ -154,5 +154,5 @@ def _costs(param: ParamFacts) -> list[float]:
     """Flops of the iterations of each of a parameter's matrices."""
     shape = param.shape
     count, rows = (1, shape[0]) if param.convolution else (math.prod(shape[:-2]), shape[-2])
-    small, large = sorted((rows, param.numel // (count * rows)))
+    small, large = sorted((rows, math.prod(shape[1:] if param.convolution else shape[-1:])))
     return [2.0 * ITERATIONS * small * small * (2 * large + small)] * count

@@ -245,3 +245,30 @@ def test_peak_memory_is_one_tensor_on_the_rank_that_gathers_and_nothing_on_the_o
     for rank in ranks:
         assert rank["save"] < 2 * 2.0 + slack, ranks
         assert rank["load sharded"] < slack, ranks
+
+
+def _refused(env: RankEnv) -> None:
+    plain = nn.Linear(4, 4)
+    plain(torch.ones(1, 4)).sum().backward()
+    stepped = torch.optim.AdamW(plain.parameters())
+    stepped.step()
+    model = fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
+    optimizer = torch.optim.AdamW(model.parameters())
+    with pytest.raises(CheckpointError, match=r"numbers in the place of parameters' names.*full_optimizer_state_dict"):
+        checkpoint.load_full_optimizer_state_dict(model, optimizer, stepped.state_dict())
+
+
+def test_numbered_state_is_refused_with_the_way_to_name_it(pool2: Pool) -> None:
+    pool2.run(_refused)
+
+
+def test_an_expanded_buffer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("scale", torch.full((1,), 3.0).expand(4))
+    checkpoint.save(tmp_path, model, step=1)
+    before = model.weight.detach().zero_().clone()
+    with pytest.raises(CheckpointError, match=r"'scale' cannot be loaded: .* give the model a copy of it"):
+        checkpoint.load(tmp_path, model)
+    assert torch.equal(model.weight, before)
+    model.scale = model.scale.contiguous()
+    checkpoint.load(tmp_path, model)

@@ -218,3 +218,10 @@ def test_bytes_between_replicas_are_those_of_the_formulas() -> None:
     assert across() / least == pytest.approx(10 / 6, rel=1e-3)
     assert across(over_replicas=True) / least == pytest.approx(7 / 6, rel=1e-3)
     assert math.prod((replicas, shards)) == WORLD
+
+
+@pytest.mark.parametrize("shape", [(0, 3), (3, 0)])
+def test_matrices_without_elements_are_planned(shape: tuple[int, int]) -> None:
+    model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
+    model[0].extra = nn.ParameterList([nn.Parameter(torch.empty(shape))])
+    assert plan_of(model, mesh=(2, 2)).time.optimizer > 0.0

@@ -58,12 +58,11 @@ def plan(
 
         print(hsdp.plan(model, mesh=(8, 64), tokens_per_rank=8192, memory=80 * 2**30))
 
-    Bytes and numbers of collectives are those of a backend, exactly: they come from the planner that `fully_shard`
-    uses, and from the order in which the library works. (Ranks of one host that share memory make fewer calls of the
-    same bytes, and optimizers with `over_replicas` pad rows that R does not divide, which is not counted.) Memory is
-    that of parameters, gradients, communication and activations; what the allocator, CUDA and NCCL take for themselves
-    comes on top. Times are those of a roofline: see `Machine`, `Link` and `flops`. A steady step is planned, in which
-    all parameters are used. `print(plan)` says what was assumed.
+    Bytes and numbers of collectives are those of a backend, exactly: they come from the planner that `fully_shard` uses,
+    and from the order in which the library works. (Ranks that share memory make fewer calls, and `over_replicas` pads
+    rows that R does not divide.) Memory is that of parameters, gradients, communication and activations; what the
+    allocator, CUDA and NCCL take for themselves comes on top. Times are those of a roofline: see `Machine`, `Link` and
+    `flops`. A steady step is planned, in which all parameters are used. `print(plan)` says what was assumed.
 
     Args:
         model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.

@@ -34,7 +34,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from benchmarks import harness
 from benchmarks.harness import dtypes_of, positive, progress, publish, shard
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from tests.support import device as emulator
 from tests.support.counting import LiveBytes
 from tests.support.rig import Pool, RankEnv, fake_world
@@ -203,7 +203,7 @@ class AllocatedBytes(TransientBytes):
 
 def _gradients(params: Sequence[nn.Parameter]) -> dict[int, int]:
     """The memory of gradients: bytes by storage."""
-    storages = [block_of(param.grad).untyped_storage() for param in params if param.grad is not None]
+    storages = [local_of(param.grad).untyped_storage() for param in params if param.grad is not None]
     return {storage._cdata: storage.nbytes() for storage in storages}
 
 

@@ -189,7 +189,7 @@ class FSDPStateShim(_Internals):
             for unit in units:
                 unit.reshard()
             return
-        if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.kept for unit in units)):
+        if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.stashed for unit in units)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
                 "into inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters in parameters(): call "

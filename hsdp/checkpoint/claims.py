@@ -19,8 +19,8 @@ from hsdp.checkpoint.contents import listing
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
 from hsdp.format import ranks_of
+from hsdp.params.local import local_of
 from hsdp.params.subclass import parts_of
-from hsdp.params.tensor_parallel import block_of
 
 Mesh = tuple[int, ...]
 """The ranks of a mesh."""
@@ -106,7 +106,7 @@ def prints_of(flat: Mapping[str, Any], keys: Iterable[str]) -> dict[str, tuple[M
         if isinstance(value, DTensor):
             mesh = tuple(value.device_mesh.mesh.flatten().tolist())
             place = tuple(value.shape), str(value.placements), value.device_mesh.get_coordinate()
-            found[key] = mesh, place, fingerprints([part.detach() for part in parts_of(block_of(value))])
+            found[key] = mesh, place, fingerprints([part.detach() for part in parts_of(local_of(value))])
     return found
 
 

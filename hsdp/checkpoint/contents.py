@@ -21,8 +21,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
+from hsdp.params.local import local_of
 from hsdp.params.subclass import data_of, is_composite
-from hsdp.params.tensor_parallel import block_of
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """What torch.compile and activation checkpointing put between the modules of a name."""
@@ -61,7 +61,7 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     with torch.inference_mode(False):  # there DTensors cannot be detached
         state = model.state_dict()
     for raw_name, value in state.items():
-        if isinstance(value, Tensor) and block_of(value).is_meta:
+        if isinstance(value, Tensor) and local_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
         name = clean_name(raw_name)
         if name in entries:
@@ -104,7 +104,7 @@ def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 def staging_like(tensor: Tensor) -> Tensor:
     """An uninitialised tensor of the same kind, shape and dtype, whose part of this rank is on the CPU."""
-    local = torch.empty(block_of(tensor).shape, dtype=tensor.dtype, device="cpu")
+    local = torch.empty(local_of(tensor).shape, dtype=tensor.dtype, device="cpu")
     return as_dtensor(local, tensor._spec) if isinstance(tensor, DTensor) else local
 
 

@@ -32,7 +32,7 @@ from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import full_tensor
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.unit.lookup import units_below
 
 
@@ -262,7 +262,7 @@ def _whole_tensor(value: Tensor, dst: int | None, cpu: bool) -> Tensor | None:
         if whole is None:
             return None
         moved = whole.detach().cpu() if cpu else whole.detach()
-        shares = moved.untyped_storage().data_ptr() == block_of(value).untyped_storage().data_ptr()
+        shares = moved.untyped_storage().data_ptr() == local_of(value).untyped_storage().data_ptr()
         return moved.clone() if shares else moved
 
 
@@ -306,7 +306,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
         return
     # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
     # takes its part of the whole tensor.
-    local = block_of(target)
+    local = local_of(target)
     value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 
 T = TypeVar("T")
 
@@ -27,7 +27,7 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> 
     """
     if not isinstance(param, DTensor):
         return
-    shape = block_of(param).shape
+    shape = local_of(param).shape
     for entry, value in leaves_of(entries).items() if shape != param.shape else ():
         if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
             raise CheckpointError(

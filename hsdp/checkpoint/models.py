@@ -25,7 +25,7 @@ from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.structure import assembled, leaves_of, put_together
 from hsdp.errors import CheckpointError
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.torch_private import storage_key
 
 
@@ -127,7 +127,7 @@ class ModelReading:
         into = _own_memory(self._model)
         for name, entry in entries.items():
             target = entry.value
-            block = block_of(target)
+            block = local_of(target)
             if any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True)):
                 raise CheckpointError(
                     f"{name!r} cannot be loaded: in the model several of its elements are one place in memory, as expand() "
@@ -181,7 +181,7 @@ def _own_memory(model: nn.Module) -> set[int]:
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return set()
     held = [*model.parameters(), *model.buffers()]
-    return {storage_key(block_of(tensor).untyped_storage()) for tensor in held}
+    return {storage_key(local_of(tensor).untyped_storage()) for tensor in held}
 
 
 def _difference(found: Record, own: Any, cast: bool) -> str | None:
@@ -258,7 +258,7 @@ class _ExtraState:
 def _place_like(own: Any, record: TensorRecord) -> Tensor:
     """Where a tensor of an extra state is read to: sharded as the one that the module has there, if it has one."""
     if isinstance(own, DTensor) and tuple(own.shape) == record.shape:
-        return state_staging(own, record.shape, record.dtype, own, False, block_of(own).device)
+        return state_staging(own, record.shape, record.dtype, own, False, local_of(own).device)
     return torch.empty(record.shape, dtype=record.dtype, device="cpu")
 
 

@@ -39,7 +39,7 @@ from hsdp.checkpoint.structure import (
 from hsdp.errors import CheckpointError
 from hsdp.optim.targets import NUMBERS
 from hsdp.params.dtensors import as_dtensor
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.unit.lookup import name_of, unit_of
 from hsdp.unit.state import IDLE, training_state
 
@@ -182,9 +182,9 @@ class OptimizerStaging:
     def _place(self, param: Tensor, value: Described, held: Any, scalar: bool, reuse: bool) -> Tensor:
         ours = reuse and type(self._optimizer).__module__.startswith("torch.optim")  # others may share or copy theirs
         fits = isinstance(held, Tensor) and (tuple(held.shape), held.dtype) == (value.shape, value.dtype)
-        if ours and fits and block_of(held).is_contiguous():
+        if ours and fits and local_of(held).is_contiguous():
             return plain(held)  # type: ignore[no-any-return]
-        return state_staging(param, value.shape, value.dtype, held, scalar, block_of(param).device)
+        return state_staging(param, value.shape, value.dtype, held, scalar, local_of(param).device)
 
     def check(self, state: State, groups: list[dict[str, Any]]) -> None:
         """Compares a state with what the optimizer makes for each parameter under these settings.

@@ -25,7 +25,7 @@ from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.pieces import OpenPiece, Stored, read_into, read_tensor
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 
 PARTLY = "The model and the optimizer are partly changed; load a checkpoint before you use them"
 """What an error says once loading has begun to change them."""
@@ -144,7 +144,7 @@ class Reader:
         short = []
         for key, tensor in self._tensors.items():
             reads = self._reads_of(key, tensor)
-            if sum(read.target.numel() for read in reads) != block_of(tensor).numel():
+            if sum(read.target.numel() for read in reads) != local_of(tensor).numel():
                 short.append(key)
             if key in self._early:
                 for read in reads:
@@ -179,7 +179,7 @@ class Reader:
         for name in (key, other):
             record = self._index.records[name]
             assert isinstance(record, TensorRecord), "the caller has compared what the checkpoint has with the model"
-            block = torch.empty(block_of(like).shape, dtype=record.dtype, device="cpu")
+            block = torch.empty(local_of(like).shape, dtype=record.dtype, device="cpu")
             for read in self._reads_of(name, like, block):
                 read.run(self._files.open(read.file))
             held.append(block.reshape(-1).view(torch.uint8))  # so that NaN equals NaN
@@ -191,7 +191,7 @@ class Reader:
         """The parts of pieces that overlap with this rank's part of a tensor."""
         record = self._index.records[key]
         assert isinstance(record, TensorRecord), "the caller has checked what the checkpoint has"
-        (offsets, sizes), local = local_box(tensor), block_of(tensor) if into is None else into
+        (offsets, sizes), local = local_box(tensor), local_of(tensor) if into is None else into
         reads = []
         for piece in record.pieces:
             starts = [max(a, b) for a, b in zip(offsets, piece.offsets, strict=True)]

@@ -37,7 +37,7 @@ from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.store import expanded
 from hsdp.errors import CheckpointError
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
@@ -172,7 +172,7 @@ def load_safetensors(
         ranks.each(what, prepare)
         with torch.no_grad():
             for name in set(reports[0].loaded) & places.keys():
-                block_of(own[name]).copy_(_read(places[name], own[name]))
+                local_of(own[name]).copy_(_read(places[name], own[name]))
     tell_units(model)
     return reports[0]
 

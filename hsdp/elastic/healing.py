@@ -23,8 +23,8 @@ from hsdp.checkpoint.contents import clean_name, plain
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
+from hsdp.params.local import local_of
 from hsdp.params.subclass import is_composite
-from hsdp.params.tensor_parallel import block_of
 
 Shards = dict[str, Any]
 """What one rank sends: its shards of the model by name, and the optimizer's states and settings."""
@@ -72,7 +72,7 @@ class HealedState:
 
     def take(self) -> Shards:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
-        model = {name: block_of(tensor.detach()) for name, tensor in self._tensors.items()}
+        model = {name: local_of(tensor.detach()) for name, tensor in self._tensors.items()}
         states: dict[str, Any] = {}
         skeletons: dict[str, Any] = {}
         for group, names in zip(self._optimizer.param_groups, self._members, strict=True):
@@ -86,7 +86,7 @@ class HealedState:
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
-        shards = (block_of(tensor) for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
+        shards = (local_of(tensor) for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
         return hash(tuple(fingerprint(shard) for shard in shards))
 
     @torch.no_grad()
@@ -97,7 +97,7 @@ class HealedState:
             StateError: it is the state of another model, or of another part of it.
             CheckpointError: it is the state of another optimizer.
         """
-        own = {name: block_of(tensor) for name, tensor in self._tensors.items()}
+        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
         _check(own, shards["model"])
         staging = OptimizerStaging(self._model, self._optimizer)
         described = {
@@ -113,7 +113,7 @@ class HealedState:
             for entry, value in entries.items():
                 if _is_tensor(value):
                     sent[f"{entry} of {name}"] = value["local"]
-                    places[f"{entry} of {name}"] = block_of(placed[name][entry])
+                    places[f"{entry} of {name}"] = local_of(placed[name][entry])
         _check(places, sent)
         hyper = {
             name: {key: value for key, value in group.items() if key != "params"}
@@ -153,7 +153,7 @@ def _sent(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = plain(value)
-    return {"local": block_of(value.detach()), "shape": list(value.shape)}
+    return {"local": local_of(value.detach()), "shape": list(value.shape)}
 
 
 def _is_tensor(value: Any) -> bool:

@@ -30,7 +30,7 @@ from hsdp.optim.replicas import ReplicaGathers, part_of_grad, share_gradients_of
 from hsdp.optim.states import Entries
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.torch_private import rewrap_step
 from hsdp.unit.lookup import name_of, unit_of
 
@@ -238,7 +238,7 @@ class _Stepper:
         if self._over_replicas:
             share_gradients_of(self._params, "hsdp.optim.local")  # of groups that were added since
         self._used = used
-        self._locals = [block_of(param) for param in self._params]
+        self._locals = [local_of(param) for param in self._params]
         is_used = dict(zip(map(id, self._params), used, strict=True))
         self._groups = []
         for group in optimizer.param_groups:

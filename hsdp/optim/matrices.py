@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp.params.boxes import Box, Holding, holdings
+from hsdp.params.local import local_of
 from hsdp.params.shares import Share
-from hsdp.params.tensor_parallel import block_of
 
 KINDS = ("one", "stacked", "flattened")
 """What a group's `matrices` may be: how its parameters are read as matrices."""
@@ -106,7 +106,7 @@ class MatrixParam:
         self.spec: DTensorSpec | None = param._spec if isinstance(param, DTensor) else None
         self.state_spec = self.spec if share is None else share.spec
         self.held, self.given = (_held(spec, known) for spec in (self.spec, self.state_spec))
-        self.block = block_of(param)
+        self.block = local_of(param)
         self.local = self.block.detach()
 
     @property

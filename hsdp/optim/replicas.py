@@ -21,8 +21,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp import debug
 from hsdp.params.dtensors import cut_as
+from hsdp.params.local import local_of
 from hsdp.params.shares import Share, share_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.unit.lookup import memory_of, unit_of
 from hsdp.unit.pending_shards import PendingShards
@@ -39,7 +39,7 @@ def share_of_param(param: Any) -> Share | None:
     unit = unit_of(param)
     if unit is None or not isinstance(param, DTensor):
         return None
-    return share_of(param._spec, block_of(param), unit.axes)
+    return share_of(param._spec, local_of(param), unit.axes)
 
 
 def part_of_grad(grad: Any, spec: DTensorSpec, share: Share | None) -> Tensor | None:
@@ -53,8 +53,8 @@ def part_of_grad(grad: Any, spec: DTensorSpec, share: Share | None) -> Tensor | 
     if not isinstance(grad, DTensor):
         return None
     if share is not None and alike(grad._spec, share.spec):
-        return block_of(grad)
-    local = block_of(grad) if alike(grad._spec, spec) else cut_as(grad, spec)
+        return local_of(grad)
+    local = local_of(grad) if alike(grad._spec, spec) else cut_as(grad, spec)
     return local if local is None or share is None else share.of(local)
 
 

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
+from hsdp.params.local import local_of
 from hsdp.params.shares import Share
-from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import memory_of, unit_of
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
@@ -90,7 +90,7 @@ def single(param: Any, share: Share | None = None) -> Target:
     """A parameter by itself, or a replica's share of it."""
     if not isinstance(param, DTensor):
         return Target(param, [Member(param, param.shape, 0, param.numel())], [])
-    plain = block_of(param).detach() if share is None else share.of(memory_of(param))
+    plain = local_of(param).detach() if share is None else share.of(memory_of(param))
     return Target(plain, [Member(param, plain.shape, 0, plain.numel(), share)], [])
 
 

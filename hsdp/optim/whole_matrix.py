@@ -28,7 +28,7 @@ from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, deal
 from hsdp.optim.replicas import alike, part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.unit.lookup import name_of
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -157,7 +157,7 @@ class WholeMatrix(torch.optim.Optimizer):
     def _planned(self) -> list[_Plan]:
         """The plans for the parameters that have gradients, looked up as long as these are the same."""
         pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
-        key = tuple((id(p), id(block_of(p)), id(group), p.grad is not None) for p, group in pairs)
+        key = tuple((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs)
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:
             if len(self._plans) >= 16:  # who steps other parameters each time would collect plans
@@ -243,9 +243,9 @@ class WholeMatrix(torch.optim.Optimizer):
         if held is None:
             value = torch.zeros_like(self._grad(target))
         elif spec is None or (found is not None and alike(found, spec)):
-            return block_of(held)
+            return local_of(held)
         elif share is not None and found is not None and target.spec is not None and alike(found, target.spec):
-            value = share.of(block_of(held)).clone()  # as it was loaded, perhaps from a run without shares
+            value = share.of(local_of(held)).clone()  # as it was loaded, perhaps from a run without shares
         else:
             raise StateError(
                 f"{type(self).__name__}: the momentum of {name_of(target.param)} is not sharded as its gradient is "

@@ -5,6 +5,7 @@
     placement.py          `least_padding`: which dim to cut
     shares.py             which rows of a parameter are a replica's share
     pending.py            what stands for a local tensor of which parts are on their way
+    local.py              what a rank holds of a tensor
     tensor_parallel.py    parameters that tensor parallelism has cut already
     annotations.py        parameters of which spmd_types says that it has
     subclass.py           tensor subclasses that hold plain tensors

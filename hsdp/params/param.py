@@ -25,10 +25,11 @@ from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
+from hsdp.params.local import local_of
 from hsdp.params.pending import landed
 from hsdp.params.shares import Share
 from hsdp.params.subclass import data_of, extends, is_composite, parts_of, wrapper_of
-from hsdp.params.tensor_parallel import Inner, block_of, same_sharding
+from hsdp.params.tensor_parallel import Inner, same_sharding
 from hsdp.policies import is_trainable
 
 PlacementFn = Callable[..., Any]
@@ -96,7 +97,7 @@ class ManagedParam:
         self.places = places
         self.fqn = places[0].fqn
         self.inner = inner
-        self.spec = ParamSpec(tuple(block_of(original).shape), dim, merged)
+        self.spec = ParamSpec(tuple(local_of(original).shape), dim, merged)
         self.wrapper = wrapper_of(original, f"parameter {self.fqn!r}") if inner is None else None
         self.dtype = original.dtype
         self.replicated = replicated
@@ -135,7 +136,7 @@ class ManagedParam:
             original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
         with torch.no_grad():
             if piece.numel and not original.is_meta and not is_composite(local):  # a composite's dtype group filled it
-                data_of(local).copy_(rows_of(block_of(original).detach(), piece, axes.shard_rank))
+                data_of(local).copy_(rows_of(local_of(original).detach(), piece, axes.shard_rank))
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
@@ -289,7 +290,7 @@ def _same_values(one: Any, other: Any) -> bool:
         return True
     if not isinstance(other, DTensor) or not same_sharding(one._spec, other._spec):
         return False
-    pairs = zip(parts_of(block_of(one)), parts_of(block_of(other)), strict=True)
+    pairs = zip(parts_of(local_of(one)), parts_of(local_of(other)), strict=True)
     return all(fingerprint(a.detach()) == fingerprint(b.detach()) for a, b in pairs)
 
 

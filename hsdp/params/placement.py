@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
 
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 
 
 def least_padding(param: Tensor, shards: int) -> Shard | tuple[Shard, Shard]:
@@ -26,7 +26,7 @@ def least_padding(param: Tensor, shards: int) -> Shard | tuple[Shard, Shard]:
         `Shard(dim)`, or `(Shard(0), Shard(1))` for the first two dims as one.
     """
     plain = not isinstance(param, DTensor)
-    shape = block_of(param).shape
+    shape = local_of(param).shape
     if not shape or shape[0] % shards == 0:
         return Shard(0)
     if plain and mergeable(shape, shards):

@@ -17,14 +17,11 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.dtensors import as_dtensor, with_dtype
-from hsdp.params.pending import landed
-from hsdp.params.subclass import data_of
 
 
 class Inner:
@@ -176,11 +173,6 @@ def _chunks(rows: int, parts: int) -> list[int]:
     """Sizes of the parts that torch.chunk makes, and zeros where it makes fewer."""
     size = -(-rows // parts)
     return [max(0, min(size, rows - part * size)) for part in range(parts)]
-
-
-def block_of(param: Tensor) -> Tensor:
-    """What this rank holds of a parameter, as a plain tensor: itself, unless it is a DTensor or has a gather extension."""
-    return data_of(landed(param._local_tensor) if isinstance(param, DTensor) else param)
 
 
 def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:

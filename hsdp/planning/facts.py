@@ -18,11 +18,11 @@ from hsdp.api.select import check_param, choose_dim, collect_params
 from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
+from hsdp.params.local import local_of
 from hsdp.params.ownership import class_name
 from hsdp.params.param import ParamName, PlacementFn
 from hsdp.params.placement import least_padding
 from hsdp.params.subclass import extends
-from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.schedule.module_hooks import state_of
 from hsdp.unit.unit import Unit
@@ -264,7 +264,7 @@ def _plain_param(
     active, looked_up, convolution = _use(places)
     return ParamFacts(
         fqn,
-        tuple(block_of(param).shape),  # of a DTensor, what this rank has is what is sharded
+        tuple(local_of(param).shape),  # of a DTensor, what this rank has is what is sharded
         param.dtype,
         dim=None if replicated else 0,
         replicated=replicated,

@@ -144,7 +144,7 @@ class Backwards(Root):
         _count_calls_behind(backward, unit, node)
         # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
         version = unit.version
-        if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.as_kept()):
+        if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.shards_unchanged()):
             raise stale(unit)
         ahead = _move_to(backward, unit)
         if visit is not None and begins:
@@ -222,7 +222,7 @@ class Backwards(Root):
             return
         if not unit.open:
             unit.choose_trainable(afresh=False)
-        if unit.disturbed() or unit.version != version or not unit.as_kept():
+        if unit.disturbed() or unit.version != version or not unit.shards_unchanged():
             raise stale(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
@@ -372,7 +372,7 @@ class Backwards(Root):
             for unit in (*left, *(u for u in self.units if u not in left)):
                 settings, gradients = unit.settings, unit.gradients
                 deferred = gradients.deferred and settings.requires_all_reduce
-                due = settings.requires_grad_sync and (gradients.kept or deferred)
+                due = settings.requires_grad_sync and (gradients.stashed or deferred)
                 if due or unit in left or gradients.arrivals.leaves:
                     self._reduce(unit)
         if drains:

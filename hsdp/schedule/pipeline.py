@@ -68,7 +68,7 @@ class Reduction:
             told.append(part.plan.op)
             self.offloads = self.offloads or part.plan.offload is not None
             if all_reduce and part.plan.shares is not None:
-                part.stage = part.plan.shares.stage()
+                part.replica_buffers = part.plan.shares.buffers()
         self.op = hash(tuple(told))
 
     def scaling(self, part: GroupReduction) -> Scaling:
@@ -269,7 +269,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                 if rounds:
                     tensors += part.values()
                     flags.append(part.flags())
-                elif part.stage is None:
+                elif part.replica_buffers is None:
                     tensors += part.operands
                 else:
                     sent, left, whole = part.share_out()

@@ -169,7 +169,7 @@ class Runtime(Backwards):
         try:
             with torch.no_grad():
                 for unit in self.units:
-                    if unit.gradients.kept or unit.gradients.deferred:
+                    if unit.gradients.stashed or unit.gradients.deferred:
                         self._submit(unit, runs_on=False, all_reduce=True)
             self.drain()
         except BaseException:

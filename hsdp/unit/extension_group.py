@@ -27,9 +27,9 @@ from hsdp.comm.labels import Named
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import ExtensionError, HSDPError
 from hsdp.offload import OffloadPolicy
+from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, rows_of
 from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions
 from hsdp.unit.dtype_group import U8, DtypeGroup, GroupKey
@@ -83,7 +83,7 @@ class ExtensionGroup(DtypeGroup):
         with torch.inference_mode(False), torch.no_grad():
             for index, (param, piece) in enumerate(zip(self.params, self.layout.pieces, strict=True)):
                 local = self.local(index)
-                data_of(local).copy_(rows_of(block_of(param.sharded), piece, self.rank))
+                data_of(local).copy_(rows_of(local_of(param.sharded), piece, self.rank))
                 self._member(index, local)
 
     def _arrange(self) -> None:

@@ -30,7 +30,7 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.landing import hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, show, zero
+from hsdp.unit.landing import assign_grads, hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, zero
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
@@ -47,8 +47,8 @@ class Gradients:
         arrivals: unsharded gradients of the backward under way.
         scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
         partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
-        kept: some rank, perhaps not this one, holds whole sums of backwards that did not communicate. Equal on all ranks,
-            as is `deferred`: they decide about collectives.
+        stashed: some rank, perhaps not this one, holds whole sums of backwards that did not communicate. Equal on all
+            ranks, as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
         sentinels: those in gradients of parameters that have pending sums.
         lost: whole sums went with a backward that failed. Ask `refuse_lost`.
@@ -72,7 +72,7 @@ class Gradients:
         self._stash_factor = 1.0
         self.scatter_bytes = 0
         self.partial: Partial | None = None
-        self.kept = self.deferred = self.lost = self.shared = False
+        self.stashed = self.deferred = self.lost = self.shared = False
         self.sentinels = Sentinels(params)
         self._running: list[GroupReduction] = []
         # Of the backward under way: reductions on their way, and how things were before it.
@@ -103,7 +103,7 @@ class Gradients:
         self._stash.clear()
         self._running.clear()
         self.partial = None
-        self.kept = self.deferred = self.lost = False
+        self.stashed = self.deferred = self.lost = False
         self.commit()
         self.sentinels.take_all_down()
 
@@ -144,7 +144,7 @@ class Gradients:
             self._note_owed()
         if self._stash:
             self._rescale_stash()
-        self.kept, self.deferred = False, not all_reduce
+        self.stashed, self.deferred = False, not all_reduce
         taken = self.arrivals.take()
         for slot, held in self._stash.items():
             taken[slot] = held.add_(taken[slot]) if slot in taken else held
@@ -165,7 +165,7 @@ class Gradients:
         self.heed_zero_grad()
         self._note_owed()
         self._rescale_stash()
-        self.kept = True
+        self.stashed = True
         taken = self.arrivals.take()
         for group in self._dtype_groups:
             for slot in group.slots:
@@ -223,14 +223,14 @@ class Gradients:
 
     def _note_owed(self) -> None:
         if self._owed_before is None:
-            self._owed_before = (self.kept, self.deferred, list(self.sentinels.up))
+            self._owed_before = (self.stashed, self.deferred, list(self.sentinels.up))
 
     # -- pending sums and zero_grad ------------------------------------------------------------------------------
 
     def is_pending(self) -> bool:
         """Whether sums are pending, on any rank: the same on all of them."""
         self.heed_zero_grad()
-        return bool(self.sentinels.up) and (self.kept or self.deferred or self.lost or bool(self._running))
+        return bool(self.sentinels.up) and (self.stashed or self.deferred or self.lost or bool(self._running))
 
     def refuse_lost(self, unit: str, what: str) -> None:
         """Raises StateError if whole sums were lost and gradients have not been zeroed since."""
@@ -248,7 +248,7 @@ class Gradients:
             return
         self.refuse_lost(unit, what)
         self.heed_zero_grad()
-        if self.sentinels.up and (self.kept or self.deferred):
+        if self.sentinels.up and (self.stashed or self.deferred):
             names = ", ".join(self.sentinels.names())
             raise StateError(
                 f"{what}: unit {unit!r} has gradients that were not summed over all ranks ({names}); run the last "
@@ -265,7 +265,7 @@ class Gradients:
     def pending(self) -> dict[str, str]:
         """Which parameters have sums that were not communicated, and how far those came: the same names on all ranks."""
         self.heed_zero_grad()
-        found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.kept else {}
+        found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.stashed else {}
         found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
         if self.partial is not None:
             for fqn in (param.fqn for plan in self._plans for param in plan.params):
@@ -306,7 +306,7 @@ class Gradients:
             self.partial = None
 
     def _remove_sentinels(self) -> None:
-        if self.sentinels.up and not (self.partial or self._running or self.kept or self.lost or self.deferred):
+        if self.sentinels.up and not (self.partial or self._running or self.stashed or self.lost or self.deferred):
             self.sentinels.take_all_down()
 
     # -- landing -------------------------------------------------------------------------------------------------
@@ -317,27 +317,27 @@ class Gradients:
         if self.sentinels.up:
             self._remove_sentinels()
         for part in parts:
-            plan = part.grad_layout
+            layout = part.grad_layout
             used = part.used if self._settings.unused_grads == "none" else [True] * len(part.used)
             if not all(used):
                 # The one host synchronisation of a step, and only on a rank that left a parameter unused.
                 used = [mine or count != 0 for mine, count in zip(used, part.flags().tolist(), strict=True)]
             if part.dropped:
-                used = [was_used and slot not in part.dropped for was_used, slot in zip(used, plan.slots, strict=True)]
-            if plan.offload is not None and host_reads(plan.params):
-                host_wait(plan.device)
-            hooked, standing = hooked_and_standing(plan)
+                used = [was_used and slot not in part.dropped for was_used, slot in zip(used, layout.slots, strict=True)]
+            if layout.offload is not None and host_reads(layout.params):
+                host_wait(layout.device)
+            hooked, standing = hooked_and_standing(layout)
             if hooked:
                 run_grad_hooks(part, used)
                 standing = True  # they may have given a gradient to any of the parameters
             noted = len(self._undo.entries)
             if not standing and all(used):
-                grads, locals_ = show(part)
+                grads, locals_ = assign_grads(part)
                 if undoable:
-                    self._undo.show(plan.params, grads, locals_)
+                    self._undo.note_assigned(layout.params, grads, locals_)
             elif not (all(used) and self._add_flat(part, undoable)):
                 self._assign(part, used, undoable)
-            if run_hooks(plan, used):
+            if run_hooks(layout, used):
                 self._undo.forget_taken(noted)
 
     def _settle(self, parts: list[GroupReduction]) -> bool:
@@ -366,13 +366,13 @@ class Gradients:
                 if standing is None or standing.lent:
                     memory = held if standing is None else standing.memory(write=True)
                     if undoable:
-                        self._undo.add(memory, local, standing)
+                        self._undo.add_noted(memory, local, standing)
                     else:
                         memory.add_(local)
                     continue
                 standing.base = local  # it stood for zeros; now it stands for the gradient
             if undoable:
-                self._undo.show([param], [sharded.grad], [local])
+                self._undo.note_assigned([param], [sharded.grad], [local])
 
     def _add_flat(self, part: GroupReduction, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
@@ -383,7 +383,7 @@ class Gradients:
         if base is None or base.ndim != 1 or base.numel() < flat.numel():
             return False
         if undoable:
-            self._undo.add(base[: flat.numel()], flat)
+            self._undo.add_noted(base[: flat.numel()], flat)
         else:
             base[: flat.numel()].add_(flat)
         return True
@@ -416,13 +416,13 @@ class Gradients:
         self._open.clear()
         able = self._undo.run(at_once)
         if self._owed_before is not None:
-            self.kept, self.deferred, watched = self._owed_before
+            self.stashed, self.deferred, watched = self._owed_before
             self.sentinels.restore(watched)
         if self._partial_before is not None:
             self.partial = self._partial_before[0]
         self._owed_before = self._partial_before = None
         self._stash.clear()
-        if self.kept or not able:
+        if self.stashed or not able:
             self.lose()
         self._remove_sentinels()
 
@@ -435,5 +435,5 @@ class Gradients:
         """Whole sums, or `parts` that have left the queue, are lost: until gradients are zeroed, to use them raises."""
         self._running = [part for part in self._running if part not in parts]
         self._stash.clear()
-        self.kept, self.lost = False, True
+        self.stashed, self.lost = False, True
         self._watch_all(self._plans)

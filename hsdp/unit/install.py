@@ -15,9 +15,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, refresh_flat_weights
 from hsdp.params.subclass import parts_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.torch_private import has_storage, plain_access, storage_key
 
 requires_grad_of = attrgetter("requires_grad")
@@ -42,7 +42,7 @@ class Shadows:
         self._names: dict[int, list[tuple[int, str]]] = {}
         for param in params:
             if param.unsharded is not None:
-                for part in parts_of(block_of(param.unsharded)):
+                for part in parts_of(local_of(param.unsharded)):
                     self._names.setdefault(storage_key(part.untyped_storage()), []).append((_start_of(part), param.fqn))
         self._holders: list[tuple[weakref.ref[nn.Module], str, ManagedParam]] = []
         self._in_rnns: list[tuple[weakref.ref[nn.Module], str]] = []
@@ -162,7 +162,7 @@ class Shadows:
 
     def name_of(self, tensor: Tensor) -> str | None:
         """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
-        for part in (tensor,) if type(tensor) is Tensor else parts_of(block_of(tensor)):
+        for part in (tensor,) if type(tensor) is Tensor else parts_of(local_of(tensor)):
             if has_storage(part) and (names := self._names.get(storage_key(part.untyped_storage()))) is not None:
                 start = _start_of(part)
                 return max((name for name in names if name[0] <= start), default=names[0])[1]

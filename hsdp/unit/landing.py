@@ -39,9 +39,9 @@ def host_reads(params: list[ManagedParam]) -> bool:
     )
 
 
-def hooked_and_standing(plan: GradLayout) -> tuple[bool, bool]:
+def hooked_and_standing(layout: GradLayout) -> tuple[bool, bool]:
     """Whether `run_grad_hooks` has hooks to run, and whether one of the parameters has a gradient."""
-    sharded = plan.sharded
+    sharded = layout.sharded
     with plain_access():
         return any(map(_backward_hooks_of, sharded)), any(map(is_not, map(_grad_of, sharded), repeat(None)))
 
@@ -64,20 +64,20 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
             local.copy_(other.to_local())
 
 
-def show(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
+def assign_grads(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
     """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
-    plan, locals_ = part.grad_layout, part.locals()
-    grads = as_dtensors(locals_, plan.grad_specs)
+    layout, locals_ = part.grad_layout, part.locals()
+    grads = as_dtensors(locals_, layout.grad_specs)
     with plain_access():
-        for param, grad in zip(plan.sharded, grads, strict=True):
+        for param, grad in zip(layout.sharded, grads, strict=True):
             param.grad = grad
     return grads, locals_
 
 
-def shared_memory(plan: GradLayout) -> Tensor | None:
-    """The buffer that the gradients of all of a plan's parameters are views of, as an earlier landing left them."""
+def shared_memory(layout: GradLayout) -> Tensor | None:
+    """The buffer that the gradients of all of a layout's parameters are views of, as an earlier landing left them."""
     base: Tensor | None = None
-    for param, offset in zip(plan.params, plan.offsets, strict=True):
+    for param, offset in zip(layout.params, layout.offsets, strict=True):
         if param.sharded.grad is None:
             return None
         local = local_grad(param)
@@ -87,14 +87,14 @@ def shared_memory(plan: GradLayout) -> Tensor | None:
     return base
 
 
-def run_hooks(plan: GradLayout, used: list[bool]) -> bool:
+def run_hooks(layout: GradLayout, used: list[bool]) -> bool:
     """Post-accumulate-grad hooks that users put on sharded parameters (an optimizer in backward). Returns if any ran."""
     ran = False
     with plain_access():
-        hooked = any(map(_accumulate_hooks_of, plan.sharded))
+        hooked = any(map(_accumulate_hooks_of, layout.sharded))
     if not hooked:
         return ran
-    for param, was_used in zip(plan.params, used, strict=True):
+    for param, was_used in zip(layout.params, used, strict=True):
         hooks: Any = param.sharded._post_accumulate_grad_hooks
         if hooks and was_used:
             ran = True

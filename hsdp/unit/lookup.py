@@ -6,8 +6,8 @@ from typing import Any, cast
 
 from torch import Tensor, nn
 
+from hsdp.params.local import local_of
 from hsdp.params.ownership import owner_of, owners
-from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
 
 
@@ -37,7 +37,7 @@ def memory_of(param: Any) -> Tensor:
         for index, managed in enumerate(group.params):
             if managed.sharded is param and param._local_tensor is managed.local:  # type: ignore[attr-defined]
                 return group.local(index)
-    return block_of(param).detach()  # replaced, and its unit has not looked
+    return local_of(param).detach()  # replaced, and its unit has not looked
 
 
 def units_below(model: nn.Module, recurse: bool = True, what: str = "") -> list[Unit]:

@@ -22,7 +22,7 @@ from hsdp.comm.uneven import Uneven
 from hsdp.torch_private import are_alone, chunk_cat, storage_uses
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.grad_layout import GradLayout, cut
-from hsdp.unit.replica_shares import ReplicaShares, Stage
+from hsdp.unit.replica_shares import ReplicaBuffers, ReplicaShares
 
 _MOST_PLANS = 8
 """How many sets of trainable parameters a dtype group keeps the plans of; a GAN alternates between two."""
@@ -309,7 +309,7 @@ class GroupReduction:
         late_factor: what its sums are still to be multiplied with when they are complete.
         joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
         grad_layout: where gradients lie in the operands.
-        stage: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
+        replica_buffers: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
             Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
 
@@ -326,8 +326,8 @@ class GroupReduction:
         "operands",
         "outputs",
         "plan",
+        "replica_buffers",
         "rows",
-        "stage",
         "sums",
         "undoable",
         "uneven",
@@ -357,7 +357,7 @@ class GroupReduction:
         self.void = self.undoable = False
         self.joined: list[Tensor] | None = None
         self.late_factor = 1.0
-        self.stage: Stage | None = None
+        self.replica_buffers: ReplicaBuffers | None = None
         self.sums: list[Tensor] = []
         self._stored: list[Tensor] | None = None
         self._values: list[Tensor] | None = None
@@ -409,10 +409,10 @@ class GroupReduction:
         Returns:
             Inputs, outputs, and what is summed in place.
         """
-        stage, shares = self.stage, self.plan.shares
-        assert stage is not None and shares is not None, "replicas have shares of its gradients"
-        transfers = shares.fill(stage, self.cut(self.values()), self.flags())
-        self.sums, self.operands = self.operands, [stage.result]
+        buffers, shares = self.replica_buffers, self.plan.shares
+        assert buffers is not None and shares is not None, "replicas have shares of its gradients"
+        transfers = shares.fill(buffers, self.cut(self.values()), self.flags())
+        self.sums, self.operands = self.operands, [buffers.result]
         self.grad_layout, self._values = shares.result_layout, None
         return transfers
 

@@ -23,7 +23,7 @@ from hsdp.torch_private import chunk_cat
 from hsdp.unit.grad_layout import GradLayout, cut
 
 
-class Stage(NamedTuple):
+class ReplicaBuffers(NamedTuple):
     """The memory of one reduce-scatter over replicas: what it leaves, and the packed rows that it takes."""
 
     result: Tensor
@@ -70,33 +70,35 @@ class ReplicaShares:
             sums.kind, sums.device, sums.offload, sums.params, sums.slots, shapes, offsets, at, alone=False
         )
 
-    def stage(self) -> Stage:
+    def buffers(self) -> ReplicaBuffers:
         """Allocates the memory of one reduce-scatter: on the compute stream, to which gradients belong."""
         dtype, device = self._sums.kind.reduce, self._sums.device
         total = self.result_layout.numel + self.result_layout.flags
-        return Stage(
+        return ReplicaBuffers(
             torch.empty(total, dtype=dtype, device=device),
             torch.empty(self._replicas, total - self._packed_start, dtype=dtype, device=device),
         )
 
-    def fill(self, stage: Stage, locals_: list[Tensor], flags: Tensor) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Fills a stage; on the stream of the sums.
+    def fill(
+        self, buffers: ReplicaBuffers, locals_: list[Tensor], flags: Tensor
+    ) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+        """Fills the buffers; on the stream of the sums.
 
         Args:
-            stage: its memory.
+            buffers: their memory.
             locals_: this rank's sums, one tensor for each parameter.
             flags: the used-flags.
 
         Returns:
             Inputs and outputs of the transfers, and what is summed in place; all 1-D.
         """
-        layout, result = self.result_layout, stage.result
+        layout, result = self.result_layout, buffers.result
         inputs = [locals_[i].view(-1) for i in self._direct]
         offsets = [layout.offsets[i] for i in self._direct]
         outputs = [cut(result, at, mine.numel() // self._replicas) for at, mine in zip(offsets, inputs, strict=True)]
-        chunk_cat([*(locals_[i] for i in self._packed), flags.repeat(self._replicas)], 0, self._replicas, out=stage.rows)
-        inputs.append(stage.rows.view(-1))
-        outputs.append(cut(result, self._packed_start, stage.rows.shape[1]))
+        chunk_cat([*(locals_[i] for i in self._packed), flags.repeat(self._replicas)], 0, self._replicas, out=buffers.rows)
+        inputs.append(buffers.rows.view(-1))
+        outputs.append(cut(result, self._packed_start, buffers.rows.shape[1]))
         if not self._whole:
             return inputs, outputs, []
         whole = cut(result, self._whole_start, self._packed_start - self._whole_start)

@@ -39,11 +39,11 @@ class Undo:
     def __init__(self) -> None:
         self.entries: list[_Shown | _Added] = []
 
-    def show(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
+    def note_assigned(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
         """Notes that these gradients, around these local tensors, came where there were none."""
         self.entries.append(_Shown(params, grads, locals_))
 
-    def add(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
+    def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
         """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
         before = memory.clone()
         memory.add_(landed)

@@ -88,9 +88,9 @@ class UnshardedParams:
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
         self._fillings = 0
         self._written: str | None = None
-        self._kept_version: Version | None = None
+        self._part_version: Version | None = None
         self._versioned: list[Tensor] = []
-        self._kept_shards: list[Tensor] | None = None
+        self._shard_sums: list[Tensor] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self._pending_shards: PendingShards | None = None
@@ -126,7 +126,7 @@ class UnshardedParams:
                 version = self.version
             if self._on_meta:
                 raise self._unmaterialised()
-            parts = self._kept_version == version
+            parts = self._part_version == version
             transfers: list[tuple[Tensor, Tensor]] = []
             try:
                 # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
@@ -168,7 +168,7 @@ class UnshardedParams:
         if not self.open and self.residency is not SHARDED:
             if self.gathered_version != version:
                 self.reshard()
-            elif not looked and not self.as_kept():  # written to since it was gathered ahead: a momentum encoder, say
+            elif not looked and not self.shards_unchanged():  # written to since the gather: a momentum encoder, say
                 self.let_go()
                 self.reshard()
         if self.residency is SHARDED:
@@ -222,7 +222,7 @@ class UnshardedParams:
             self.hide()
         for group in self.dtype_groups:
             group.keep_part(self.axes.shard_rank % self._parts)
-        self._kept_version = self.gathered_version
+        self._part_version = self.gathered_version
         self.residency = SHARDED
         self._free()
         if self.context.observer is not None:
@@ -231,7 +231,7 @@ class UnshardedParams:
     @property
     def holds_unsharded(self) -> bool:
         """Whether unsharded parameters, or parts of them, are there or on their way."""
-        return self.residency is not SHARDED or self._kept_version is not None
+        return self.residency is not SHARDED or self._part_version is not None
 
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> UNSHARDED."""
@@ -336,16 +336,16 @@ class UnshardedParams:
             self.shadows.unregister()
         if self.residency is GATHERING:
             self.finish()
-        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `as_kept`
-            self._kept_shards = None
+        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
+            self._shard_sums = None
         if self.residency is UNSHARDED:
             self.residency = SHARDED
             self._free()
         if self.open:
             self.shadows.hide()
             self.open = False
-        if self._kept_version is not None:
-            self._kept_version = None
+        if self._part_version is not None:
+            self._part_version = None
             for group in self.dtype_groups:
                 group.drop_part()
         if self.context.observer is not None:
@@ -363,7 +363,7 @@ class UnshardedParams:
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:
-                self._kept_shards = None
+                self._shard_sums = None
                 self._free()
 
     def reshard_stale(self) -> None:
@@ -374,7 +374,7 @@ class UnshardedParams:
 
     def is_stale(self) -> bool:
         """Whether the shards have other values than when they were gathered last, as far as anybody can see."""
-        return self.gathered_version != self.version or not self.as_kept()
+        return self.gathered_version != self.version or not self.shards_unchanged()
 
     def keep(self) -> None:
         """Closes the unit after forward; its unsharded parameters stay where they are for the backward."""
@@ -382,17 +382,17 @@ class UnshardedParams:
         self.note_shards()
 
     def note_shards(self) -> None:
-        """Notes the values of the shards that were gathered, for `as_kept`."""
-        if self._kept_shards is None and (debug.ON or not self.context.streams.active):
-            self._kept_shards = [columns.sum(0) for columns in self._columns]
+        """Notes the values of the shards that were gathered, for `shards_unchanged`."""
+        if self._shard_sums is None and (debug.ON or not self.context.streams.active):
+            self._shard_sums = [columns.sum(0) for columns in self._columns]
 
-    def as_kept(self) -> bool:
+    def shards_unchanged(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
 
         Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
         in debug mode only.
         """
-        kept = self._kept_shards
+        kept = self._shard_sums
         return kept is None or all([torch.equal(one.sum(0), sums) for one, sums in zip(self._columns, kept, strict=True)])
 
     def hide(self) -> None:

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from hsdp import debug
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.torch_private import set_versions
 from hsdp.unit.dtype_group import DtypeGroup
 
@@ -44,7 +44,7 @@ class WriteGuard:
                 continue
             for param in group.params:
                 assert param.unsharded is not None, "a dtype group that is not on the meta device has unsharded parameters"
-                block = block_of(param.unsharded)
+                block = local_of(param.unsharded)
                 self._watched.append((param.fqn, block, block.detach()))
         # Third-party devices answer `is_set_to` by way of a copy on the host.
         self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same

@@ -24,8 +24,8 @@ from hsdp.buffers.fingerprints import fingerprints
 from hsdp.comm.collectives import Comm
 from hsdp.errors import DivergenceError
 from hsdp.format import ranks_of
+from hsdp.params.local import local_of
 from hsdp.params.subclass import parts_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import check_idle
@@ -94,7 +94,7 @@ def _params_and_states(unit: Unit, names: dict[int, str], states: Any) -> Iterat
         fqn = names.get(id(sharded), param.fqn)
         if sharded.is_meta:
             continue
-        for part in parts_of(block_of(sharded)):
+        for part in parts_of(local_of(sharded)):
             yield _Value(fqn, part.detach(), param.replicated)
         for key, value in (states.get(sharded) or {}).items():
             name = f"{key} of {fqn}"

@@ -19,9 +19,9 @@ from hsdp.buffers.fingerprints import plain_row
 from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
+from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of
 from hsdp.params.subclass import data_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.policies import is_trainable
 from hsdp.schedule.runtime import runtime_of
 from hsdp.torch_private import NO_TASK, graph_task
@@ -241,13 +241,13 @@ class Loan:
         """
         for now, param in zip(self._now, self.unit.params, strict=True):
             fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None and param.inner.visible)
-            if not fits or tuple(block_of(now).shape) != param.spec.shape:
+            if not fits or tuple(local_of(now).shape) != param.spec.shape:
                 told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
                 raise StateError(
                     f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r} was replaced by {told}, which cannot be "
                     f"written back; it must keep its kind and shape {param.spec.shape}: write into it in place"
                 )
-        return [block_of(now.detach()) for now in self._now]
+        return [local_of(now.detach()) for now in self._now]
 
 
 def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:

@@ -20,8 +20,8 @@ from hsdp.buffers.fingerprints import fingerprint
 from hsdp.errors import StateError
 from hsdp.format import dotted
 from hsdp.params.dtensors import as_dtensor
+from hsdp.params.local import local_of
 from hsdp.params.param import put_into, rows_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.lookup import unit_of, units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
@@ -149,7 +149,7 @@ def _own(module: nn.Module) -> Iterator[Tensor]:
     """A module's own parameters and buffers; of sharded ones the local tensors."""
     for tensor in (*module._parameters.values(), *module._buffers.values()):
         if tensor is not None:
-            yield block_of(tensor)
+            yield local_of(tensor)
 
 
 def _check_extent(model: nn.Module, units: list[Unit]) -> None:

@@ -12,8 +12,8 @@ from torch import nn
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.errors import DivergenceError
 from hsdp.format import ranks_of
+from hsdp.params.local import local_of
 from hsdp.params.subclass import parts_of
-from hsdp.params.tensor_parallel import block_of
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import broadcast, broadcast_all
 from hsdp.weights.module_buffers import Buffer, own_buffers
@@ -32,7 +32,7 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
         DivergenceError: they do not, or the values differ and the unit's `replica_policy` is "check".
     """
     buffers = own_buffers(modules, unit)
-    blocks = [parts_of(block_of(param.sharded)) for param in unit.params]
+    blocks = [parts_of(local_of(param.sharded)) for param in unit.params]
     values = blocks + [buffer.parts for buffer in buffers]
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"

@@ -118,7 +118,7 @@ def check_reshard(env: RankEnv) -> None:
         if reshards is not None:
             model.set_reshard_after_forward(reshards)
         loss = model(floats(env.rank)).sum()
-        assert [unit._kept_version is not None for unit in units] == [kept] * len(units)
+        assert [unit._part_version is not None for unit in units] == [kept] * len(units)
         loss.backward()
 
 

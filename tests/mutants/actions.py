@@ -99,7 +99,7 @@ planted("version check dropped")(
     lambda: mock.patch.object(Unit, "version", property(lambda unit: (unit.weights_version, 0)))
 )
 planted("epoch not raised by a step")(gives(Unit, "weights_changed"))
-planted("as_kept always True")(gives(Unit, "as_kept", True))
+planted("shards_unchanged always True")(gives(Unit, "shards_unchanged", True))
 planted("whole guard dropped")(gives(WriteGuard, "written"))
 planted("assigned data not noticed")(gives(Unit, "assigned"))
 planted("retained ignored")(lambda: mock.patch.object(Unit, "retained", _never("retained"), create=True))

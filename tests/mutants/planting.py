@@ -67,12 +67,15 @@ def remembering(owner: type, name: str) -> Any:
 def trusting_what_is_whole() -> Iterator[None]:
     """A forward takes what an earlier one left whole, and does not look whether the shards were written since."""
     whole = mock.patch.object(Unit, "holds_unsharded", property(lambda unit: None))
-    with whole, mock.patch.object(Unit, "as_kept", return_value=True):
+    with whole, mock.patch.object(Unit, "shards_unchanged", return_value=True):
         yield
 
 
 @contextmanager
 def versions_told_by(version: Callable[[Any], tuple[int, int]]) -> Iterator[None]:
     """Units tell the versions of their parameters so, and do not look at the values of those that stay whole."""
-    with mock.patch.object(Unit, "version", property(version)), mock.patch.object(Unit, "as_kept", return_value=True):
+    with (
+        mock.patch.object(Unit, "version", property(version)),
+        mock.patch.object(Unit, "shards_unchanged", return_value=True),
+    ):
         yield

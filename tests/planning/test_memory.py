@@ -19,7 +19,7 @@ from torch.distributed.device_mesh import DeviceMesh
 import hsdp
 from benchmarks.memory import Layer
 from hsdp import CommPolicy, MixedPrecisionPolicy
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.planning import Plan
 from tests.support.counting import LiveBytes
 from tests.support.models import Transformer
@@ -138,7 +138,7 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
         f"planned to stay {kept:,}, stayed {left:,}"
     )
     shards = sum(group.shard.nbytes for unit in model._units() for group in unit.dtype_groups)  # type: ignore[operator]
-    state = sum(block_of(value).nbytes for states in optimizer.state.values() for value in states.values() if value.ndim)
+    state = sum(local_of(value).nbytes for states in optimizer.state.values() for value in states.values() if value.ndim)
     assert shards + state <= 1.001 * plan.memory.persistent
     if like_the_first:
         assert shards + state == pytest.approx(plan.memory.persistent, rel=0.001)

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp.errors import StateError
-from hsdp.params.tensor_parallel import block_of
+from hsdp.params.local import local_of
 from hsdp.weights.full_params import full_params
 from hsdp.weights.init import init_sharded, sync_module_states
 from tests.support.counting import CollectiveCounter
@@ -289,7 +289,7 @@ def _sync(env: RankEnv) -> None:
     model(x)  # has gathered the old values
     with torch.no_grad():
         for at, param in enumerate(model.parameters()):
-            local = block_of(param)
+            local = local_of(param)
             local.fill_(at + 100.0 * env.rank)
         for buffer in model.buffers():
             buffer.fill_(env.rank + 5)
@@ -299,7 +299,7 @@ def _sync(env: RankEnv) -> None:
         if isinstance(param, DTensor) and name != "gain":
             assert bool((param._local_tensor == at + 100.0 * row).all()), name
         else:
-            local = block_of(param)
+            local = local_of(param)
             assert bool((local == at).all()), name
     assert all(bool((buffer == 5).all()) for buffer in model.buffers())
     with torch.no_grad():

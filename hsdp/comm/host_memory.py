@@ -21,6 +21,7 @@ import select
 import socket
 import struct
 import time
+import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
 from typing import Any, NamedTuple
@@ -135,10 +136,14 @@ class HostMemory:
         self._written: dict[int, Block] = {}  # by post
         self._readings = dict.fromkeys(peers, Reading())  # by rank
         self._theirs: dict[int, list[Mapping]] = {rank: [] for rank in peers}  # by number of the block
+        _alive.add(self)
 
-    def __del__(self) -> None:
+    def close(self) -> None:
+        """Closes the connections: nothing comes through them, and the others see that this end is gone."""
         for peer in self._peers.values():
             peer.close()
+
+    __del__ = close
 
     # -- collectives -----------------------------------------------------------------------------------------------------
 
@@ -373,6 +378,19 @@ class HostMemory:
         if not came:
             self._lost[rank] = _CLOSED
         return came
+
+
+_alive: weakref.WeakSet[HostMemory] = weakref.WeakSet()
+
+
+def _close_all() -> None:
+    for memory in list(_alive):
+        memory.close()
+
+
+# Workers of a data loader that are forked have the connections too, and may outlive a rank that is killed: without this the
+# others would not see that it is gone before they are.
+os.register_at_fork(after_in_child=_close_all)
 
 
 def _quietly(tensor: Tensor) -> Tensor:

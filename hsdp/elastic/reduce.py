@@ -75,9 +75,7 @@ class ManagedAllReduce(AllReduceStage):
         self._order = hash((self._order, op, *[tensor.numel() for tensor in tensors])) & _MASK
         if not manager.is_participating() and isinstance(owner, ReductionBucket):
             # The manager sends zeros. What the others did not use has no gradient here, either.
-            for reduction in owner.items:
-                for part in reduction.parts:
-                    part.used = [False] * len(part.used)
+            owner.mark_unused()
         works = []
         if self._count is None:
             # The manager's own number counts replicas that are healed in the first step of all.

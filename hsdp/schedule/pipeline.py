@@ -114,6 +114,12 @@ class ReductionBucket(Bucket[Reduction]):
         if len(items) > 1:
             self.name, self.op = " + ".join(r.unit.name for r in items), hash(tuple(r.op for r in items))
 
+    def mark_unused(self) -> None:
+        """Says that this rank has used none of its parameters, whatever its forwards did."""
+        for reduction in self.items:
+            for part in reduction.parts:
+                part.used = [False] * len(part.used)
+
 
 class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
     """The queue of one root; the class knows every live one.

@@ -437,6 +437,37 @@ def test_a_rank_that_is_gone_is_named(pool2: Pool) -> None:
     pool2.run(_leaves)
 
 
+def _leaves_a_child_behind(env: RankEnv) -> None:
+    """A rank goes, and a process that it forked lives on: the others learn of it all the same."""
+    memory = _memory(group := dist.new_group())
+    ended, goes_on = os.pipe()
+    child = 0
+    if env.rank == 1:
+        child = os.fork()
+        if not child:
+            os.close(goes_on)
+            os.read(ended, 1)  # until the rank is done
+            os._exit(0)
+        _now(memory.all_reduce(UNIT, 1, [torch.ones(2)]))
+        host_meeting._known.pop(group)
+        for peer in memory._peers.values():  # as its end would
+            peer.close()
+    else:
+        _now(memory.all_reduce(UNIT, 1, [torch.ones(2)]))
+        works, _ = memory.all_reduce(UNIT, 2, [torch.ones(2)])
+        with pytest.raises(RuntimeError, match="rank 1 of the group, on this host, closed its connection"):
+            works[0].wait(timedelta(seconds=20))
+    dist.barrier()
+    os.close(ended)
+    os.close(goes_on)
+    if child:
+        os.waitpid(child, 0)
+
+
+def test_a_forked_child_does_not_stand_for_a_rank_that_is_gone(pool2: Pool) -> None:
+    pool2.run(_leaves_a_child_behind)
+
+
 def _refuses(*args: Any) -> int:
     raise PermissionError("not here")
 

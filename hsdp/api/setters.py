@@ -28,6 +28,11 @@ class Setters(FSDP2Compat):
     far each reaches is told by `HSDPModule`.
     """
 
+    def _finish_reductions(self) -> None:
+        """What earlier backwards have begun, and left to run on, is reduced as it was set then."""
+        for runtime in self._runtimes():
+            runtime.settle()
+
     # -- accumulation ----------------------------------------------------------------------------------------------
 
     def set_requires_grad_sync(self, requires_grad_sync: bool, *, recurse: bool = True) -> None:
@@ -120,6 +125,7 @@ class Setters(FSDP2Compat):
         """
         if unused not in ("none", "zero"):
             raise ValueError(f"set_unused_param_grads({unused!r}): expected 'none' or 'zero'")
+        self._finish_reductions()
         for unit in self._units(recurse):
             unit.settings.unused_grads = "none" if unused == "none" else "zero"
 
@@ -129,6 +135,7 @@ class Setters(FSDP2Compat):
         Ranks that use different parameters are right either way: each always takes part for all of them.
         """
         flag = check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
+        self._finish_reductions()
         for unit in self._units(recurse):
             unit.settings.unused_grads = "zero" if flag else "none"
 
@@ -167,6 +174,7 @@ class Setters(FSDP2Compat):
                     f"set_replica_reduce({type(replica_reduce).__name__}): it sums over replicas that are not in the mesh, "
                     f"but unit {unit.name!r} has {unit.axes}; shard over a mesh with one replica"
                 )
+        self._finish_reductions()
         for unit in units:
             unit.settings.replica_reduce = stage
 
@@ -176,6 +184,7 @@ class Setters(FSDP2Compat):
         units = self._units(recurse=False)
         if comm is not None:
             _refuse_in_tree("set_custom_reduce_scatter", units)
+        self._finish_reductions()
         for unit in units:
             unit.reduce_scatter_by(comm)
 
@@ -193,6 +202,7 @@ class Setters(FSDP2Compat):
         """
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook({hook!r}): expected a function of a tensor, or None")
+        self._finish_reductions()
         for unit in self._units(recurse=False):
             if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.replica_reduce.beyond_mesh):
                 raise ValueError(
@@ -209,6 +219,7 @@ class Setters(FSDP2Compat):
         Every rank of the mesh calls it. Units with the same shard ranks share the group.
         """
         flag = check_flag("set_separate_reduce_scatter_group", enable)
+        self._finish_reductions()
         for unit in self._units(recurse):
             unit.separate_reduce_scatters(flag)
         Root.generation += 1  # roots look again at what their units communicate over

@@ -253,6 +253,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         """Behind the reduce-scatter: sums that are kept for a later micro-batch, or those for an all-reduce."""
         for item in bucket.items:
             if not item.all_reduce and not (item.in_tree and item.replicas > 1):
+                if any(other.source == item.source for other in self._bucketed):
+                    self._all_reduce_bucketed()  # or it would be added to what these sums become, which is over
                 while len(self._reducing) >= self.policy.max_inflight_all_reduces:
                     self._land()
                 self._reducing.append(self.start_deferral(item, bucket))

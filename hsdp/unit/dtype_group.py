@@ -177,6 +177,11 @@ class DtypeGroup:
         """Bytes of the shard buffer that are parameter `index`'s, padding of its rows included."""
         return self.layout.pieces[index].numel * self.kind.storage.itemsize
 
+    @property
+    def is_shard(self) -> bool:
+        """Whether its unsharded parameters are the sharded ones, in the same memory."""
+        return self.shards == 1 and not self._moves
+
     def lies_otherwise(self, uneven_bytes: int) -> bool:
         """Whether its layout would be another one with this threshold."""
         thresholds = replace(self.thresholds, uneven_bytes=uneven_bytes)

@@ -30,7 +30,16 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.landing import assign_grads, hooked_and_standing, host_reads, run_grad_hooks, run_hooks, shared_memory, zero
+from hsdp.unit.landing import (
+    assign_grads,
+    hooked_and_standing,
+    host_reads,
+    mark_landed,
+    run_grad_hooks,
+    run_hooks,
+    shared_memory,
+    zero,
+)
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
@@ -55,8 +64,7 @@ class Gradients:
         shared: replicas have shares of some of them.
 
     Args:
-        params: the unit's parameters.
-        settings: the unit's.
+        params, settings: the unit's.
         ranks: over how many gradients are summed.
     """
 
@@ -268,7 +276,7 @@ class Gradients:
         found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.stashed else {}
         found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
         if self.partial is not None:
-            for fqn in (param.fqn for plan in self._plans for param in plan.params):
+            for fqn in self.sentinels.names():
                 found[fqn] = f"{found[fqn]} and in the shard group" if fqn in found else "in the shard group"
         if self.lost:
             found.update(dict.fromkeys(self.sentinels.names(), "lost with a backward that failed"))
@@ -297,6 +305,8 @@ class Gradients:
                 self._drop_partial(gone)
         if not self.sentinels.up:
             self.lost = False
+            if gone:
+                self.partial = None
 
     def _drop_partial(self, gone: set[int]) -> None:
         assert self.partial is not None, "checked by the caller"
@@ -330,6 +340,7 @@ class Gradients:
             if hooked:
                 run_grad_hooks(part, used)
                 standing = True  # they may have given a gradient to any of the parameters
+            mark_landed(part)
             noted = len(self._undo.entries)
             if not standing and all(used):
                 grads, locals_ = assign_grads(part)

@@ -64,6 +64,20 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
             local.copy_(other.to_local())
 
 
+_MARK = "_hsdp_landed"
+
+
+def mark_landed(part: GroupReduction) -> None:
+    """Says of the memory in which the part's gradients lie that hsdp laid it out: what is between them is padding."""
+    for value in part.stored():
+        setattr(value if value._base is None else value._base, _MARK, True)
+
+
+def is_landed(memory: Tensor) -> bool:
+    """Whether hsdp laid out a buffer of gradients; users may have put theirs side by side, too."""
+    return hasattr(memory, _MARK)
+
+
 def assign_grads(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
     """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
     layout, locals_ = part.grad_layout, part.locals()

@@ -168,8 +168,8 @@ def written(unit: str, name: str) -> StateError:
     return StateError(
         f"unit {unit!r}: its forward, or a hook in its backward, wrote to parameter {name!r} (in place, by an assignment "
         "to .data, or as an embedding with max_norm). They see a gathered copy, so the write would be lost, or differ "
-        "between ranks (with one shard rank the parameter itself was written to, and has to be restored); change the "
-        "sharded parameter between iterations, or use hsdp.full_params(model, writeback='rank0')"
+        "between ranks (with one shard rank, or of replicate_params, the parameter itself was written to, and has to be "
+        "restored); change the sharded parameter between iterations, or use hsdp.full_params(model, writeback='rank0')"
     )
 
 

@@ -180,6 +180,8 @@ class Unit(UnitActivity, UnshardedParams):
         """
         if self.lent:
             expect(self, "use of the sharded parameters", IDLE)
+        if self.gradients.in_flight and (runtime := self.runtime) is not None:
+            runtime.settle()  # reductions that run on behind a backward know the buffers of now
         self.land_shards()
         self.let_go()
         self.reshard()

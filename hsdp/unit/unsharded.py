@@ -126,7 +126,9 @@ class UnshardedParams:
                 version = self.version
             if self._on_meta:
                 raise self._unmaterialised()
-            parts = self._part_version == version
+            parts = self._part_version == version and self.shards_unchanged()
+            if not parts:
+                self._drop_parts()
             transfers: list[tuple[Tensor, Tensor]] = []
             try:
                 # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
@@ -223,6 +225,7 @@ class UnshardedParams:
         for group in self.dtype_groups:
             group.keep_part(self.axes.shard_rank % self._parts)
         self._part_version = self.gathered_version
+        self.note_shards()  # who writes to `p.data` before they are gathered again changes these alone
         self.residency = SHARDED
         self._free()
         if self.context.observer is not None:
@@ -320,12 +323,13 @@ class UnshardedParams:
     def undo_writes(self) -> bool:
         """Gives unsharded parameters their memory back that a failed forward replaced; returns whether one was written to.
 
-        With one shard rank they are the shards themselves, and the next gather raises, because replicas may hold other
-        values. What users wrote to such shards behind the gather does not count.
+        With one shard rank, and of `replicate_params`, they are the shards themselves, and the next gather raises, because
+        other ranks may hold other values. What users wrote to such shards behind the gather does not count.
         """
-        looks = self.axes.shard_size > 1 or self.gathered_version == self.version
+        aliases = {param.fqn for group in self.dtype_groups if group.is_shard for param in group.params}
+        looks = not aliases or self.gathered_version == self.version
         name = self._guard.written(content=looks) if self.residency is UNSHARDED else None
-        if name is not None and self.axes.shard_size == 1:
+        if name in aliases:
             self._written = name
         return name is not None
 
@@ -344,12 +348,16 @@ class UnshardedParams:
         if self.open:
             self.shadows.hide()
             self.open = False
+        self._drop_parts()
+        if self.context.observer is not None:
+            self.context.observer.allocates(self)
+
+    def _drop_parts(self) -> None:
+        """Frees the parts that a smaller group kept, if there are any."""
         if self._part_version is not None:
             self._part_version = None
             for group in self.dtype_groups:
                 group.drop_part()
-        if self.context.observer is not None:
-            self.context.observer.allocates(self)
 
     def _free(self) -> None:
         if not self.retained:

@@ -221,6 +221,7 @@ class Sentinels:
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
         self.up: dict[int, Any] = {}
+        self._standings: dict[int, Standing] = {}  # not those of `up`: whoever casts a module changes their local tensors
         self.owner: Callable[[], object] = lambda: None
 
     def names(self) -> list[str]:
@@ -234,7 +235,8 @@ class Sentinels:
         param = self._params[slot]
         grad: Any = param.sharded.grad
         held = None if grad is None else local_grad(param)
-        sentinel = ZeroGradSentinel(Standing(param.fqn, param.part_of(param.local), held, self.owner()))
+        standing = self._standings[slot] = Standing(param.fqn, param.part_of(param.local), held, self.owner())
+        sentinel = ZeroGradSentinel(standing)
         if grad is None:
             grad = param.sharded.grad = as_dtensor(sentinel, param.grad_spec)
         else:
@@ -251,11 +253,11 @@ class Sentinels:
 
     def _is_gone(self, slot: int) -> bool:
         watched = self.up[slot]
-        standing: Standing = watched._local_tensor.standing
+        standing = self._standings[slot]
         shown: Any = self._params[slot].sharded.grad
-        if shown is watched:
-            return standing.cleared
         local = getattr(shown, "_local_tensor", None)
+        if shown is watched and isinstance(local, ZeroGradSentinel):
+            return standing.cleared
         if isinstance(local, ZeroGradSentinel) and local.standing is standing and local.view_of is None:
             self.up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
             return standing.cleared
@@ -271,9 +273,11 @@ class Sentinels:
     def take_down(self, slot: int) -> None:
         """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
         grad = self.up.pop(slot)
-        standing: Standing = grad._local_tensor.standing
+        standing = self._standings.pop(slot)
         standing.over, standing.owner = True, None
         param = self._params[slot]
+        if not isinstance(grad._local_tensor, ZeroGradSentinel):
+            return  # somebody has put another one there
         if standing.gradient is not None:
             grad._local_tensor = standing.gradient
         elif param.sharded.grad is grad:

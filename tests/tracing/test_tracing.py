@@ -23,6 +23,7 @@ from torch import nn
 import hsdp
 import hsdp.optim
 import hsdp.tracing
+from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.work import CommWork
 from hsdp.examples import train_lm
 from hsdp.examples.options import parse_options
@@ -493,7 +494,7 @@ def test_a_compressed_reduce_scatter_is_traced_with_its_bytes_on_the_wire(pool2:
     pool2.run(_trace_custom)
 
 
-class _OwnReduce:
+class _OwnReduce(AllReduceStage):
     """A user's all-reduce stage, of a collective that hsdp did not start."""
 
     exact = True
@@ -549,3 +550,12 @@ def test_the_main_job_draws_a_step(pool2: Pool, tmp_path: Path) -> None:
         "rank1.svg",
     ]
     assert "optimizer" in (tmp_path / "trace/rank1.svg").read_text()
+
+
+def test_a_trace_of_no_forward_is_beside_no_plan() -> None:
+    with fake_world(2) as env:
+        model: Any = hsdp.fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
+        with hsdp.trace(model) as trace:
+            pass
+        with pytest.raises(ValueError, match="the trace has no forward; record whole steps"):
+            trace.summary().beside(hsdp.plan(model, tokens_per_rank=4, flops=1e9))

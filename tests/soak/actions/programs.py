@@ -51,7 +51,7 @@ SURGERIES = ("same state", "two groups", "group added")
 LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
 """What `hsdp.optim.local` makes of the optimizer."""
 CUTS = ((False,), (False,), (True, False), (False, True), (True,))
-OPTIONS = ("sum", "tree", "replicated", "offloaded")
+OPTIONS = ("sum", "tree", "replicated", "offloaded")  # and "parts", which came later
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
 TUNES = ("scatter group", "bound", "hook", "replica reduce", "gather", "scatter", "prefetch")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
@@ -86,7 +86,7 @@ FEATURES = {
     "others": "parts called by themselves, a second model beside the first, other optimizers, prefetch lists",
     "repeats": "parts called several times in a forward, of which ranks' losses use different calls",
     "factors": "other gradient factors from one micro-batch to the next",
-    "tunes": "setters of how units communicate, between any two actions",
+    "tunes": "setters of how units communicate, between any two actions, and units that stay in parts",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -358,7 +358,8 @@ def _with_tunes(program: Program, rng: random.Random) -> Program:
         for _ in range(rng.choice([1, 2, 4])):
             chosen = ("tune", rng.choice(TUNES), rng.randrange(-1, 3), rng.random() < 0.7)
             actions.insert(rng.randrange(len(actions) + 1), chosen)
-    return replace(program, actions=tuple(actions))
+    in_parts = {"parts"} if rng.random() < 0.15 else set[str]()
+    return replace(program, actions=tuple(actions), options=program.options | in_parts)
 
 
 def _repeats(program: Program, how: How, rng: random.Random) -> How:

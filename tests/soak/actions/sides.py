@@ -536,6 +536,8 @@ class Sharded(Side):
         options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
         reduction: Any = "tree" if "tree" in program.options else "any"
         options["comm_policy"] = hsdp.CommPolicy(**program.policy, reduction=reduction)
+        if "parts" in program.options and program.shape[-1] == 4:
+            options["reshard_after_forward"] = 2
         if "offloaded" in program.options and self.device == "cpu":  # else a penalty's graph would be on two devices
             options["offload_policy"] = hsdp.CPUOffloadPolicy()
         if "replicated" in program.options:

@@ -224,7 +224,7 @@ def _norm(shardings: dict[Groups, Bundles], device: torch.device, order: float) 
     parts: dict[Groups, Tensor] = {}
     for groups, bundles in shardings.items():
         for (kind, _), tensors in bundles.items():
-            dtype = torch.promote_types(dtype, kind)
+            dtype = torch.promote_types(dtype, kind.to_real())
             norm = _norm_here(tensors, order, device)
             parts[groups] = _combine(parts[groups], norm, order) if groups in parts else norm
     return _decode(_reduce(parts, order), order).to(dtype)

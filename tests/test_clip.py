@@ -219,3 +219,11 @@ def test_bad_arguments_are_refused(
 ) -> None:
     with pytest.raises(error, match=told):
         clip_grad_norm_(parameters, max_norm, norm_type)
+
+
+def test_complex_gradients_count_by_their_magnitude() -> None:
+    params = [nn.Parameter(torch.zeros(2, dtype=torch.complex128)), nn.Parameter(torch.zeros(1, dtype=torch.float64))]
+    params[0].grad = torch.tensor([3.0j, 0.0], dtype=torch.complex128)
+    params[1].grad = torch.tensor([4.0], dtype=torch.float64)
+    assert clip_grad_norm_(params, 1.0).item() == pytest.approx(5.0)
+    assert params[0].grad[0].imag.item() == pytest.approx(0.6, rel=1e-5)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -18,6 +20,7 @@ from hsdp.planning import Link
 from hsdp.planning.command import main as plan
 from hsdp.policies import CommPolicy
 from hsdp.schedule.module_hooks import own_state
+from hsdp.weights.full_params import full_params
 from tests.support.rig import Pool, RankEnv
 
 CPU = torch.device("cpu")
@@ -93,6 +96,25 @@ def test_a_step_that_is_a_little_wrong_is_seen(pool2: Pool) -> None:
     assert all(difference > doctor.TOLERANCE for difference in pool2.run(_spoiled))
 
 
+def _loses_a_parameter(env: RankEnv, rank: int) -> None:
+    """The last parameter is not a number: no maximum must drop that."""
+
+    @contextmanager
+    def broken(model: nn.Module) -> Iterator[nn.Module]:
+        with full_params(model):
+            if env.rank == rank:
+                list(model.parameters())[-1].fill_(torch.nan)
+            yield model
+
+    with mock.patch.object(doctor, "full_params", broken):
+        assert doctor.step_difference(torch.device("cpu")) == float("inf")
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_step_that_gives_no_numbers_is_wrong(pool2: Pool, rank: int) -> None:
+    pool2.run(_loses_a_parameter, rank)
+
+
 def test_a_process_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "REPEATS", 1)
     monkeypatch.setenv("HSDP_DEBUG", "1")
@@ -101,6 +123,12 @@ def test_a_process_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     assert re.match(r"hsdp .*, python 3\.\d+\.\d+, torch 2\.", told)
     assert "hint: one process has no links; torchrun" in told and "hint: HSDP_DEBUG=1 is set" in told
     assert "Link(" not in told and not dist.is_initialized()
+
+
+def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    with mock.patch.object(torch.cuda, "is_available", return_value=False), pytest.raises(SystemExit):
+        main(["doctor", "--device", "cuda"])
+    assert "--device cuda: PyTorch finds no CUDA device" in capsys.readouterr().err
 
 
 def test_versions_outside_of_the_range_are_wrong(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,10 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for raw_name, value in state.items():
         if isinstance(value, Tensor) and local_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
+        if isinstance(value, Tensor) and value.is_quantized:
+            raise CheckpointError(
+                f"{raw_name!r} of the model is quantized, which no checkpoint can hold: keep it as integers"
+            )
         name = clean_name(raw_name)
         if name in entries:
             raise CheckpointError(

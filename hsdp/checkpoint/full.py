@@ -23,6 +23,7 @@ from torch.distributed.tensor._utils import compute_local_shape_and_global_offse
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
+from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
@@ -125,9 +126,9 @@ def load_full_state_dict(
     entries = model_entries(model)
     given: Mapping[str, Any] = (state or {}) if here else {}
     what = "load_full_state_dict"
-    ranks.one(what, lambda: _check_state(given, {name: entry.value for name, entry in entries.items()}), source)
-    extras: dict[str, Any] = {}
     firsts = first_names(model, entries)
+    ranks.one(what, lambda: _check_state(given, {n: entry.value for n, entry in entries.items()}, firsts), source)
+    extras: dict[str, Any] = {}
     with torch.no_grad():
         for name, entry in entries.items():
             if not isinstance(entry.value, Tensor):
@@ -190,7 +191,7 @@ def tell_units(model: nn.Module) -> None:
         unit.weights_changed()
 
 
-def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
+def _check_state(state: Mapping[str, Any], own: Mapping[str, Any], firsts: Mapping[str, str]) -> None:
     problems = []
     if missing := [name for name in own if name not in state]:
         problems.append(f"the model has {listing(missing)}, which the state does not have")
@@ -199,6 +200,9 @@ def _check_state(state: Mapping[str, Any], own: Mapping[str, Any]) -> None:
     for name, value in own.items():
         if isinstance(value, Tensor) and name in state and (told := _misfit(state[name], value)) is not None:
             problems.append(f"{name!r} is {told}")
+    for name, first in firsts.items() if not problems else ():
+        if first != name and fingerprint(state[first]) != fingerprint(state[name]):
+            problems.append(f"it has different values for {first!r} and {name!r}, which are one parameter in the model")
     if problems:
         raise CheckpointError("the state does not fit the model: " + "; ".join(problems[:12]))
 

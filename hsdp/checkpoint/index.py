@@ -26,8 +26,13 @@ from hsdp.errors import CheckpointError
 Box = tuple[tuple[int, ...], tuple[int, ...]]
 """A part of a tensor: offsets and sizes, one each per dim."""
 
-_DTYPES = {str(value).removeprefix("torch."): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
-"""Every dtype by its name in torch; looked up here, as asking torch for a hostile name may import what it names."""
+PLAIN_DTYPES = {
+    str(value).removeprefix("torch."): value
+    for value in vars(torch).values()
+    if isinstance(value, torch.dtype) and not str(value).startswith("torch.q")
+}
+"""Every dtype by its name in torch, but for quantized ones, whose tensors are more than bytes. Looked up here: to ask torch
+for a hostile name may import what it names."""
 
 _LARGEST = 2**62
 _MOST_DIMS = 64
@@ -272,9 +277,9 @@ def dtype_named(name: Any) -> torch.dtype:
     Raises:
         ValueError: this PyTorch has none of that name.
     """
-    if not isinstance(name, str) or name not in _DTYPES:
+    if not isinstance(name, str) or name not in PLAIN_DTYPES:
         raise ValueError("a dtype that this PyTorch does not have")
-    return _DTYPES[name]
+    return PLAIN_DTYPES[name]
 
 
 def is_plain_name(name: object) -> bool:

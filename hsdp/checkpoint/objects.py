@@ -24,10 +24,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.checkpoint.index import PLAIN_DTYPES
 from hsdp.errors import CheckpointError
 
 _MAX_DEPTH = 100
-_DTYPES = {str(value): value for value in vars(torch).values() if isinstance(value, torch.dtype)}
+_DTYPES = {f"torch.{name}": dtype for name, dtype in PLAIN_DTYPES.items()}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)}
 """What a defaultdict may make."""
 
@@ -157,10 +158,15 @@ class _Packer:
         return [self._size - len(data), len(data)]
 
     def _tensor(self, value: Tensor, name: str) -> Any:
-        if type(value) not in (Tensor, nn.Parameter, nn.Buffer) or value.layout is not torch.strided or value.is_meta:
+        if (
+            type(value) not in (Tensor, nn.Parameter, nn.Buffer)
+            or value.layout is not torch.strided
+            or value.is_meta
+            or value.is_quantized
+        ):
             raise CheckpointError(
-                f"{name!r} is a {type(value).__name__} ({value.layout}, {value.device}), which cannot be saved: "
-                "convert it to a plain dense tensor first"
+                f"{name!r} is a {type(value).__name__} ({value.layout}, {value.dtype}, {value.device}), which cannot be "
+                "saved: convert it to a plain dense tensor first"
             )
         held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         raw = ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
@@ -176,8 +182,8 @@ class _Packer:
                 f"{name!r} is a numpy.{type(value).__name__}{f' of dtype {dtype}' if dtype is not None else ''}, "
                 "which cannot be saved: a checkpoint takes NumPy's arrays and scalars of numbers, strings and dates"
             )
-        blob = self._blob(numpy.asarray(value).tobytes())
-        return {"numpy scalar" if scalar else "numpy array": [dtype.str, list(value.shape), blob]}
+        held = numpy.asarray(value)  # of an empty string, which as a scalar has no bytes, with room for one
+        return {"numpy scalar" if scalar else "numpy array": [held.dtype.str, list(held.shape), self._blob(held.tobytes())]}
 
 
 def _in_order(values: Any) -> list[Any]:
@@ -269,7 +275,8 @@ class _Unpacker:
         kind = numpy.dtype(dtype) if isinstance(dtype, str) else None
         if kind is None or kind.kind not in "biufcSUmM":
             raise ValueError("an array of a dtype that is never saved")
-        array = numpy.frombuffer(self._blob(place), dtype=kind).reshape(shape).copy()
+        held = numpy.frombuffer(self._blob(place), dtype=kind) if kind.itemsize else numpy.zeros(shape, kind)
+        array = held.reshape(shape).copy()
         return array[()] if scalar else array
 
 

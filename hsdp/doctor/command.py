@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import importlib.metadata
+import math
 import os
 import platform
 import re
@@ -44,6 +45,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--tune", action="store_true", help="also measure which CommPolicy suits these links: a minute or so"
     )
     args = parser.parse_args(argv)
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device in this process")
     device, warning = _device(args.device)
     alone = "RANK" not in os.environ
     store = HashStore() if alone else None
@@ -206,7 +209,9 @@ def step_difference(device: torch.device) -> float:
         pairs = zip(model.parameters(), twin.parameters(), strict=True)
         differences = [float((mine - theirs).abs().max()) for mine, theirs in pairs]
     largest = max(float(param.detach().abs().max()) for param in twin.parameters())
-    worst = torch.tensor(max(differences) / largest, dtype=torch.float64, device=device)
+    # A maximum, Python's as a backend's, may drop what is not a number.
+    off = math.inf if not all(map(math.isfinite, differences)) else max(differences) / largest
+    worst = torch.tensor(off, dtype=torch.float64, device=device)
     dist.all_reduce(worst, dist.ReduceOp.MAX)
     torch.random.set_rng_state(state)
     return float(worst)

@@ -41,14 +41,17 @@ class HealedState:
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
         self._model = model
         self._optimizer = optimizer
-        self._tensors: dict[str, Tensor] = {}
+        self._params: dict[str, Tensor] = {}
+        self._buffers: dict[str, tuple[nn.Module, str]] = {}
         self._members: list[list[str]] = []
         self._settings: list[dict[str, Any]] = []
 
     def note(self) -> None:
         """Notes what there is to give. Between steps: in a forward, modules have unsharded parameters for a while."""
-        named = [*self._model.named_parameters(), *self._model.named_buffers()]
-        self._tensors = {clean_name(name): tensor for name, tensor in named if not _is_fixed(tensor)}
+        named = self._model.named_parameters()
+        self._params = {clean_name(name): param for name, param in named if not _is_fixed(param)}
+        places = [(name, *name.rpartition(".")[::2]) for name, held in self._model.named_buffers() if not _is_fixed(held)]
+        self._buffers = {clean_name(name): (self._model.get_submodule(path), leaf) for name, path, leaf in places}
         names = parameter_names(self._model)
         self._members = [group_names(names, group, i) for i, group in enumerate(self._optimizer.param_groups)]
         self._settings = settings_of(self._optimizer)
@@ -70,9 +73,14 @@ class HealedState:
                         "before zero_grad(), or a replica that joins in this step would use another value"
                     )
 
+    def _tensors(self) -> dict[str, Tensor]:
+        """The parameters as they were noted, and the buffers that modules hold now: a forward may assign new ones."""
+        buffers = {name: module._buffers.get(leaf) for name, (module, leaf) in self._buffers.items()}
+        return {**self._params, **{name: buffer for name, buffer in buffers.items() if buffer is not None}}
+
     def take(self) -> Shards:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
-        model = {name: local_of(tensor.detach()) for name, tensor in self._tensors.items()}
+        model = {name: local_of(tensor.detach()) for name, tensor in self._tensors().items()}
         states: dict[str, Any] = {}
         skeletons: dict[str, Any] = {}
         for group, names in zip(self._optimizer.param_groups, self._members, strict=True):
@@ -86,7 +94,7 @@ class HealedState:
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
-        shards = (local_of(tensor) for tensor in self._tensors.values() if isinstance(tensor, nn.Parameter))
+        shards = map(local_of, self._params.values())
         return hash(tuple(fingerprint(shard) for shard in shards))
 
     @torch.no_grad()
@@ -97,7 +105,7 @@ class HealedState:
             StateError: it is the state of another model, or of another part of it.
             CheckpointError: it is the state of another optimizer.
         """
-        own = {name: local_of(tensor) for name, tensor in self._tensors.items()}
+        own = {name: local_of(tensor) for name, tensor in self._tensors().items()}
         _check(own, shards["model"])
         staging = OptimizerStaging(self._model, self._optimizer)
         described = {

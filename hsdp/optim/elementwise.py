@@ -32,6 +32,7 @@ from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
 from hsdp.torch_private import rewrap_step
+from hsdp.unit.landing import is_landed
 from hsdp.unit.lookup import name_of, unit_of
 
 O = TypeVar("O", bound=torch.optim.Optimizer)  # noqa: E741
@@ -346,9 +347,11 @@ def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
         for part, member in zip(parts, target.members, strict=True)
     )
     size = target.tensor.numel()
-    # Where replicas have shares, gradients lie closer than parameters: what seems a gap is another one's gradient.
-    if target.gaps and (unit := unit_of(first)) is not None and unit.gradients.shared:
-        lie_alike = False
+    # What seems a gap is another parameter's gradient where a user has put them side by side, and where replicas have
+    # shares: these lie closer than parameters.
+    if target.gaps and base is not None and lie_alike:
+        unit = unit_of(first)
+        lie_alike = is_landed(base) and not (unit is not None and unit.gradients.shared)
     if lie_alike and base is not None and base.is_contiguous() and 0 <= origin <= base.numel() - size:
         flat = base.view(-1)[origin : origin + size]
         gaps = [flat[start:stop] for start, stop in target.gaps]

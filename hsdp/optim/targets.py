@@ -185,5 +185,13 @@ def _numbers(state: dict[str, Any] | None) -> object:
     """What must be equal for two parameters to step as one: what their state has, and the numbers in it."""
     if not state:
         return ()
-    numbers = {k: v if k in NUMBERS or not isinstance(v, Tensor) else ... for k, v in state.items()}
-    return tuple(sorted((k, float(v) if isinstance(v, Tensor) else v) for k, v in numbers.items()))
+    return tuple(sorted((name, _told(value)) for name, value in state.items()))
+
+
+def _told(value: Any) -> object:
+    """What a value of the state must have in common: a number, whatever its name, its own; another plain tensor itself."""
+    if isinstance(value, DTensor):
+        return ...
+    if isinstance(value, Tensor):
+        return value.item() if value.numel() == 1 else id(value)
+    return value

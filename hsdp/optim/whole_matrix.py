@@ -157,7 +157,8 @@ class WholeMatrix(torch.optim.Optimizer):
     def _planned(self) -> list[_Plan]:
         """The plans for the parameters that have gradients, looked up as long as these are the same."""
         pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
-        key = tuple((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs)
+        cuts = tuple((g.get("matrices"), tuple(g.get("split_sizes") or ())) for g in self.param_groups)
+        key = (cuts, *((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs))
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:
             if len(self._plans) >= 16:  # who steps other parameters each time would collect plans

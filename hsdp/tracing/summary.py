@@ -111,7 +111,12 @@ class Summary:
 
         Args:
             plan: of the traced model. The trace holds whole steps of its number of micro-batches, and nothing else.
+
+        Raises:
+            ValueError: the trace has no forward.
         """
+        if not self.iterations:
+            raise ValueError("Summary.beside(plan): the trace has no forward; record whole steps of the model")
         steps = self.iterations / plan.assumptions.micro_batches
         lines = [
             f"per step, measured / planned{'':4}{'started':>16}{'MiB sent':>20}{'ms under way':>20}{'ms exposed':>20}",

@@ -97,14 +97,14 @@ def _left_alone(module: nn.Module, ids: set[int]) -> bool:
 def _parts_of(tensor: Tensor, axes: MeshAxes) -> list[Tensor]:
     """The plain tensors of a buffer whose values must be equal on the ranks of `axes`.
 
-    None of a DTensor that is distributed over these ranks, and none of a sparse tensor.
+    None of a DTensor that is distributed over these ranks, and none of a sparse or a quantized tensor.
     """
     if isinstance(tensor, DTensor):
         return _parts_of(tensor._local_tensor, axes) if _same_block(tensor, axes) else []
     if is_traceable_wrapper_subclass(tensor):
         names, _ = tensor.__tensor_flatten__()
         return [part for name in names for part in _parts_of(getattr(tensor, name), axes)]
-    if tensor.layout is not torch.strided:
+    if tensor.layout is not torch.strided or tensor.is_quantized:
         return []
     part = tensor.detach()
     for dim, (size, stride) in enumerate(zip(part.shape, part.stride(), strict=True)):

@@ -272,3 +272,18 @@ def test_an_expanded_buffer_is_refused_before_anything_is_loaded(tmp_path: Path)
     assert torch.equal(model.weight, before)
     model.scale = model.scale.contiguous()
     checkpoint.load(tmp_path, model)
+
+
+def _tied(env: RankEnv) -> None:
+    model = nn.Sequential(nn.Linear(3, 3, bias=False), nn.Linear(3, 3, bias=False))
+    model[1].weight = model[0].weight
+    fully_shard(model, mesh=env.mesh(2))
+    values = {"0.weight": torch.ones(3, 3), "1.weight": torch.full((3, 3), 2.0)}
+    with pytest.raises(CheckpointError, match=r"different values for '0\.weight' and '1\.weight', which are one parameter"):
+        checkpoint.load_full_state_dict(model, values)
+    checkpoint.load_full_state_dict(model, dict.fromkeys(values, values["1.weight"]))
+    assert model[1].weight.full_tensor().eq(2.0).all()
+
+
+def test_different_values_for_tied_weights_are_refused(pool2: Pool) -> None:
+    pool2.run(_tied)

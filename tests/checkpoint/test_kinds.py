@@ -13,10 +13,12 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+import hsdp
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, made
 from tests.checkpoint import models as cm
 from tests.checkpoint.test_mismatch import Pair, refuse, saved, step_once
+from tests.support.rig import fake_world
 
 Make = Callable[[Any], torch.optim.Optimizer]
 O = torch.optim  # noqa: E741
@@ -171,10 +173,14 @@ def test_arrays_and_tensors_come_back_as_they_were(tmp_path: Path) -> None:
     numpy = pytest.importorskip("numpy")
     model = nn.Linear(2, 2)
     arrays = [numpy.arange(6.0).reshape(2, 3).T, numpy.array(["a", "bcd"]), numpy.zeros((0, 3), "int16"), numpy.array(3)]
+    arrays += [numpy.array(["", ""]), numpy.array([], "U3")]
     dtypes = [torch.bfloat16, torch.bool, torch.complex64, torch.float8_e4m3fn, torch.uint16]
     tensors = [torch.ones(2, 3).to(dtype) for dtype in dtypes] + [torch.ones(()), torch.ones(0, 2), torch.arange(6)[::2]]
-    checkpoint.save(tmp_path, model, extra={"a": arrays, "t": tensors, "p": nn.Parameter(torch.ones(1))}, step=1)
+    scalars = [numpy.str_(""), numpy.bytes_(b""), numpy.str_("ab"), numpy.float32(0.5)]
+    extra = {"a": arrays, "t": tensors, "p": nn.Parameter(torch.ones(1)), "s": scalars}
+    checkpoint.save(tmp_path, model, extra=extra, step=1)
     found = checkpoint.load(tmp_path, model).extra
+    assert found["s"] == scalars and list(map(type, found["s"])) == list(map(type, scalars))
     for array, other in zip(arrays, found["a"], strict=True):
         assert array.dtype == other.dtype and array.shape == other.shape and (array == other).all()
     for tensor, other in zip(tensors, found["t"], strict=True):
@@ -199,12 +205,22 @@ def test_what_cannot_be_saved_is_named_with_its_type(tmp_path: Path) -> None:
         ({"m": model}, r"extra\['m'\]\" is a torch.nn.modules.linear.Linear"),
         ({"o": numpy.array([object()])}, r"extra\['o'\]\" is a numpy.ndarray of dtype object"),
         ({"s": torch.ones(2).to_sparse()}, r"extra\['s'\]\" is a Tensor \(torch.sparse_coo"),
+        ({"q": torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8)}, r"extra\['q'\]\" is a Tensor .*torch.qint8"),
         (deep(), "is nested more than 100 deep"),
         ({object(): 1}, r"'a key of extra' is a builtins.object"),
     ]
     for extra, match in cases:
         with pytest.raises(CheckpointError, match=match):
             checkpoint.save(tmp_path, model, extra=extra, step=1)
+
+
+def test_a_quantized_buffer_is_left_alone_and_not_saved(tmp_path: Path) -> None:
+    with fake_world(2):
+        model = nn.Linear(2, 2)
+        model.register_buffer("table", torch.quantize_per_tensor(torch.ones(2), 0.1, 0, torch.qint8))
+        hsdp.fully_shard(model)
+    with pytest.raises(CheckpointError, match="'table' of the model is quantized"):
+        checkpoint.save(tmp_path, model, step=1)
 
 
 # -- parts of a checkpoint -----------------------------------------------------------------------------------------------

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimizer_state_dict
+from torch.distributed.tensor import DTensor
 from torch.optim import SGD, Adam, Optimizer
 
 import hsdp
@@ -188,3 +189,73 @@ def check_plain_beside(env: RankEnv, flat: bool) -> None:
 @pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
 def test_plain_parameters_may_be_stepped_beside(pool2: Pool, flat: bool) -> None:
     pool2.run(check_plain_beside, flat)
+
+
+def _side_by_side(env: RankEnv) -> None:
+    """A user keeps the gradients in one tensor, without the gaps that there are between parameters."""
+    torch.manual_seed(0)
+    models = [Scaled().double()]
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        hsdp.fully_shard(model, mesh=env.mesh(2))
+    optimizers = []
+    for model in models:
+        params = list(model.parameters())
+        optimizers.append(SGD([{"params": params[::2], "lr": 0.1}, {"params": params[1::2], "lr": 0.01}]))
+    local(optimizers[0], flat=True)
+    for k in range(3):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            params: list[Any] = list(model.parameters())
+            values = [torch.randn(p.to_local().shape, generator=torch.Generator().manual_seed(k)).double() for p in params]
+            whole = torch.cat([value.reshape(-1) for value in values])
+            for param, value in zip(params, whole.split([value.numel() for value in values]), strict=True):
+                grad = DTensor.from_local(
+                    value.view(param.to_local().shape),
+                    param.device_mesh,
+                    param.placements,
+                    run_check=False,
+                    shape=param.shape,
+                    stride=param.stride(),
+                )
+                param.grad = grad
+            optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())  # type: ignore[operator]
+
+
+class Counting(Optimizer):
+    """Counts steps in a tensor of a name that no optimizer of torch's uses."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in self.param_groups[0]["params"]:
+            if param.grad is not None:
+                count = self.state[param].setdefault("t", torch.zeros(()))
+                count += 1
+                param.add_(param.grad, alpha=-0.1 / count.item())
+
+
+def _own_counts(env: RankEnv) -> None:
+    torch.manual_seed(0)
+    models = [Scaled().double()]
+    models.append(copy.deepcopy(models[0]))
+    for model in models:
+        hsdp.fully_shard(model, mesh=env.mesh(2))
+    optimizers = [Counting(model.parameters()) for model in models]
+    local(optimizers[0], flat=True, elementwise=True)
+    for k in range(4):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            for at, param in enumerate(model.parameters()):
+                used = (k, at) not in ((0, 1), (1, 2))
+                param.grad = torch.ones_like(param) if used else None
+            optimizer.step()
+    for one, other in zip(models[0].parameters(), models[1].parameters(), strict=True):
+        torch.testing.assert_close(one.to_local(), other.to_local(), rtol=0, atol=1e-15)  # type: ignore[operator]
+
+
+@pytest.mark.parametrize("case", [_side_by_side, _own_counts], ids=["gradients", "counts"])
+def test_flat_takes_nothing_for_its_own_that_is_a_users(pool2: Pool, case: Any) -> None:
+    pool2.run(case)

@@ -420,6 +420,33 @@ def test_a_closure_a_scheduler_and_copies() -> None:
     torch.testing.assert_close(copied, weight, rtol=0, atol=0)
 
 
+def test_settings_of_groups_may_change_between_steps() -> None:
+    """How a matrix is cut is a setting as the learning rate is."""
+    torch.manual_seed(0)
+    value, grads = torch.randn(6, 4), torch.randn(2, 6, 4)
+    found = []
+    for changes in (True, False):
+        param = nn.Parameter(value.clone())
+        optimizer = Muon([{"params": [param]}], lr=0.1)
+        for k, grad in enumerate(grads):
+            param.grad = grad.clone()
+            if k and changes:
+                optimizer.param_groups[0]["split_sizes"] = (2, 4)
+            elif k:  # another optimizer, made with it
+                state = optimizer.state_dict()
+                optimizer = Muon([{"params": [param], "split_sizes": (2, 4)}], lr=0.1)
+                optimizer.load_state_dict({**state, "param_groups": optimizer.state_dict()["param_groups"]})
+            optimizer.step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+    plain = nn.Parameter(value.clone())
+    stepped = Muon([plain], lr=0.1)
+    for grad in grads:
+        plain.grad = grad.clone()
+        stepped.step()
+    assert not torch.equal(plain, found[0])
+
+
 def test_mistakes_are_refused_with_the_remedy() -> None:
     matrix, vector, stack = (nn.Parameter(torch.zeros(shape)) for shape in ((4, 4), (4,), (2, 4, 4)))
     for params, match in [

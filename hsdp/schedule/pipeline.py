@@ -59,7 +59,7 @@ class Reduction:
         self.replicas = 0 if unit.settings.replica_reduce.beyond_mesh else unit.replicate_comm.size
         self.parts = parts
         self.all_reduce = all_reduce
-        self.factor = unit.gradients.factor()
+        self.factor = unit.settings.factor(unit.gradients.ranks)
         self.in_tree = unit.in_tree
         self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.

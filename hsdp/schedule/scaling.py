@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -22,6 +23,7 @@ class Scaling(NamedTuple):
     after_all_reduce: float
 
 
+@functools.lru_cache(maxsize=256)  # each reduction asks for the same
 def scaling_of(factor: float, dtype: torch.dtype, all_reduced: bool, in_tree: bool) -> Scaling:
     """When to apply a unit's factor.
 

@@ -65,13 +65,13 @@ class Gradients:
 
     Args:
         params, settings: the unit's.
-        ranks: over how many gradients are summed.
+        ranks: over how many gradients are summed, also as an attribute.
     """
 
     def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any], ranks: int) -> None:
         self._params = params
         self._settings = settings
-        self._ranks = ranks
+        self.ranks = ranks
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
@@ -137,7 +137,7 @@ class Gradients:
 
     def factor(self) -> float:
         """What sums over all ranks are multiplied with, as the unit is set at present."""
-        return self._settings.factor(self._ranks)
+        return self._settings.factor(self.ranks)
 
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
@@ -340,7 +340,6 @@ class Gradients:
             if hooked:
                 run_grad_hooks(part, used)
                 standing = True  # they may have given a gradient to any of the parameters
-            mark_landed(part)
             noted = len(self._undo.entries)
             if not standing and all(used):
                 grads, locals_ = assign_grads(part)
@@ -364,7 +363,8 @@ class Gradients:
 
     def _assign(self, part: GroupReduction, used: list[bool], undoable: bool) -> None:
         """Its values are added to the gradients of the parameters that were used, or become them."""
-        for param, local, was_used in zip(part.grad_layout.params, part.locals(), used, strict=True):
+        mark_landed(locals_ := part.locals())
+        for param, local, was_used in zip(part.grad_layout.params, locals_, used, strict=True):
             if not was_used:
                 continue
             sharded: Any = param.sharded

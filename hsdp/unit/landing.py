@@ -67,10 +67,10 @@ def run_grad_hooks(part: GroupReduction, used: list[bool]) -> None:
 _MARK = "_hsdp_landed"
 
 
-def mark_landed(part: GroupReduction) -> None:
-    """Says of the memory in which the part's gradients lie that hsdp laid it out: what is between them is padding."""
-    for value in part.stored():
-        setattr(value if value._base is None else value._base, _MARK, True)
+def mark_landed(locals_: list[Tensor]) -> None:
+    """Says of the buffer in which local gradients lie, if they share one, that hsdp laid it out: gaps are padding."""
+    if locals_ and (base := locals_[0]._base) is not None:
+        setattr(base, _MARK, True)
 
 
 def is_landed(memory: Tensor) -> bool:
@@ -85,6 +85,8 @@ def assign_grads(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
     with plain_access():
         for param, grad in zip(layout.sharded, grads, strict=True):
             param.grad = grad
+    if (base := locals_[0]._base) is not None:  # `mark_landed`, without its call
+        setattr(base, _MARK, True)
     return grads, locals_
 
 

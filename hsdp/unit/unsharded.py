@@ -127,7 +127,7 @@ class UnshardedParams:
             if self._on_meta:
                 raise self._unmaterialised()
             parts = self._part_version == version and self.shards_unchanged()
-            if not parts:
+            if self._part_version is not None and not parts:
                 self._drop_parts()
             transfers: list[tuple[Tensor, Tensor]] = []
             try:
@@ -348,16 +348,16 @@ class UnshardedParams:
         if self.open:
             self.shadows.hide()
             self.open = False
-        self._drop_parts()
+        if self._part_version is not None:
+            self._drop_parts()
         if self.context.observer is not None:
             self.context.observer.allocates(self)
 
     def _drop_parts(self) -> None:
-        """Frees the parts that a smaller group kept, if there are any."""
-        if self._part_version is not None:
-            self._part_version = None
-            for group in self.dtype_groups:
-                group.drop_part()
+        """Frees the parts that a smaller group kept."""
+        self._part_version = None
+        for group in self.dtype_groups:
+            group.drop_part()
 
     def _free(self) -> None:
         if not self.retained:

@@ -94,7 +94,7 @@ def fully_shard(
         `module` itself.
 
     Raises:
-        TypeError: an argument is of the wrong type.
+        TypeError: an argument is of the wrong type, or a module's class cannot have a subclass.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
             no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
         DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
@@ -163,7 +163,13 @@ def _check_modules(module: Any) -> list[nn.Module]:
                 f"fully_shard({type(m).__name__}): its own {hidden[0]!r} would be hidden by a method of sharded modules "
                 "with this name; rename it, or call fully_shard on its children and on the module that holds it"
             )
-        sharded_class(type(m))  # made now: one that cannot be made is to leave the module as it was
+        try:
+            sharded_class(type(m))  # made now: one that cannot be made is to leave the module as it was
+        except TypeError as error:
+            raise TypeError(
+                f"fully_shard({type(m).__name__}): a subclass of its class, which sharded modules get, cannot be made "
+                f"({error}); give arguments of __init_subclass__ defaults, or call fully_shard on its children"
+            ) from error
     if len(set(map(id, modules))) != len(modules):
         raise ValueError("fully_shard([...]): a module is in the list twice; pass each once")
     return modules

@@ -219,7 +219,6 @@ class Setters(FSDP2Compat):
         Every rank of the mesh calls it. Units with the same shard ranks share the group.
         """
         flag = check_flag("set_separate_reduce_scatter_group", enable)
-        self._finish_reductions()
         for unit in self._units(recurse):
             unit.separate_reduce_scatters(flag)
         Root.generation += 1  # roots look again at what their units communicate over

@@ -71,13 +71,17 @@ def claims_of(flat: Mapping[str, Any], optimizer: Mapping[str, Any] | None, size
 
 
 def contested(claims: Sequence[Claims]) -> list[str]:
-    """The keys that meshes of different ranks have. The ranks' claims are all there, in rank order.
+    """The keys that meshes of different ranks have, given the claims of all ranks, in rank order.
+
+    Ranks that sent the same are one object (`unpack_all`), which is looked at once: there may be thousands of them.
 
     Raises:
         CheckpointError: optimizers have other parameters, or other plain tensors, on one rank than on another.
     """
     first = claims[0]
-    for rank, other in enumerate(claims):
+    rank_of = {id(one): rank for rank, one in reversed(list(enumerate(claims)))}
+    distinct = [(rank, claims[rank]) for rank in sorted(rank_of.values())]
+    for rank, other in distinct:
         if other.stepped != first.stepped:
             only = sorted(set(other.stepped) ^ set(first.stepped))
             raise CheckpointError(
@@ -92,9 +96,10 @@ def contested(claims: Sequence[Claims]) -> list[str]:
                     "0, whose would be kept; keep state of a rank's own rows as DTensors, torch.zeros_like(param)"
                 )
     meshes: defaultdict[str, set[Mesh]] = defaultdict(set)
-    for one in dict.fromkeys((tuple(ranks), tuple(keys)) for each in claims for ranks, keys in each.meshes.items()):
-        for key in one[1]:
-            meshes[key].add(one[0])
+    for _, one in distinct:
+        for ranks, keys in one.meshes.items():
+            for key in keys:
+                meshes[key].add(ranks)
     return [key for key, found in meshes.items() if len(found) > 1]
 
 

@@ -55,7 +55,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict by clean name; tensors share memory with the model.
 
     Raises:
-        CheckpointError: a parameter is on the meta device, or two have one name but for what wrappers put into names.
+        CheckpointError: a parameter is on the meta device, a buffer is quantized, or two have one name but for what
+            wrappers put into names.
     """
     entries: dict[str, Entry] = {}
     with torch.inference_mode(False):  # there DTensors cannot be detached

@@ -135,10 +135,6 @@ class Gradients:
                     self._plans.append(self._made.plan(group, trainable))
             self.scatter_bytes = sum(plan.scatter_bytes for plan in self._plans)
 
-    def factor(self) -> float:
-        """What sums over all ranks are multiplied with, as the unit is set at present."""
-        return self._settings.factor(self.ranks)
-
     def take(self, runs_on: bool, all_reduce: bool = True) -> list[GroupReduction]:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 
@@ -192,7 +188,7 @@ class Gradients:
 
         Whoever sends them multiplies all of them with the factor of then.
         """
-        factor, before = self.factor(), self._stash_factor
+        factor, before = self._settings.factor(self.ranks), self._stash_factor
         if factor != before:
             for held in self._stash.values():
                 held.mul_(before / factor)

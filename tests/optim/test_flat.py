@@ -191,13 +191,15 @@ def test_plain_parameters_may_be_stepped_beside(pool2: Pool, flat: bool) -> None
     pool2.run(check_plain_beside, flat)
 
 
+def _two_alike(env: RankEnv) -> list[Any]:
+    torch.manual_seed(0)
+    model = Scaled().double()
+    return [hsdp.fully_shard(one, mesh=env.mesh(2)) for one in (model, copy.deepcopy(model))]
+
+
 def _side_by_side(env: RankEnv) -> None:
     """A user keeps the gradients in one tensor, without the gaps that there are between parameters."""
-    torch.manual_seed(0)
-    models = [Scaled().double()]
-    models.append(copy.deepcopy(models[0]))
-    for model in models:
-        hsdp.fully_shard(model, mesh=env.mesh(2))
+    models = _two_alike(env)
     optimizers = []
     for model in models:
         params = list(model.parameters())
@@ -239,11 +241,7 @@ class Counting(Optimizer):
 
 
 def _own_counts(env: RankEnv) -> None:
-    torch.manual_seed(0)
-    models = [Scaled().double()]
-    models.append(copy.deepcopy(models[0]))
-    for model in models:
-        hsdp.fully_shard(model, mesh=env.mesh(2))
+    models = _two_alike(env)
     optimizers = [Counting(model.parameters()) for model in models]
     local(optimizers[0], flat=True, elementwise=True)
     for k in range(4):

@@ -111,12 +111,19 @@ def _times_ten(tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> N
     tensor.mul_(10.0)
 
 
+def _scatter_times_ten(output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+    dist.reduce_scatter_tensor(output_tensor, input_tensor, op, group)
+    output_tensor.mul_(10.0)
+
+
 SETTERS: dict[str, Callable[[Any, bool], object]] = {
     "hook": lambda model, on: [
         layer.set_all_reduce_hook((lambda tensor: tensor.mul_(10.0)) if on else None) for layer in model.layers
     ],
     "replica reduce": lambda model, on: model.set_replica_reduce(_times_ten if on else None),
-    "scatter group": lambda model, on: model.set_separate_reduce_scatter_group(on),
+    "reduce-scatter": lambda model, on: [
+        layer.set_custom_reduce_scatter(_scatter_times_ten if on else None) for layer in model.layers
+    ],
 }
 
 
@@ -128,10 +135,9 @@ def _set_later(env: RankEnv, shape: tuple[int, ...], what: str, policy: hsdp.Com
     SETTERS[what](model, False)
     model.set_is_last_backward(True)
     model.flush()
-    if what != "scatter group":
-        for param in twin.parameters():
-            assert param.grad is not None
-            param.grad.mul_(10.0)
+    for param in twin.parameters() if what != "reduce-scatter" or shape[1] > 1 else ():  # one shard rank scatters nothing
+        assert param.grad is not None
+        param.grad.mul_(10.0)
     _same(model, twin)
 
 
@@ -141,6 +147,24 @@ def _set_later(env: RankEnv, shape: tuple[int, ...], what: str, policy: hsdp.Com
 def test_a_backward_is_reduced_as_it_was_set_then(pool4: Pool, shape: tuple[int, ...], what: str, bucket: int) -> None:
     policy = hsdp.CommPolicy(all_reduce_bucket_bytes=bucket, reduce_scatter_bucket_bytes=bucket)
     pool4.run(_set_later, shape, what, policy)
+
+
+def _unused_then(env: RankEnv) -> None:
+    """A parameter that no rank used gets what was asked for when the backward ran."""
+    for asked, found in (("zero", True), ("none", False)):
+        spare: Any = nn.Sequential(nn.Linear(DIM, DIM)).double()
+        spare.unused = nn.Parameter(torch.ones(DIM, dtype=torch.float64))
+        hsdp.fully_shard(spare, mesh=env.mesh((2, 1)))
+        spare.set_unused_param_grads(asked)
+        spare.set_is_last_backward(False)
+        spare(_x(0, env.rank)).sum().backward()
+        spare.set_unused_param_grads("none" if asked == "zero" else "zero")
+        spare.flush()
+        assert (spare.unused.grad is not None) is found
+
+
+def test_unused_parameters_get_what_was_asked_for_then(pool2: Pool) -> None:
+    pool2.run(_unused_then)
 
 
 class Nested(nn.Module):
@@ -221,7 +245,7 @@ def _parts_within(env: RankEnv) -> None:
     model, twin = _pair(env, (4,), reshard_after_forward=2)
     for _ in range(3):
         for one in (model, twin):
-            one.between = lambda module: _write(model if module is model else twin)
+            one.between = _write
         torch.testing.assert_close(model(_x(0, env.rank)), twin(_x(0, env.rank)))
 
 

@@ -62,6 +62,8 @@ class Muon(WholeMatrix, torch.optim.Muon):
         StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
 
+    _settings = (*WholeMatrix._settings, "_ns_dtype")
+
     def __init__(
         self,
         params: Iterable[Any],

@@ -44,6 +44,7 @@ class WholeMatrix(torch.optim.Optimizer):
     (`scale`), what its work is (`cost`) and in which dtype matrices travel and are computed with (`wire_dtype`).
     """
 
+    _settings: tuple[str, ...] = ("_bucket_bytes", "_over_replicas")  # attributes that copies of the optimizer have too
     _bucket_bytes = BUCKET_BYTES
     _over_replicas = False
     _plans: dict[tuple[object, ...], list[_Plan]]
@@ -114,8 +115,7 @@ class WholeMatrix(torch.optim.Optimizer):
 
     def __getstate__(self) -> dict[str, Any]:
         """What a copy is made of: as torch's, and this object's own settings, without plans and process groups."""
-        own = ("_bucket_bytes", "_ns_dtype", "_over_replicas")
-        return {**super().__getstate__(), **{key: value for key, value in self.__dict__.items() if key in own}}
+        return {**super().__getstate__(), **{key: self.__dict__[key] for key in self._settings if key in self.__dict__}}
 
     def _forget(self) -> None:
         self._plans, self._comms, self._adamw = {}, {}, None

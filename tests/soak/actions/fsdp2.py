@@ -15,7 +15,9 @@ from tests.soak.actions.models import Net
 from tests.soak.actions.programs import Program
 from tests.soak.actions.sides import Sharded, Side, Values, units_of
 
-LEFT_OUT = frozenset({"levels", "policies", "scalars", "locals", "others", "repeats", "factors", "tunes", "options"})
+LEFT_OUT = frozenset(
+    {"levels", "policies", "scalars", "locals", "others", "repeats", "factors", "tunes", "options", "saves", "muon"}
+)
 """Features that programs for it must not use."""
 
 

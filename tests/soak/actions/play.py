@@ -135,6 +135,7 @@ class _Play:
         self.sharded.flush(-1)
         self.compare()
         self.compare_replicas()
+        self.sharded.end()
 
     def applies(self, action: Action) -> bool:
         """Whether an action can be judged where it stands."""
@@ -147,6 +148,8 @@ class _Play:
             return not pending  # what is visible is scaled, and sums are not
         if kind == "assign" and self.program.max_norm:
             return False  # the forward in it would be refused
+        if kind == "restore":
+            return self.sharded.saved is not None and self.twin.saved is not None
         if kind in ("sam", "assign", "surgery"):
             return not pending and not (kind == "sam" and self.program.local == "over replicas")  # each has a share there
         if kind == "noise":
@@ -280,7 +283,7 @@ class _Play:
             mine.add("lost")
         if kind == "zero" and "none" not in action[1]:
             self.zeroed = True
-        told = {"full write": "write", "raw step": "step"}.get(kind, kind)
+        told = {"full write": "write", "raw step": "step", "restore": "load"}.get(kind, kind)
         if kind == "backward" and "hook" in action[2]:
             told = action[2]["hook"][0] + " in backward"
         if kind == "toggle" or kind == "unshard":

@@ -25,6 +25,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("infer",)                               an evaluation under inference_mode
     ("lists", who, forward, backward)        prefetch lists of a unit
     ("assign",)                              load_state_dict(assign=True), and a new optimizer
+    ("save", kind) ("restore",)              keeps the model's and the optimizer's state: one of `SAVES`; goes back to it
     ("factor", factor)                       what gradients of backwards from now on are multiplied with
     ("tune", what, who, on)                  one of `TUNES` of a unit: how it communicates, which changes no number
 
@@ -46,6 +47,7 @@ ZEROS = ("module none", "module zero", "optimizer none", "optimizer zero", "none
 WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
 KEEPS = ("detach", "local", "state dict")
 RESETS = ("dict", "zeros", "in place", "count")
+SAVES = ("memory", "files", "background", "whole")
 FOLLOWS = ("foreach", "in place", "data")
 SURGERIES = ("same state", "two groups", "group added")
 LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
@@ -87,6 +89,8 @@ FEATURES = {
     "repeats": "parts called several times in a forward, of which ranks' losses use different calls",
     "factors": "other gradient factors from one micro-batch to the next",
     "tunes": "setters of how units communicate, between any two actions, and units that stay in parts",
+    "saves": "the model's and the optimizer's state, kept in one way or another and restored later",
+    "muon": "an optimizer that steps whole matrices",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -127,6 +131,10 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
     program = _with_repeats(program, random.Random(f"{seed}, repeats"), without)
     if "factors" not in without:
         program = _with_factors(program, random.Random(f"{seed}, factors"))
+    if "muon" not in without:
+        program = _with_muon(program, random.Random(f"{seed}, muon"))
+    if "saves" not in without:
+        program = _with_saves(program, random.Random(f"{seed}, saves"))
     return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
 
 
@@ -348,6 +356,24 @@ def _with_factors(program: Program, rng: random.Random) -> Program:
             backwards = [at for at, action in enumerate(actions) if action[0] == "backward"]
             at = rng.choice(backwards) if backwards and rng.random() < 0.7 else rng.randrange(len(actions) + 1)
             actions.insert(at, ("factor", rng.choice([0.5, 1.0, 3.0, -2.0])))
+    return replace(program, actions=tuple(actions))
+
+
+def _with_muon(program: Program, rng: random.Random) -> Program:
+    """Perhaps with an optimizer that steps matrices as a whole, shared out among replicas or not."""
+    local = rng.choice(["", "over replicas"])
+    return replace(program, optimizer="muon", local=local) if rng.random() < 0.1 else program
+
+
+def _with_saves(program: Program, rng: random.Random) -> Program:
+    """With states that are kept, and restored some time later; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.2:
+        for _ in range(rng.choice([1, 1, 2])):
+            at = rng.randrange(len(actions) + 1)
+            actions.insert(at, ("save", rng.choice(SAVES)))
+            for _ in range(rng.choice([1, 1, 2])):
+                actions.insert(rng.randrange(at + 1, len(actions) + 1), ("restore",))
     return replace(program, actions=tuple(actions))
 
 

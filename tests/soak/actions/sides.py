@@ -8,6 +8,8 @@ Sharded  the model under hsdp, fed with this rank's batches
 from __future__ import annotations
 
 import copy
+import functools
+import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
@@ -18,11 +20,12 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
-from hsdp import debug
+from hsdp import checkpoint, debug
 from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned, opened
 from tests.soak.actions.programs import Program
+from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
 Values = list[tuple[str, Tensor]]
@@ -51,13 +54,29 @@ class Side:
         self.hooks: list[Any] = []
         self.averages: list[Tensor] = []
         self.held: list[tuple[str, Tensor]] = []
+        self.saved: Any = None
 
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         """The program's optimizer, new, for these groups."""
         name, _, mode = self.program.optimizer.partition(" ")
+        if name == "muon":
+            shares = self.program.local == "over replicas"
+            return hsdp.optim.Muon(self.groups_of(groups), lr=0.02, ns_dtype=None, over_replicas=shares)
         if name == "sgd":
             return torch.optim.SGD(groups, lr=0.05, momentum=0.5)
         return torch.optim.AdamW(groups, lr=0.01, eps=1e-3, **{mode: True} if mode else {})
+
+    def groups_of(self, groups: list[dict[str, Any]]) -> list[dict[str, Any]]:
+        """These groups as the program's optimizer takes them: Muon those of matrices alone, and AdamW in it the others."""
+        if self.program.optimizer != "muon":
+            return groups
+        made = []
+        for group in groups:
+            adamw = {**group, "algorithm": "adamw", "eps": 1e-3}
+            for settings, matrices in ((group, True), (adamw, False)):
+                if chosen := [param for param in group["params"] if (param.ndim == 2) is matrices]:
+                    made.append({**settings, "params": chosen})
+        return made
 
     # -- where the sides differ ------------------------------------------------------------------------------------
 
@@ -351,6 +370,17 @@ class Side:
             group["lr"] *= factor
         return []
 
+    def save(self, at: int, kind: str) -> Values:
+        weights = {name: value.clone() for name, value in self.model.state_dict().items()}
+        self.saved = "memory", (weights, copy.deepcopy(self.optimizer.state_dict()))
+        return []
+
+    def restore(self, at: int) -> Values:
+        weights, states = self.saved[1]
+        self.model.load_state_dict(weights)
+        self.optimizer.load_state_dict(copy.deepcopy(states))
+        return []
+
     # -- other roots, models and optimizers ---------------------------------------------------------------------------
 
     def child(self, at: int, slot: int, part: int) -> Values:
@@ -393,9 +423,9 @@ class Side:
         made = self.optimizer_of([*first, *(second if kind == "two groups" else [])])
         if kind == "same state" and len(self.optimizer.param_groups) == 1:
             made.load_state_dict(self.optimizer.state_dict())
-        for group in second if kind == "group added" else []:
+        for group in self.groups_of(second) if kind == "group added" else []:
             made.add_param_group(group)
-        self.optimizer = made
+        self.optimizer, self.saved = made, None
         return []
 
     def sam(self, at: int, scale: float) -> Values:
@@ -421,6 +451,7 @@ class Side:
     def assign(self, at: int) -> Values:
         self.slots.clear()
         self.hooks.clear()
+        self.saved = None
         state = {name: value * 0.95 for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(state, assign=True)
         self.params = dict(self.model.named_parameters())
@@ -528,7 +559,7 @@ class Sharded(Side):
 
     def optimizer_of(self, groups: list[dict[str, Any]]) -> torch.optim.Optimizer:
         made, kind = super().optimizer_of(groups), self.program.local
-        if not kind:
+        if not kind or isinstance(made, hsdp.optim.Muon):
             return made
         return hsdp.optim.local(made, **{kind.replace(" ", "_"): True} if kind != "local" else {})
 
@@ -615,6 +646,33 @@ class Sharded(Side):
         super().write(at, kind, which)
         return self.eval(at, {}) if kind == "data set" and self.written(kind, which) else []
 
+    def save(self, at: int, kind: str) -> Values:
+        alone = self.device == emulator.NAME  # whose backend cannot send to one rank
+        if kind == "memory" or (kind == "whole" and alone):
+            return super().save(at, kind)
+        if kind == "whole":
+            whole = checkpoint.full_state_dict(self.model), checkpoint.full_optimizer_state_dict(self.model, self.optimizer)
+            self.saved = kind, whole
+            return []
+        self.saved = kind, checkpoint.save(_folder(), self.model, self.optimizer, step=at, async_=kind == "background")
+        return []
+
+    def restore(self, at: int) -> Values:
+        kind, saved = self.saved
+        if kind == "memory":
+            return super().restore(at)
+        if kind == "whole":
+            checkpoint.load_full_state_dict(self.model, saved[0])
+            checkpoint.load_full_optimizer_state_dict(self.model, self.optimizer, saved[1])
+        else:
+            checkpoint.load(saved.wait(), self.model, self.optimizer)
+        return []
+
+    def end(self) -> None:
+        """The program is over: nothing of it goes on."""
+        if self.saved is not None and self.saved[0] == "background":
+            self.saved[1].wait()
+
     def step(self, at: int) -> Values:
         self.model.flush()
         return super().step(at)
@@ -672,6 +730,19 @@ class Sharded(Side):
     def _unit(self, who: int) -> Any:
         parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
         return self.model if who < 0 or not parts else parts[who % len(parts)]
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """One for all programs that the process plays: a directory that it saves to stays its own."""
+    return tempfile.TemporaryDirectory(prefix="hsdp-actions-")
+
+
+def _folder() -> str:
+    """Where checkpoints go: rank 0's folder, on all ranks."""
+    told = [_own_folder().name if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    return told[0]
 
 
 def _gather(output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> Any:

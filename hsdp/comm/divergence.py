@@ -210,8 +210,14 @@ class DivergenceGuard:
         if self._broken:
             raise DivergenceError(self._broken)
         answer = Answer(self._rank, count, described(kind, name), asked)
-        self._questions.note_wait(answer, waited)
-        if self._questions.asks(answer):
+        try:
+            self._questions.note_wait(answer, waited)
+            differs = self._questions.asks(answer)
+        except dist.DistError:
+            # The store is gone, as when the rank that holds it has ended before others: nobody can ask there any more, and
+            # what was started, among ranks that are all here, may end well.
+            return
+        if differs:
             with self._breaking(answer.what):
                 raise self._questions.alarm(answer)
 

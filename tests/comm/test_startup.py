@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from datetime import timedelta
 from unittest import mock
 
@@ -150,3 +151,24 @@ def _loses_the_store(env: RankEnv) -> None:
 
 def test_a_store_that_is_gone_is_an_error_of_a_collective(pool2: Pool) -> None:
     pool2.run(_loses_the_store)
+
+
+def _waits_without_the_store(env: RankEnv) -> None:
+    model = shard(nn.Linear(4, 4), env.mesh(2), comm_policy=hsdp.CommPolicy(shared_memory=False))
+    guard = model._hsdp_state.unit.shard_comm.divergence_guard
+    for _ in range(3):
+        model(torch.ones(1, 4)).sum().backward()
+    gone = dist.DistNetworkError("Connection reset by peer")
+    with (
+        mock.patch.object(work, "_TICK", timedelta(seconds=0.1)),
+        mock.patch.object(type(guard._questions), "asks", side_effect=gone) as looked,
+    ):
+        if env.rank:
+            time.sleep(0.5)
+        model(torch.ones(1, 4)).sum().backward()
+    assert looked.called or env.rank, "nobody waited"
+
+
+def test_a_known_collective_ends_well_though_the_store_is_gone(pool2: Pool) -> None:
+    """The rank that holds the store has ended, and others, whose collectives do without it, are not done."""
+    pool2.run(_waits_without_the_store)

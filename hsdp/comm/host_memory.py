@@ -20,6 +20,7 @@ import os
 import select
 import socket
 import struct
+import threading
 import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -125,6 +126,7 @@ class HostMemory:
             self._poll.register(peer, select.POLLIN)
         self._rank_at = {peer.fileno(): other for other, peer in peers.items()}
         self._bytes = {other: bytearray() for other in peers}
+        self._taking = threading.Lock()
         self._came = dict.fromkeys(peers, 0)  # how many lines each sent
         self._lines: dict[int, dict[int, Line]] = {}  # by post, by rank
         self._lost: dict[int, str] = {}  # ranks from which nothing can come any more, and why
@@ -341,24 +343,31 @@ class HostMemory:
 
     def _take_lines(self, timeout: float | None) -> bool:
         """Takes what has come, waiting for something if need be; returns whether anything came."""
-        ready = self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
-        for file, _ in ready:
-            rank = self._rank_at[file]
-            came = self._taken_from(rank)
-            if not came:
-                self._poll.unregister(file)
-                continue
-            held = self._bytes[rank]
-            held += came
-            whole = len(held) // _LINE.size * _LINE.size
-            for line in map(Line._make, _LINE.iter_unpack(bytes(held[:whole]))):
-                number = self._came[rank]
-                self._readings[rank] = Reading(number, line.read_below, line.unread)
-                if number >= self._posts or number in self._unread:
-                    self._lines.setdefault(number, {})[rank] = line
-                self._came[rank] += 1  # last: an exception from outside must not leave a post without its line
-            del held[:whole]
-        return bool(ready)
+        # Who asks for a post that nobody waits for any more may do so from in here, as garbage collection ends a model, or
+        # from another thread: lines that two take would be counted twice, or out of order.
+        if timeout is not None and timeout <= 0.0 and self._taking.locked():
+            return False
+        with self._taking:
+            ready = self._poll.poll(None if timeout is None else max(0.0, timeout) * 1000)
+            for file, _ in ready:
+                self._take_lines_of(self._rank_at[file], file)
+            return bool(ready)
+
+    def _take_lines_of(self, rank: int, file: int) -> None:
+        came = self._taken_from(rank)
+        if not came:
+            self._poll.unregister(file)
+            return
+        held = self._bytes[rank]
+        held += came
+        whole = len(held) // _LINE.size * _LINE.size
+        for line in map(Line._make, _LINE.iter_unpack(bytes(held[:whole]))):
+            number = self._came[rank]
+            self._readings[rank] = Reading(number, line.read_below, line.unread)
+            if number >= self._posts or number in self._unread:
+                self._lines.setdefault(number, {})[rank] = line
+            self._came[rank] += 1  # last: an exception from outside must not leave a post without its line
+        del held[:whole]
 
     def _taken_from(self, rank: int) -> bytes:
         """What has come from a rank, with the block that came along mapped; nothing if nothing can come any more."""

@@ -334,6 +334,43 @@ def test_an_interrupt_does_not_lose_what_has_come(pool2: Pool) -> None:
     pool2.run(_is_interrupted)
 
 
+class _Ends:
+    """Garbage, which asks for posts that nobody waits for when it is collected, and leaves more garbage behind."""
+
+    def __init__(self, abandoned: list[Any]) -> None:
+        self._abandoned, self._me = abandoned, self
+
+    def __del__(self) -> None:
+        if self._abandoned:
+            for post in self._abandoned:
+                post.is_completed()
+            _Ends(self._abandoned)
+
+
+def _is_asked_from_within(env: RankEnv) -> None:
+    memory = _memory()
+    abandoned: list[Any] = [None]
+    threshold = gc.get_threshold()
+    try:
+        for k in range(8):
+            output, mine = torch.empty(env.world_size), torch.full((1,), float(k))
+            (post,), _ = memory.all_gather(UNIT, 2 * k, [torch.empty_like(output)], [mine])
+            abandoned[:] = [post]
+            if not k:
+                _Ends(abandoned)
+                gc.set_threshold(1, 1, 1)
+            _now(memory.all_gather(UNIT, 2 * k + 1, [output], [mine]))
+            assert output.tolist() == [k] * env.world_size
+    finally:
+        gc.set_threshold(*threshold)
+        abandoned.clear()
+
+
+def test_garbage_that_is_collected_while_lines_are_taken_may_ask_for_its_posts(pool2: Pool) -> None:
+    """A model that is deleted behind a step whose gathers over replicas are under way asks whether they have ended."""
+    pool2.run(_is_asked_from_within)
+
+
 def _hoards(env: RankEnv) -> None:
     memory = _memory()
     output, mine = torch.empty(env.world_size), torch.ones(1)

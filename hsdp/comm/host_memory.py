@@ -247,7 +247,10 @@ class HostMemory:
         with outside_transforms(), torch.no_grad():
             for tensor, place in zip(tensors, block.tensors(post.layout), strict=True):
                 place.copy_(tensor)
-        # Not before: a post that failed, for want of memory say, was none, and the next one has its number.
+        # Not before: a post that failed, for want of memory say, was none, and the next one has its number. So has the next
+        # block that of one which goes to nobody: the others count those that come.
+        if block.file is not None:
+            self._blocks += 1
         post.number = number
         self._unread.add(number)
         self._written[number] = block
@@ -297,9 +300,7 @@ class HostMemory:
             self._free.remove(block)
             return block
         # Few sizes, so that blocks fit other posts, too; pages that nobody touches take no memory.
-        block = Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
-        self._blocks += 1
-        return block
+        return Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
 
     # -- lines -----------------------------------------------------------------------------------------------------------
 

@@ -404,6 +404,22 @@ def test_a_collective_without_memory_is_named_and_was_none(pool2: Pool) -> None:
     pool2.run(_finds_no_memory)
 
 
+def _fails_to_write(env: RankEnv) -> None:
+    memory = _memory()
+    output, mine = torch.empty(env.world_size), torch.ones(1)
+    if env.rank:
+        with pytest.raises(NotImplementedError, match="meta"):
+            memory.all_gather(UNIT, 0, [output], [mine.to("meta")])
+    for k in range(3):
+        _now(memory.all_gather(UNIT, k, [output], [k * mine]))
+        assert output.tolist() == [k] * env.world_size
+
+
+def test_a_post_that_could_not_be_written_was_none(pool2: Pool) -> None:
+    """Nor was the block that was made for it: other ranks never see it."""
+    pool2.run(_fails_to_write)
+
+
 def _disagrees(env: RankEnv) -> None:
     memory, mine = _memory(), torch.ones(4)
     works, then = memory.all_reduce(UNIT, env.rank, [mine])

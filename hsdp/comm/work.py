@@ -263,8 +263,10 @@ def wait_for(
 def _failed(error: RuntimeError, kind: str, name: str) -> RuntimeError:
     if isinstance(error, DivergenceError):
         return error
+    # Whoever clears up after a failure may have destroyed all groups before the rest is waited for.
+    where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     return CollectiveError(
-        f"the {described(kind, name)} failed on rank {dist.get_rank()}: {error}. Another rank may have stopped, raised "
+        f"the {described(kind, name)} failed{where}: {error}. Another rank may have stopped, raised "
         f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
     )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager
 from datetime import timedelta
 from unittest import mock
 
@@ -34,12 +35,23 @@ class LateWork:
         return self._ended
 
 
+def _in_a_group() -> AbstractContextManager[object]:
+    return mock.patch.multiple(dist, get_rank=lambda: 0, is_initialized=lambda: True)
+
+
 def test_a_work_that_ends_with_the_tick_has_ended_well() -> None:
     wait_for(LateWork(), "gloo", None, 0, "all-gather", "unit")
 
 
 def test_a_work_that_fails_with_the_tick_is_told_with_its_own_error() -> None:
-    with mock.patch.object(dist, "get_rank", return_value=0), pytest.raises(CollectiveError, match="closed by peer"):
+    with _in_a_group(), pytest.raises(CollectiveError, match="failed on rank 0: connection closed by peer"):
+        wait_for(LateWork("connection closed by peer"), "gloo", None, 0, "all-gather", "unit")
+
+
+def test_a_work_that_failed_is_told_behind_the_destruction_of_all_groups() -> None:
+    """As in a `finally` behind a backward that failed: what is left of it must not raise that there is no group."""
+    told = "the all-gather of unit 'unit' failed: connection closed by peer"
+    with mock.patch.object(dist, "is_initialized", return_value=False), pytest.raises(CollectiveError, match=told):
         wait_for(LateWork("connection closed by peer"), "gloo", None, 0, "all-gather", "unit")
 
 
@@ -96,7 +108,7 @@ def test_a_collective_in_two_phases_that_failed_in_one_is_missed_by_each_wait(fa
 
     first = CommWork(_Carrier(), "all-reduce", _Owner(), [_Ended("peer" if fails == "first" else "")], None)
     comm_work = TwoPhases(_Carrier(), "all-reduce", _Owner(), [first], second)
-    with mock.patch.object(dist, "get_rank", return_value=0):
+    with _in_a_group():
         with pytest.raises(MemoryError if fails == "between" else CollectiveError):
             comm_work.wait()
         for _ in range(2):

@@ -157,7 +157,7 @@ class WholeMatrix(torch.optim.Optimizer):
     def _planned(self) -> list[_Plan]:
         """The plans for the parameters that have gradients, looked up as long as these are the same."""
         pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
-        cuts = tuple((g.get("matrices"), tuple(g.get("split_sizes") or ())) for g in self.param_groups)
+        cuts = repr([(g.get("matrices"), g.get("split_sizes")) for g in self.param_groups])  # a list has no hash
         key = (cuts, *((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs))
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:

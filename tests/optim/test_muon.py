@@ -447,6 +447,20 @@ def test_settings_of_groups_may_change_between_steps() -> None:
     assert not torch.equal(plain, found[0])
 
 
+@pytest.mark.parametrize("sizes", [3, [3, 3]])
+def test_split_sizes_may_be_one_number_for_all_or_a_list(sizes: int | list[int]) -> None:
+    """Heads of equal size: an integer is that of each."""
+    torch.manual_seed(0)
+    value, grad = torch.randn(6, 4), torch.randn(6, 4)
+    found = []
+    for split in (sizes, (3, 3)):
+        param = nn.Parameter(value.clone())
+        param.grad = grad.clone()
+        Muon([{"params": [param], "split_sizes": split}], lr=0.1).step()
+        found.append(param.detach())
+    assert torch.equal(*found)
+
+
 def test_mistakes_are_refused_with_the_remedy() -> None:
     matrix, vector, stack = (nn.Parameter(torch.zeros(shape)) for shape in ((4, 4), (4,), (2, 4, 4)))
     for params, match in [

@@ -201,13 +201,14 @@ class _Stepper:
                     if target.tensor is not target.members[0].param:
                         target.tensor.grad = None  # or the gradients would live until the next step
                     target.free()
-        # A graph that saved a parameter, as a penalty does, must not go backward through it any more.
-        for stepped in (self._params, self._locals):
-            increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
+            # A graph that saved a parameter, as a penalty does, must not go backward through it any more.
+            for stepped in (self._params, self._locals):
+                increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
+            # Behind a step that raised, too: it may have stepped some shares, and replicas are to stay equal.
+            if self._replica_gathers is not None:
+                self._replica_gathers.run()
         if not self._held.are_those_of(self._state):
             self._show(optimizer)
-        if self._replica_gathers is not None:
-            self._replica_gathers.run()
 
     def _listed(self, optimizer: Any) -> list[Any]:
         """The parameters of all groups, looked up again only where a list changed."""

@@ -233,3 +233,26 @@ def _fails(env: RankEnv) -> None:
 
 def test_a_flat_step_that_raises_changes_nothing(pool2: Pool) -> None:
     pool2.run(_fails)
+
+
+def _fails_halfway(env: RankEnv) -> None:
+    """A step that raises on all ranks when it has stepped some of the parameters, as one does that finds no more memory."""
+    model = shard(CASE.model(), env.mesh((2, 1)))
+    params = list(model.parameters())
+    groups = [{"params": params[:3]}, {"params": params[3:]}]
+    optimizer = local(torch.optim.SGD(groups, lr=0.1), over_replicas=True)
+    CASE.loss(model, CASE.batch(0, env.rank)).backward()
+    before = params[0].to_local().clone()  # type: ignore[attr-defined]
+    optimizer.param_groups[1]["lr"] = "fast"
+    with pytest.raises(TypeError):
+        optimizer.step()
+    assert not torch.equal(before, params[0].to_local()), "nothing was stepped"  # type: ignore[attr-defined]
+    for name, param in model.named_parameters():
+        held = param.to_local().clone()  # type: ignore[operator]
+        parts = [torch.empty_like(held) for _ in range(2)]
+        dist.all_gather(parts, held)
+        assert torch.equal(*parts), f"replicas differ in {name}"
+
+
+def test_replicas_stay_equal_behind_a_step_that_raises(pool2: Pool) -> None:
+    pool2.run(_fails_halfway)

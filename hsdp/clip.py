@@ -302,6 +302,7 @@ def _norm_of_any_mesh(shardings: dict[Groups, Bundles], device: torch.device, or
 
 def _total(tensors: list[Tensor], order: float, scale: Tensor) -> Tensor:
     """The sum of the terms of some tensors: its upper part and the `_LOW` bits below, both int64."""
+    tensors = [tensor.abs() if tensor.is_complex() else tensor for tensor in tensors]
     device = tensors[0].device if tensors else scale.device
     factor = scale.to(device)
     total = torch.zeros(2, dtype=torch.int64, device=device)

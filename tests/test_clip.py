@@ -12,6 +12,7 @@ from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distrib
 from torch.nn.utils import clip_grad_norm_ as torch_clip
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import hsdp
 from hsdp.clip import clip_grad_norm_
 from hsdp.errors import StateError
 from tests.support.counting import CollectiveCounter
@@ -227,3 +228,19 @@ def test_complex_gradients_count_by_their_magnitude() -> None:
     params[1].grad = torch.tensor([4.0], dtype=torch.float64)
     assert clip_grad_norm_(params, 1.0).item() == pytest.approx(5.0)
     assert params[0].grad[0].imag.item() == pytest.approx(0.6, rel=1e-5)
+
+
+def _complex_in_tree(env: RankEnv) -> None:
+    model = hsdp.fully_shard(nn.Linear(4, 4), mesh=env.mesh(2), comm_policy=hsdp.CommPolicy(reduction="tree"))
+    model(torch.ones(2, 4)).sum().backward()
+    beside = nn.Parameter(torch.zeros(3, dtype=torch.complex64))  # left alone, and equal on all ranks
+    beside.grad = torch.tensor([3.0 + 4.0j, 1.0j, -2.0])
+    for order in (1.0, 2.0, math.inf):
+        whole = [beside.grad, *(grad for grad in full_grads(model).values() if grad is not None)]
+        expected = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(x, order) for x in whole]), order)
+        norm = clip_grad_norm_([*model.parameters(), beside], math.inf, order)
+        torch.testing.assert_close(norm, expected, rtol=1e-6, atol=0)
+
+
+def test_complex_gradients_beside_a_tree_count_by_their_magnitude(pool2: Pool) -> None:
+    pool2.run(_complex_in_tree)

@@ -107,13 +107,18 @@ class ReplicaGathers:
         # The same gathers come in a step, whatever was before it: behind a new kind of pass ranks need not ask each other.
         for guard in self._guards:
             guard.begin_pass(_STEPPED)
-        for _, gather, _ in self._gathers:
-            gather.start()
-        for unit, gather, pending in self._gathers:
-            if pending.held_elsewhere():
+        try:
+            for _, gather, _ in self._gathers:
+                gather.start()
+            for unit, gather, pending in self._gathers:
+                if pending.held_elsewhere():
+                    gather.finish()
+                else:
+                    unit.await_shards(pending)
+        except BaseException:  # an interrupt from the keyboard: nobody else would wait for those that have started
+            for _, gather, _ in self._gathers:
                 gather.finish()
-            else:
-                unit.await_shards(pending)
+            raise
 
     def _spoil(self) -> None:
         """Whoever reads a part that has not arrived finds NaN there, and not the values of the step before."""

@@ -65,12 +65,15 @@ class ReplicaGather:
                 self._work = self._comm.all_gather(unit, self._op, outputs, inputs, None)
 
     def finish(self) -> None:
-        """Waits for it, and puts parts that came in rows where they belong."""
-        if self._work is None:
-            return
-        self._work.wait()
-        self._work = None
-        for rows, alike in zip(self._rows, self._packed.values(), strict=True):
+        """Waits for it, and puts parts that came in rows where they belong.
+
+        Rows stay until all of them are there: where no memory is left for one, or an interrupt from the keyboard comes, the
+        next reader puts them there.
+        """
+        if self._work is not None:
+            self._work.wait()
+            self._work = None
+        for rows, alike in zip(self._rows, self._packed.values(), strict=False):  # no rows: nothing has come since
             at = 0
             for local, share in alike:
                 inner = local.numel() // local.shape[0]

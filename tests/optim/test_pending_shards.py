@@ -20,6 +20,7 @@ from hsdp import debug
 from hsdp.errors import CollectiveError
 from hsdp.optim import local
 from hsdp.params.pending import PendingShard
+from hsdp.unit.pending_shards import PendingShards
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, pool_for, shard
 from tests.support.twin import full_params
@@ -204,3 +205,28 @@ def _is_deleted(env: RankEnv) -> None:
 
 def test_a_model_that_is_deleted_behind_a_step_is_freed_at_once(pool2: Pool) -> None:
     pool2.run(_is_deleted)
+
+
+def _breaks_off(env: RankEnv, where: str) -> None:
+    mine, theirs, optimizers = _pair(env, (2, 1))
+    x = torch.randn(4, 8, dtype=torch.float64, generator=torch.Generator().manual_seed(env.rank))
+    for model in (mine, theirs):
+        model(x).square().mean().backward()
+    optimizers[1].step()
+    if where == "landing":  # in a forward, which finds no memory for rows that have come
+        optimizers[0].step()
+        with mock.patch.object(Tensor, "reshape", side_effect=MemoryError), pytest.raises(MemoryError):
+            mine(x)
+    else:
+        with (
+            mock.patch.object(PendingShards, "held_elsewhere", side_effect=KeyboardInterrupt),
+            pytest.raises(KeyboardInterrupt),
+        ):
+            optimizers[0].step()
+    for (name, param), other in zip(mine.named_parameters(), theirs.parameters(), strict=True):
+        assert torch.equal(param.to_local(), other.to_local()), f"{name} has old rows"
+
+
+@pytest.mark.parametrize("where", ["landing", "start"])
+def test_a_gather_that_somebody_breaks_off_is_not_lost(pool2: Pool, where: str) -> None:
+    pool2.run(_breaks_off, where)

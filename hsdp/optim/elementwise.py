@@ -194,9 +194,11 @@ class _Stepper:
                 for target in targets:
                     target.take_back()
         finally:
+            # At once: where an interrupt from the keyboard came before, nobody would step what a group has not got back.
             optimizer.state = shown
-            for group, params, targets in zip(optimizer.param_groups, wholes, self._groups, strict=True):
+            for group, params in zip(optimizer.param_groups, wholes, strict=True):
                 group["params"] = params
+            for targets in self._groups:
                 for target in targets:
                     if target.tensor is not target.members[0].param:
                         target.tensor.grad = None  # or the gradients would live until the next step

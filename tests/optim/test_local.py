@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -16,6 +17,7 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp.optim import ELEMENTWISE, local
+from hsdp.optim.targets import Target
 from tests.support.models import language
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import check_sharded, pool_for, shard
@@ -214,6 +216,19 @@ def test_closures_hooks_and_gradients_that_are_let_go() -> None:
         ]
         stepper: Any = optimizer._hsdp_stepper
         assert all(target.tensor.grad is None for targets in stepper._groups for target in targets)
+
+
+def test_an_interrupt_behind_a_step_leaves_every_group_its_parameters() -> None:
+    """Else a group would keep what was stepped in their place, which gets no gradient: nobody would train it any more."""
+    with fake_world(2) as env:
+        model = shard(CASE.model(), env.mesh((2,)))
+        params = list(model.parameters())
+        optimizer = local(torch.optim.SGD([{"params": params[:2]}, {"params": params[2:]}], lr=0.1))
+        CASE.loss(model, CASE.batch(0, 0)).backward()
+        with mock.patch.object(Target, "free", side_effect=KeyboardInterrupt), pytest.raises(KeyboardInterrupt):
+            optimizer.step()
+        held = [param for group in optimizer.param_groups for param in group["params"]]
+        assert all(one is other for one, other in zip(held, params, strict=True))
 
 
 def test_flat_buffers_are_few() -> None:

@@ -322,11 +322,20 @@ def _load(
         except CheckpointError:
             if ranks.lost_contact:
                 raise
-            # The run that saves here may have pruned it meanwhile; then there is a later one.
-            gone = ranks.one(what, lambda: name and not manifests.has(job.path / name, manifests.MANIFEST))
-            if not left or not gone:
+            # The run that saves here may have pruned it meanwhile, or saved its step again; then there is a later one.
+            if not left or not ranks.one(what, lambda: _is_superseded(job.path, name, manifest)):
                 raise
     raise AssertionError("the last try returns or raises")
+
+
+def _is_superseded(path: AnyPath, name: str, manifest: manifests.Manifest | None) -> bool:
+    """Whether what was found under `name` in `path` has been removed since, or another checkpoint is in its place."""
+    place = path / name if name else path
+    if manifest is None or not manifests.has(place, manifests.MANIFEST):
+        return bool(name)
+    with contextlib.suppress(CheckpointError):  # damaged, which was told already
+        return manifests.read_manifest(place) != manifest
+    return False
 
 
 class _Load:
@@ -348,6 +357,7 @@ class _Load:
                 shares = _shares(manifest, ranks.size)
                 ranks.each(self._what, lambda: manifests.check_content(self._path, files, manifest, shares[ranks.rank]))
             ranks.each(self._what, lambda: self._prepare(files))
+            ranks.one(self._what, self._check_place)
             ranks.each(self._what, self._commit)
         known = (None, None) if manifest is None else (manifest.step, manifest.world_size)
         return Loaded(self._path, known[0], self._extra, known[1], self._weights.report)
@@ -370,6 +380,17 @@ class _Load:
         self._weights.check()
         if self._state is not None:
             self._state.check()
+
+    def _check_place(self) -> None:
+        """By now each rank has opened what it reads, some of it long before the rest. If no other manifest has taken the
+        place of the one that they began with, all of that is of one checkpoint; what was removed is read to its end.
+
+        Raises:
+            CheckpointError: another has.
+        """
+        manifest, path = self._manifest, self._path
+        if manifest and manifests.has(path, manifests.MANIFEST) and manifests.read_manifest(path) != manifest:
+            raise CheckpointError(f"checkpoint {path} was saved again while it was read; load it once more")
 
     def _read_index(self) -> tuple[Index, Layout, Packed]:
         job = self._job

@@ -15,11 +15,12 @@ from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 
-from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, manifests, store
+from hsdp import checkpoint, fully_shard
+from hsdp.checkpoint import CheckpointError, loading, manifests, store
 from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.lock import LOCK, lock, unlock
 from tests.checkpoint import models as cm
@@ -337,6 +338,44 @@ def test_a_reader_whose_checkpoint_is_pruned_takes_the_next(tmp_path: Path) -> N
     with mock.patch.object(manifests, "check_sizes", prune):
         assert checkpoint.load(tmp_path, other).step == 2
     assert pruned and not pruned[0].exists()
+
+
+def load_while_it_is_replaced(env: RankEnv, directory: str, named: str) -> float:
+    model = nn.Linear(64, 4, bias=False)
+    fully_shard(model, mesh=env.mesh((2,)))
+    prepare, replaced = loading._Load._prepare, Path(directory, "again")
+
+    def late(load: Any, files: Any) -> None:
+        dist.barrier()  # all have checked, and hold open, some of the files
+        if env.rank == 0 and not (replaced / "earlier").exists():
+            Path(directory, "step-000001").rename(replaced / "earlier")
+            Path(replaced, "step-000001").rename(Path(directory, "step-000001"))
+        dist.barrier()
+        prepare(load, files)
+
+    with mock.patch.object(loading._Load, "_prepare", late):
+        checkpoint.load(Path(directory, named), model)
+    shard = model.weight.to_local()
+    assert shard.eq(shard[0, 0]).all()
+    return float(shard[0, 0])
+
+
+def save_twice(env: RankEnv, directory: str) -> None:
+    for value, where, saves in ((1.0, directory, 1), (2.0, f"{directory}/again", 2)):
+        model = nn.Linear(64, 4, bias=False)
+        nn.init.constant_(model.weight, value)
+        fully_shard(model, mesh=env.mesh((4,)))
+        for _ in range(saves):
+            checkpoint.save(where, model, step=1)
+
+
+@pytest.mark.parametrize("named", ["", "step-000001"])
+def test_a_reader_beside_whom_a_step_is_saved_again_takes_the_new_one_whole(
+    pool4: Pool, pool2: Pool, tmp_path: Path, named: str
+) -> None:
+    """Of four ranks' files each of two had some open, and took the rest from what came into their place."""
+    pool4.run(save_twice, str(tmp_path))
+    assert pool2.run(load_while_it_is_replaced, str(tmp_path), named) == [2.0, 2.0]
 
 
 def test_leftovers_of_an_interrupted_replacement_and_pruning_are_swept(tmp_path: Path) -> None:

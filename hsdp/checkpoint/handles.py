@@ -104,13 +104,22 @@ _entered = threading.RLock()
 @contextmanager
 def settled() -> Iterator[None]:
     """The body runs when no other save or load of this process is under way: neither in another thread that calls one, nor
-    in the background. Raises what the save in the background raised.
+    in the background.
     """
     with _entered:
         handle = SaveHandle._in_flight
         if handle is not None:
-            handle.wait()
+            handle._finished.wait()
         yield
+
+
+def raise_untold() -> None:
+    """Raises what the last save in the background raised, if nobody was told. It is called where ranks agree: on another
+    rank somebody may have been told by `wait`, and would wait for this one.
+    """
+    handle = SaveHandle._in_flight
+    if handle is not None:
+        handle.wait()
 
 
 def when_settled(call: Callable[P, R]) -> Callable[P, R]:

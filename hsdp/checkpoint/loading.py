@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.files import Files, opener
-from hsdp.checkpoint.handles import settled
+from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
 from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
 from hsdp.checkpoint.models import ModelReading
@@ -310,7 +310,12 @@ def _load(
 ) -> Loaded | None:
     ranks = Ranks(process_group)
     what = f"loading {path}"
-    job = ranks.agree(what, make, {"an optimizer": with_optimizer, "validate": validate})
+
+    def begun() -> _Job:
+        raise_untold()
+        return make()
+
+    job = ranks.agree(what, begun, {"an optimizer": with_optimizer, "validate": validate})
     demand = _found if must_be else _found_if_any
     for left in reversed(range(_TRIES)):
         found = ranks.one(what, lambda: _named(job.path, demand(_find(job.path), job.path)))

@@ -38,7 +38,7 @@ from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
-from hsdp.checkpoint.handles import SaveHandle, settled
+from hsdp.checkpoint.handles import SaveHandle, raise_untold, settled
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
@@ -138,7 +138,9 @@ def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple
 
     Raises:
         ValueError: an argument makes no sense.
+        CheckpointError: an earlier save in the background had failed.
     """
+    raise_untold()
     if not _is_count(step, 0):
         raise ValueError(f"checkpoint.save(step={step!r}): expected the number of steps done, an int of at least 0")
     if keep is not None and not _is_count(keep, 1):

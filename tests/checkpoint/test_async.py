@@ -17,6 +17,7 @@ from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, SaveHandle
 from hsdp.checkpoint.lock import LOCK
 from hsdp.checkpoint.staging import staging_of
+from hsdp.params.dtensors import full_tensor
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -150,6 +151,37 @@ def test_a_failure_on_one_rank_is_told_on_all(pool2: Pool, tmp_path: Path) -> No
     assert told[0] == told[1]
     assert "on rank 1: progress= raised OSError: disk full" in told[0]
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
+
+
+def fail_and_wait_on_one(env: RankEnv, directory: str, then: str) -> str:
+    model = cm.build(env.mesh((1, 2)))
+
+    def fail(done: int, total: int) -> None:
+        raise OSError("disk full")
+
+    handle = checkpoint.save(directory, model, step=1, async_=True, progress=fail)
+    if env.rank == 0:
+        with pytest.raises(CheckpointError, match="disk full"):
+            handle.wait()
+    with pytest.raises(CheckpointError) as caught:
+        if then == "save":
+            checkpoint.save(directory, model, step=2)
+        else:
+            checkpoint.resume(directory, model)
+    full_tensor(next(model.parameters()))  # all go on together
+    checkpoint.save(directory, model, step=3)
+    return str(caught.value)
+
+
+@pytest.mark.parametrize("then", ["save", "resume"])
+def test_a_failure_that_was_waited_for_on_one_rank_is_told_on_all_by_the_next_call(
+    pool2: Pool, tmp_path: Path, then: str
+) -> None:
+    """Only the others raised it: the rank that had been told went on into the call, and waited for them there."""
+    told = pool2.run(fail_and_wait_on_one, str(tmp_path), then, group_timeout=10.0)
+    assert "on rank 1: saving step 1 to" in told[0]
+    assert told[1].startswith("saving step 1 to")
+    assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "step-000003"]
 
 
 def stage_only_what_is_written(env: RankEnv, directory: str) -> int:

@@ -11,7 +11,7 @@ from __future__ import annotations
 import pickle
 import shutil
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -25,7 +25,6 @@ from hsdp.checkpoint import (
     commits,
     contents,
     full,
-    handles,
     index,
     layouts,
     loading,
@@ -271,9 +270,8 @@ def writes_what_training_goes_on_changing() -> Any:
 @contextmanager
 def forgets_a_failure_in_the_background() -> Iterator[None]:
     with (
-        mock.patch.object(saving, "settled", nullcontext),
-        mock.patch.object(loading, "settled", nullcontext),
-        mock.patch.object(handles.SaveHandle, "_in_flight", None),
+        mock.patch.object(saving, "raise_untold", lambda: None),
+        mock.patch.object(loading, "raise_untold", lambda: None),
     ):
         yield
 

@@ -28,6 +28,7 @@ from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.made import is_of_weights
+from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
@@ -110,6 +111,8 @@ def load_full_state_dict(
 ) -> None:
     """Loads whole tensors that one rank has into a model, in place. Every rank that holds the model calls it.
 
+    Hooks and methods of the model that change, or look at, what is loaded are run as by `model.load_state_dict`.
+
     Args:
         model: any module, sharded or not.
         state: on `src_rank`, whole tensors by name; a lazy mapping or a memory-mapped `torch.load(mmap=True)` keeps the
@@ -128,15 +131,19 @@ def load_full_state_dict(
     what = "load_full_state_dict"
     firsts = first_names(model, entries)
     ranks.one(what, lambda: _check_state(given, {n: entry.value for n, entry in entries.items()}, firsts), source)
-    extras: dict[str, Any] = {}
+    handover = Handover(model)
+    handed: dict[str, Any] = {}
     with torch.no_grad():
         for name, entry in entries.items():
             if not isinstance(entry.value, Tensor):
-                extras[entry.raw_name] = ranks.one(what, partial(given.get, name), source)
-            elif firsts[name] == name:
+                handed[entry.raw_name] = ranks.one(what, partial(given.get, name), source)
+                continue
+            if firsts[name] == name:
                 deal(entry.value, given[name] if here else None, src_rank, ranks)
-    if extras:
-        model.load_state_dict(extras, strict=False)
+            if handover.is_watched or not handover.writes_to(entry.value):
+                handed[entry.raw_name] = entries[firsts[name]].value  # that of a tied name may be a copy that a hook made
+    if handed:
+        model.load_state_dict(handed, strict=False)
     tell_units(model)
 
 

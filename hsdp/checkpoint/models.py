@@ -79,6 +79,7 @@ class ModelReading:
         self.report = self._compare(everything, entries, sources, saved)
         self._keys = {name: prefix + sources[name] for name in entries if name in sources}
         self._staged: dict[str, Tensor] = {}
+        self._handed = Handover(model)
         self._ask({name: entries[name] for name in self._keys})
         for extra in self._extras.values():
             extra.ask(reader)
@@ -124,7 +125,6 @@ class ModelReading:
 
     def _ask(self, entries: Mapping[str, Entry]) -> None:
         """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""
-        into = _own_memory(self._model)
         for name, entry in entries.items():
             target = entry.value
             block = local_of(target)
@@ -133,8 +133,10 @@ class ModelReading:
                     f"{name!r} cannot be loaded: in the model several of its elements are one place in memory, as expand() "
                     "makes them; give the model a copy of it (.contiguous())"
                 )
-            if storage_key(block.untyped_storage()) not in into:
+            if not self._handed.writes_to(target):
                 target = self._staged[entry.raw_name] = staging_like(target)
+            elif self._handed.is_watched:
+                self._staged[entry.raw_name] = target
             self._reader.tensor(self._keys[name], target)
 
     def check(self) -> None:
@@ -169,19 +171,41 @@ def _whole_name(name: str) -> str:
     return above + EXTRA_STATE if found else name
 
 
+class Handover:
+    """What of a model is written where it lies, and what its `load_state_dict` is to be given.
+
+    Attributes:
+        is_watched: hooks look behind a load whether something was missing. What was written where it lies is given too,
+            as it is: it is copied to itself.
+    """
+
+    def __init__(self, model: nn.Module) -> None:
+        hooks = [hook for module in model.modules() for hook in module._load_state_dict_post_hooks.values()]
+        self.is_watched = not all(_is_ours(hook) for hook in hooks)
+        self._own = _own_memory(model)
+
+    def writes_to(self, value: Tensor) -> bool:
+        """Whether an entry of the state dict is to be written itself: it is the model's, and no hook wants to see it."""
+        return storage_key(local_of(value).untyped_storage()) in self._own
+
+
 def _own_memory(model: nn.Module) -> set[int]:
     """The storages of the model's parameters and buffers; none if hooks or methods of the model change what is loaded."""
     for module in model.modules():
         changes = type(module)._load_from_state_dict is not nn.Module._load_from_state_dict
         # torch wraps hooks; ours change nothing of what is loaded.
         hooks = [getattr(hook, "hook", hook) for hook in module._load_state_dict_pre_hooks.values()]
-        hooked = any([not str(getattr(hook, "__module__", "")).startswith("hsdp.") for hook in hooks])
+        hooked = any([not _is_ours(hook) for hook in hooks])
         if hooked or (changes and not type(module).__module__.startswith("torch.nn.")):
             return set()
     if type(model).load_state_dict is not nn.Module.load_state_dict:
         return set()
     held = [*model.parameters(), *model.buffers()]
     return {storage_key(local_of(tensor).untyped_storage()) for tensor in held}
+
+
+def _is_ours(hook: Any) -> bool:
+    return str(getattr(hook, "__module__", "")).startswith("hsdp.")
 
 
 def _difference(found: Record, own: Any, cast: bool) -> str | None:

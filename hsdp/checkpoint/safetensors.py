@@ -34,6 +34,7 @@ from hsdp.checkpoint.commits import sync_names
 from hsdp.checkpoint.contents import listing, local_box, model_entries
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.handles import when_settled
+from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.store import expanded
 from hsdp.errors import CheckpointError
@@ -136,6 +137,8 @@ def load_safetensors(
 ) -> Report:
     """Loads weights into a model, in place, each rank reading only its rows. Needs `pip install safetensors`.
 
+    Hooks and methods of the model that change, or look at, what is loaded are run as by `model.load_state_dict`.
+
     Args:
         path: a `.safetensors` file, or a directory with one, or with several and their index.
         model: any module, sharded or not; its names must be those of the files. A name that is tied to one that is
@@ -158,8 +161,9 @@ def load_safetensors(
     choice = Choice(strict, include, exclude, rename, cast)
     ranks = Ranks(process_group)
     what = f"loading {path}"
-    own = {name: entry.value for name, entry in model_entries(model).items() if isinstance(entry.value, Tensor)}
-    firsts = first_names(model, model_entries(model))
+    entries = model_entries(model)
+    own = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
+    firsts = first_names(model, entries)
     with contextlib.ExitStack() as stack:
         places: dict[str, _Place] = {}
         reports: list[Report] = []
@@ -170,9 +174,15 @@ def load_safetensors(
             reports.append(_check(places, own, firsts, choice, sorted(files), path))
 
         ranks.each(what, prepare)
+        read: dict[str, Tensor] = {}
         with torch.no_grad():
             for name in set(reports[0].loaded) & places.keys():
                 local_of(own[name]).copy_(_read(places[name], own[name]))
+                read[firsts[name]] = own[name]
+    handover = Handover(model)
+    hand = [name for name in reports[0].loaded if handover.is_watched or not handover.writes_to(own[name])]
+    if hand:
+        model.load_state_dict({entries[name].raw_name: read[firsts[name]] for name in hand}, strict=False)
     tell_units(model)
     return reports[0]
 

@@ -1,0 +1,106 @@
+"""Models with hooks on their state dicts: what is loaded is what `load_state_dict` of the plain model would make of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from hsdp import checkpoint, fully_shard
+from tests.support.rig import Pool
+from tests.support.twin import full
+from tests.support.worker import RankEnv
+
+
+class Block(nn.Module):
+    """An embedding and a head that are tied, and a scale."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(5, 3)
+        self.head = nn.Linear(3, 5)
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.ones(3))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        out: Tensor = self.head(self.embedding(tokens) * self.scale)
+        return out
+
+
+class Doubling(Block):
+    """What is loaded is changed by a method."""
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        state_dict[prefix + "scale"] = state_dict[prefix + "scale"] * 2
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
+class Copied(Block):
+    """State dicts have copies in the place of parameters."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_state_dict_post_hook(lambda module, state, prefix, meta: state.update(copies(state)))
+
+
+class Watched(Block):
+    """What a state dict does not have is initialised behind the load."""
+
+    def __init__(self) -> None:
+        super().__init__()
+
+        def initialise(module: nn.Module, keys: Any) -> None:
+            if "scale" in keys.missing_keys:
+                nn.init.ones_(self.scale)
+
+        self.register_load_state_dict_post_hook(initialise)
+
+
+def copies(state: dict[str, Any]) -> dict[str, Tensor]:
+    return {name: value.clone() for name, value in state.items()}
+
+
+def _saved_and_loaded(call: str, directory: str, source: nn.Module, model: nn.Module) -> None:
+    if call == "load":
+        checkpoint.load(checkpoint.save(directory, source, step=1).path, model)
+    elif call == "load_full_state_dict":
+        checkpoint.load_full_state_dict(model, checkpoint.full_state_dict(source))
+    else:
+        checkpoint.save_safetensors(directory, source)
+        checkpoint.load_safetensors(directory, model)
+
+
+def _as_torch_loads(env: RankEnv | None, kind: Callable[[], nn.Module], call: str, directory: str) -> None:
+    models = []
+    for seed in range(3):
+        torch.manual_seed(seed)
+        models.append(kind())
+        with torch.no_grad():
+            models[-1].scale.fill_(seed + 3.0)
+    source, model, twin = models
+    twin.load_state_dict(copies(source.state_dict()))
+    if env is not None:
+        source, model = (fully_shard(one, mesh=env.mesh((1, 2))) for one in (source, model))
+    _saved_and_loaded(call, directory, source, model)
+    for (name, value), expected in zip(model.named_parameters(), twin.parameters(), strict=True):
+        assert torch.equal(full(value), expected), name
+
+
+KINDS = pytest.mark.parametrize("kind", [Doubling, Copied, Watched])
+CALLS = pytest.mark.parametrize("call", ["load", "load_full_state_dict", "load_safetensors"])
+
+
+@CALLS
+@KINDS
+def test_hooks_see_and_change_what_is_loaded(tmp_path: Path, kind: Any, call: str) -> None:
+    _as_torch_loads(None, kind, call, str(tmp_path))
+
+
+@CALLS
+@KINDS
+def test_hooks_of_a_sharded_model_see_and_change_what_is_loaded(pool2: Pool, tmp_path: Path, kind: Any, call: str) -> None:
+    pool2.run(_as_torch_loads, kind, call, str(tmp_path))

@@ -1,4 +1,5 @@
-"""State of an optimizer that is this rank's alone: plain tensors beside a rank's rows, which nobody could put together."""
+"""State of an optimizer that would be lost: that of no parameter, for which a checkpoint has no name; and plain tensors
+beside a rank's rows, which are this rank's alone, and nobody could put together."""
 
 from __future__ import annotations
 
@@ -9,6 +10,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.optim import Optimizer
 
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
@@ -35,6 +37,21 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> 
                 f"own rows and not the parameter's {tuple(param.shape)}: all rows but rank 0's would be lost; keep such "
                 "state as DTensors, torch.zeros_like(param), and not torch.zeros_like(param.to_local())"
             )
+
+
+def refuse_unnamed_state(optimizer: Optimizer) -> None:
+    """Refuses state under keys that are no parameters, `optimizer.state["global"]` say.
+
+    Raises:
+        CheckpointError: names the keys.
+    """
+    held = {key: value for key, value in optimizer.state.items() if not isinstance(key, Tensor)}
+    unnamed = [repr(key) for key, value in held.items() if not (isinstance(value, Mapping) and not value)]
+    if unnamed:
+        raise CheckpointError(
+            f"the optimizer keeps state under {', '.join(unnamed)}, which is no parameter, so that it would be lost: keep "
+            "it in the state of a parameter or in the settings of a group, or save it in extra= and take it out meanwhile"
+        )
 
 
 def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
-from hsdp.checkpoint.local_state import refuse_local_state
+from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
 from hsdp.checkpoint.made import Probe, is_known, is_of_weights, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
@@ -52,9 +52,10 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         that was never stepped there is no state. Containers in the state are new ones of the same kinds.
 
     Raises:
-        CheckpointError: a parameter is not one of the model's, state is this rank's alone, or there are sharded tensors
-            where nobody finds them.
+        CheckpointError: a parameter is not one of the model's, state is no parameter's or this rank's alone, or there are
+            sharded tensors where nobody finds them.
     """
+    refuse_unnamed_state(optimizer)
     names = parameter_names(model)
     state: dict[str, Any] = {}
     groups = []
@@ -63,11 +64,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
                 refuse_local_state(name, param, optimizer.state[param])
-                what = f"the optimizer's state of {name!r}"
-                state[name] = {
-                    entry: mapped(value, _savable, f"{entry!r} of {what}")
-                    for entry, value in optimizer.state[param].items()
-                }
+                what, held = f"the optimizer's state of {name!r}", optimizer.state[param].items()
+                state[name] = {entry: mapped(value, _savable, f"{entry!r} of {what}") for entry, value in held}
         for key, value in group.items():
             if key != "params" and hides_shards(value, objects=False):
                 raise CheckpointError(

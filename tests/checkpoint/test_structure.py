@@ -251,6 +251,21 @@ def partial_sum(env: RankEnv, directory: str) -> None:
         assert full(fresh.state[model.bias]["sums"][0]).tolist() == [3.0] * 4
 
 
+def test_state_of_no_parameter_is_refused_when_it_is_saved(tmp_path: Path) -> None:
+    """It has no name in a checkpoint: it was left out, and a run that went on began without it."""
+    model = nn.Linear(4, 4)
+    optimizer = Nested(model.parameters())
+    optimizer.state["steps"] = {"n": 3}
+    for refuse in (
+        lambda: checkpoint.save(tmp_path, model, optimizer, step=1),
+        lambda: checkpoint.full_optimizer_state_dict(model, optimizer),
+    ):
+        with pytest.raises(CheckpointError, match=r"the optimizer keeps state under 'steps', which is no parameter"):
+            refuse()
+    optimizer.state["steps"] = {}  # a defaultdict makes one when it is asked
+    checkpoint.save(tmp_path, model, optimizer, step=1)
+
+
 def test_a_partial_sum_is_saved_as_the_sum(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(partial_sum, str(tmp_path))
 

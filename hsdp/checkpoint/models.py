@@ -69,13 +69,15 @@ class ModelReading:
         everything = model_entries(model)
         sources = choice.sources(list(saved))
         below = {key[len(prefix) :]: data for key, data in structures.items() if key.startswith(prefix)}
-        renamed = choice.sources([name for name in below if is_extra_state(name)])
+        renamed = choice.sources(list(below))
+        values = {name for name, entry in everything.items() if is_extra_state(name) or not isinstance(entry.value, Tensor)}
+        parts = {new: old for new, old in sources.items() if new in values or new not in everything}
         self._extras = {
-            name: _ExtraState(entry, name, index, sources, saved, prefix, below.get(renamed.get(name, "")))
+            name: _ExtraState(entry, name, index, parts, saved, prefix, below.get(renamed.get(name, "")))
             for name, entry in everything.items()
-            if is_extra_state(name) and choice.wants(name)
+            if name in values and choice.wants(name)
         }
-        entries = {name: entry for name, entry in everything.items() if not is_extra_state(name) and choice.wants(name)}
+        entries = {name: entry for name, entry in everything.items() if name not in values and choice.wants(name)}
         self.report = self._compare(everything, entries, sources, saved)
         self._keys = {name: prefix + sources[name] for name in entries if name in sources}
         self._staged: dict[str, Tensor] = {}
@@ -208,10 +210,10 @@ def _is_ours(hook: Any) -> bool:
     return str(getattr(hook, "__module__", "")).startswith("hsdp.")
 
 
-def _difference(found: Record, own: Any, cast: bool) -> str | None:
+def _difference(found: Record, own: Tensor, cast: bool) -> str | None:
     """How a saved tensor differs from the model's; "" if it can be converted, None if not at all."""
-    if not isinstance(own, Tensor) or isinstance(found, ValueRecord):
-        return f"is a tensor in the {'model' if isinstance(own, Tensor) else 'checkpoint'} only"
+    if isinstance(found, ValueRecord):
+        return "is a tensor in the model only"
     if found.shape != tuple(own.shape):
         return f"has shape {found.shape} in the checkpoint and {tuple(own.shape)} in the model"
     if found.dtype != own.dtype:
@@ -222,7 +224,8 @@ def _difference(found: Record, own: Any, cast: bool) -> str | None:
 
 
 class _ExtraState:
-    """A module's extra state, which DCP takes apart into entries of its own where it is a dict or a list.
+    """A module's extra state, or another value that a hook or method of the model put into its state dict, which DCP takes
+    apart into entries of its own where it is a dict or a list.
 
     What it consisted of is known from its skeleton, and without one (of another library, or of an earlier version) from the
     names of the entries.

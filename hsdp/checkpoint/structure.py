@@ -18,7 +18,7 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.contents import is_extra_state, listing
+from hsdp.checkpoint.contents import listing
 from hsdp.checkpoint.objects import pack, unpack
 from hsdp.errors import CheckpointError
 
@@ -214,8 +214,8 @@ def listed(state: dict[str, Any]) -> dict[str, bytes]:
     """Makes a checkpoint's state (see `contents.py`) one that DCP takes apart whole, in place.
 
     Returns:
-        Packed skeletons by key: of each extra state of a module; of a parameter's state, and of a group's settings, if
-        names alone do not tell how they are nested.
+        Packed skeletons by key: of each extra state of a module, and of other values in a state dict; of a parameter's
+        state, and of a group's settings, if names alone do not tell how they are nested.
 
     Raises:
         CheckpointError: something in it could not be made again.
@@ -224,14 +224,13 @@ def listed(state: dict[str, Any]) -> dict[str, bytes]:
 
     def take(key: str, value: Any, what: str, tuples_of: type[Tensor]) -> Any:
         apart = take_apart(value, what, tuples_of)
-        if not apart.is_flat or is_extra_state(key):  # of an empty one nothing else would tell
+        if not apart.is_flat or _is_models(key):  # of an empty one nothing else would tell
             structures[key] = pack(apart.skeleton, what)
         return apart.listed
 
     model = state["model"]
-    for name in [name for name in model if is_extra_state(name)]:
-        if not isinstance(model[name], Tensor):
-            model[name] = take(f"model.{name}", model[name], f"{name!r} of the model", DTensor)
+    for name in [name for name, value in model.items() if not isinstance(value, Tensor)]:
+        model[name] = take(f"model.{name}", model[name], f"{name!r} of the model", DTensor)
     optimizer = state.get("optimizer", {"state": {}, "param_groups": []})
     for name, entries in optimizer["state"].items():
         optimizer["state"][name] = take(f"optimizer.state.{name}", entries, f"the optimizer's state of {name!r}", Tensor)
@@ -252,12 +251,17 @@ def agreed(held: Iterable[Mapping[str, bytes]]) -> dict[str, bytes]:
     for structures in held:
         for key, packed in structures.items():
             first = found.setdefault(key, packed)
-            if first != packed and not is_extra_state(key) and unpack(first) != unpack(packed):
+            if first != packed and not _is_models(key) and unpack(first) != unpack(packed):
                 raise CheckpointError(
                     f"what is saved as {key!r} has other containers, or of other lengths, on one rank than on another; "
                     "keep the same on all ranks"
                 )
     return found
+
+
+def _is_models(key: str) -> bool:
+    """Whether a structure is of an extra state of the model's, or of another value in its state dict."""
+    return key.startswith("model.")
 
 
 def skeleton_of(packed: bytes, leaves: Mapping[str, Any], key: str) -> Any:

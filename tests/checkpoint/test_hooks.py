@@ -60,6 +60,23 @@ class Watched(Block):
         self.register_load_state_dict_post_hook(initialise)
 
 
+class Valued(Block):
+    """State dicts have values that are no tensors, and are no extra state either."""
+
+    def __init__(self, values: tuple[Any, ...] = (0, [], {})) -> None:
+        super().__init__()
+        self.values = values
+
+    def _save_to_state_dict(self, destination: Any, prefix: str, keep_vars: bool) -> None:
+        super()._save_to_state_dict(destination, prefix, keep_vars)
+        for name, value in zip(("scale.version", "history", "table"), self.values, strict=True):
+            destination[prefix + name] = value
+
+    def _load_from_state_dict(self, state_dict: Any, prefix: str, *args: Any) -> None:
+        self.values = tuple(state_dict.pop(prefix + name) for name in ("scale.version", "history", "table"))
+        super()._load_from_state_dict(state_dict, prefix, *args)
+
+
 def copies(state: dict[str, Any]) -> dict[str, Tensor]:
     return {name: value.clone() for name, value in state.items()}
 
@@ -104,3 +121,18 @@ def test_hooks_see_and_change_what_is_loaded(tmp_path: Path, kind: Any, call: st
 @KINDS
 def test_hooks_of_a_sharded_model_see_and_change_what_is_loaded(pool2: Pool, tmp_path: Path, kind: Any, call: str) -> None:
     pool2.run(_as_torch_loads, kind, call, str(tmp_path))
+
+
+def _values_come_back(env: RankEnv | None, directory: str) -> None:
+    source, model = Valued((7, [torch.ones(2), (3, "x")], {1: {}, "a": torch.zeros(1)})), Valued()
+    if env is not None:
+        source, model = (fully_shard(one, mesh=env.mesh((1, 2))) for one in (source, model))
+    checkpoint.load(checkpoint.save(directory, source, step=1).path, model)
+    assert repr(model.values) == repr(source.values)
+    assert torch.equal(full(model.scale), full(source.scale))
+
+
+def test_values_in_a_state_dict_come_back(pool2: Pool, tmp_path: Path) -> None:
+    """They were saved, and refused by every load."""
+    _values_come_back(None, str(tmp_path / "alone"))
+    pool2.run(_values_come_back, str(tmp_path / "both"))

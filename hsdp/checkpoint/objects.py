@@ -28,6 +28,7 @@ from hsdp.checkpoint.index import PLAIN_DTYPES
 from hsdp.errors import CheckpointError
 
 _MAX_DEPTH = 100
+_MOST_EMPTY = 1 << 20
 _DTYPES = {f"torch.{name}": dtype for name, dtype in PLAIN_DTYPES.items()}
 _FACTORIES = {kind.__name__: kind for kind in (bool, int, float, complex, str, bytes, list, tuple, dict, set, frozenset)}
 """What a defaultdict may make."""
@@ -275,6 +276,8 @@ class _Unpacker:
         kind = numpy.dtype(dtype) if isinstance(dtype, str) else None
         if kind is None or kind.kind not in "biufcSUmM":
             raise ValueError("an array of a dtype that is never saved")
+        if not kind.itemsize and math.prod(shape) > _MOST_EMPTY:
+            raise ValueError("an array whose elements have no bytes, and which would take memory for each")
         held = numpy.frombuffer(self._blob(place), dtype=kind) if kind.itemsize else numpy.zeros(shape, kind)
         array = held.reshape(shape).copy()
         return array[()] if scalar else array

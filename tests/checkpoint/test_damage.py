@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 import random
 import shutil
+import struct
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -27,6 +29,7 @@ from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, reading
 from hsdp.checkpoint.index import check_tiling, from_dcp
 from hsdp.checkpoint.lock import LOCK
+from hsdp.checkpoint.objects import unpack
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -185,6 +188,13 @@ def test_values_run_no_code(tmp_path: Path) -> None:
         dcp.save(state, checkpoint_id=tmp_path)
     with pytest.raises(CheckpointError, match=r"'optimizer.param_groups.0.lr' in __0_0.distcp is damaged or foreign"):
         checkpoint.load(tmp_path, model, cm.two_groups(model))
+
+
+def test_an_array_of_empty_strings_takes_no_memory_that_the_file_does_not_have() -> None:
+    pytest.importorskip("numpy")
+    header = json.dumps({"numpy array": ["|S0", [1 << 45], [0, 0]]}).encode()
+    with pytest.raises(CheckpointError, match="an array whose elements have no bytes"):
+        unpack(struct.pack("<Q", len(header)) + header)
 
 
 def test_flipped_bits_in_a_plain_dcp_checkpoint_are_found_by_the_checksums_that_torch_save_left(tmp_path: Path) -> None:

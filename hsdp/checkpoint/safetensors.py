@@ -97,6 +97,10 @@ def save_safetensors(
         raise ValueError(f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in _CODES if t.is_floating_point]}")
     if max_file_bytes < 1:
         raise ValueError(f"save_safetensors(max_file_bytes={max_file_bytes!r}): expected at least 1")
+    if not all(isinstance(text, str) for item in (metadata or {}).items() for text in item):
+        raise ValueError(
+            f"save_safetensors(metadata={metadata!r}): expected strings only; no reader takes a header of others"
+        )
     directory = _local("save_safetensors", directory)
     ranks = Ranks(process_group)
     what = f"save_safetensors to {directory}"

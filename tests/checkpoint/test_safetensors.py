@@ -230,6 +230,8 @@ def test_arguments_and_a_missing_library(tmp_path: Path, monkeypatch: pytest.Mon
         checkpoint.save_safetensors(tmp_path, model, dtype=torch.int32)
     with pytest.raises(ValueError, match=r"max_file_bytes=0"):
         checkpoint.save_safetensors(tmp_path, model, max_file_bytes=0)
+    with pytest.raises(ValueError, match=r"metadata={'step': 5}\): expected strings only"):
+        checkpoint.save_safetensors(tmp_path, model, metadata={"step": 5})  # type: ignore[dict-item]
     with pytest.raises(CheckpointError, match=r"'mean' has dtype torch.complex128, which safetensors does not know"):
         model.register_buffer("mean", torch.zeros(2, dtype=torch.complex128))
         checkpoint.save_safetensors(tmp_path, model)

@@ -10,7 +10,8 @@ ways between them, FSDP2 and hsdp. Parameters are called as in the module that t
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
+from torch.nn.parameter import is_lazy
 
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
@@ -43,6 +45,9 @@ def clean_name(name: str) -> str:
     return ".".join([*(one for one in modules if one not in _WRAPPERS), last])
 
 
+_UNSIZED = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
+
+
 @dataclass(frozen=True)
 class Entry:
     """One item of a model's state dict: its name there, and its value (a detached tensor, or a module's extra state)."""
@@ -55,8 +60,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     """The model's state dict by clean name; tensors share memory with the model.
 
     Raises:
-        CheckpointError: a parameter is on the meta device, a buffer is quantized, or two have one name but for what
-            wrappers put into names.
+        CheckpointError: a parameter is on the meta device, a tensor is of a kind that cannot be saved, or two have one name
+            but for what wrappers put into names.
     """
     entries: dict[str, Entry] = {}
     with torch.inference_mode(False):  # there DTensors cannot be detached
@@ -64,10 +69,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for raw_name, value in state.items():
         if isinstance(value, Tensor) and local_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
-        if isinstance(value, Tensor) and value.is_quantized:
-            raise CheckpointError(
-                f"{raw_name!r} of the model is quantized, which no checkpoint can hold: keep it as integers"
-            )
+        if isinstance(value, Tensor) and (told := _unfit(value)) is not None:
+            raise CheckpointError(f"{raw_name!r} of the model {told}")
         name = clean_name(raw_name)
         if name in entries:
             raise CheckpointError(
@@ -76,6 +79,30 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
             )
         entries[name] = Entry(raw_name, plain(value, raw_name))
     return entries
+
+
+def _unfit(tensor: Tensor) -> str | None:
+    """Why a tensor of a model cannot be saved or loaded; None if it can."""
+    if is_lazy(tensor):
+        return "has no shape yet; run the model once, and shard it then"
+    if tensor.is_quantized:
+        return "is quantized, which no checkpoint can hold: keep it as integers"
+    if tensor.layout is not torch.strided:
+        return f"is a tensor of layout {tensor.layout}, which no checkpoint can hold: keep its parts as dense tensors"
+    return None
+
+
+def refuse_unsized(state: Mapping[str, Any]) -> None:
+    """Refuses tensors of dtypes of which torch does not tell how large an element is.
+
+    Raises:
+        CheckpointError: names one.
+    """
+    for name, value in state.items():
+        if isinstance(value, Tensor) and _UNSIZED.fullmatch(str(value.dtype)):
+            raise CheckpointError(
+                f"{name!r} has dtype {value.dtype}, which no checkpoint can hold: keep it as a view of dtype torch.uint8"
+            )
 
 
 # -- tensors and their shards ---------------------------------------------------------------------------------------

@@ -37,7 +37,7 @@ from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.commits import commits_in
-from hsdp.checkpoint.contents import EXTRA_STATE, model_entries
+from hsdp.checkpoint.contents import EXTRA_STATE, model_entries, refuse_unsized
 from hsdp.checkpoint.handles import SaveHandle, raise_untold, settled
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
@@ -204,6 +204,7 @@ def _plan(
             planner.optimizer = kind_of(optimizer)
         structures = listed(state)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)
+        refuse_unsized(planner.state_dict)
         with torch.device("cpu"):  # torch counts with tensors on the default device
             plan = planner.create_local_plan()
         claims = claims_of(planner.state_dict, state.get("optimizer"), ranks.size)

@@ -223,6 +223,31 @@ def test_a_quantized_buffer_is_left_alone_and_not_saved(tmp_path: Path) -> None:
         checkpoint.save(tmp_path, model, step=1)
 
 
+@pytest.mark.parametrize(
+    ("buffer", "match"),
+    [
+        (
+            torch.eye(2).to_sparse(),
+            r"'table' of the model is a tensor of layout torch.sparse_coo, .*keep its parts as dense",
+        ),
+        (
+            torch.zeros(2, dtype=torch.uint8).view(torch.int4),
+            r"'model.table' has dtype torch.int4, .*view of dtype torch.uint8",
+        ),
+    ],
+)
+def test_a_tensor_of_a_kind_that_cannot_be_saved_is_named(tmp_path: Path, buffer: Tensor, match: str) -> None:
+    model = nn.Linear(2, 2)
+    model.register_buffer("table", buffer)
+    with pytest.raises(CheckpointError, match=match):
+        checkpoint.save(tmp_path, model, step=1)
+
+
+def test_a_parameter_without_a_shape_is_named(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="'weight' of the model has no shape yet; run the model once"):
+        checkpoint.save(tmp_path, nn.LazyLinear(2), step=1)
+
+
 # -- parts of a checkpoint -----------------------------------------------------------------------------------------------
 
 

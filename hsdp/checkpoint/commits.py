@@ -30,7 +30,7 @@ from hsdp.errors import CheckpointError
 NAME = re.compile(r"step-(\d+)(?:\.old|-[0-9a-f]{8})?")
 """What a complete checkpoint may be called."""
 _UPLOAD = re.compile(r"step-\d+-[0-9a-f]{8}")
-_LEFTOVER = re.compile(r"\.step-\d+(\.old)?\.[0-9a-f]+\.(partial|trash)")
+_LEFTOVER = re.compile(r"\.step-\d+(\.old|-[0-9a-f]{8})?\.[0-9a-f]+\.(partial|trash)")
 _LOST = (errno.EIO, errno.ENOSPC, errno.EDQUOT)
 """Errors that say that data did not reach the disk; others say that a system has no way to wait for directories."""
 

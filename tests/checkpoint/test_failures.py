@@ -385,5 +385,6 @@ def test_leftovers_of_an_interrupted_replacement_and_pruning_are_swept(tmp_path:
 
     shutil.copytree(path, tmp_path / "step-000001.old")
     shutil.copytree(path, tmp_path / ".step-000000.0a1b.trash")
+    shutil.copytree(path, tmp_path / ".step-000000-0a1b2c3d.0a1b.trash")  # of one that was brought from an object store
     checkpoint.save(tmp_path, model, step=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "step-000001", "step-000002"]

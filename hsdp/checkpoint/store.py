@@ -209,7 +209,8 @@ def publish(
             those that it replaces could not be removed.
     """
     earlier, damaged = _scan(directory)
-    sequence = earlier[-1][0].sequence + 1 if earlier else 1
+    # What cannot be read now, and perhaps can be later, may have the next numbers.
+    sequence = (earlier[-1][0].sequence if earlier else 0) + len(damaged) + 1
     names = tuple(sorted({path.name for _, path in earlier} | {path.name for path, _ in damaged}))
     manifest = Manifest(step, sequence, world_size, dict(sorted(files.items())), names)
     try:

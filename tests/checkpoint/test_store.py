@@ -90,6 +90,17 @@ def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
 
 
+def test_what_was_saved_beside_one_that_could_not_be_read_stays_the_last_when_it_can(tmp_path: Path) -> None:
+    """Both got the same number in the order, and the one of the higher step was taken, and the new one pruned."""
+    save(tmp_path, 10)
+    unread = save(tmp_path, 20) / manifests.MANIFEST
+    content = unread.read_text()
+    unread.write_text("")
+    new = save(tmp_path, 15)
+    unread.write_text(content)
+    assert checkpoint.latest(tmp_path) == new
+
+
 def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
     partial = tmp_path / store.begin(tmp_path, 1)
     files = {"data": manifests.FileRecord(3, 0), "more": write_file(partial / "more", b"abcd")}

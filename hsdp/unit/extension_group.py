@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Piece, Thresholds
@@ -133,8 +134,8 @@ class ExtensionGroup(DtypeGroup):
     def assemble(self) -> None:
         """Has unsharded parameters made of what was gathered. On the compute stream, as it computes."""
         with torch.inference_mode(False), torch.no_grad():
-            for member in self._members:
-                member.assemble()
+            for param, member in zip(self.params, self._members, strict=True):
+                member.assemble(_leaves_of(param))
         self.release_transients()
 
     def release_transients(self) -> None:
@@ -158,7 +159,7 @@ class _Member:
         inputs: what it sends, as long as it is needed.
         kinds: shapes and dtypes of that.
         outputs: the memory in which what is gathered arrives.
-        unsharded: the unsharded parameter.
+        unsharded: the unsharded parameter, until the first choice of another one (`ManagedParam.choose`).
         flat_buffers: all memory that comes and goes: `outputs`, and what the subclass named along with the unsharded
             parameter.
     """
@@ -231,15 +232,16 @@ class _Member:
         for flat_buffer in self.outputs:
             flat_buffer.alloc()
 
-    def assemble(self) -> None:
-        """Refills the unsharded parameter."""
+    def assemble(self, leaves: Sequence[Tensor]) -> None:
+        """Refills the unsharded parameter, of which there may be several `leaves`."""
         source, self._source = self._source, None
         assert source is not None, f"{self.fqn!r} was not gathered"
         for flat_buffer in self._inner:
             flat_buffer.alloc()
-        # Autograd must not take it for a change between forward and backward: units compare versions.
-        with naming(self._unit, self.fqn, source, POST), keeping_versions((self.unsharded, *parts_of(self.unsharded))):
-            getattr(source, POST)(self._shown, self._metadata, self._dtype, out=self.unsharded)
+        for leaf in leaves:
+            # Autograd must not take it for a change between forward and backward: units compare versions.
+            with naming(self._unit, self.fqn, source, POST), keeping_versions((leaf, *parts_of(leaf))):
+                getattr(source, POST)(self._shown, self._metadata, self._dtype, out=leaf)
         self._metadata = None
 
     def release_transients(self) -> None:
@@ -290,6 +292,18 @@ def check_extension(param: ManagedParam, axes: MeshAxes, reshard_after_forward: 
         told = f"cannot stay sharded over {parts} ranks after forward; pass reshard_after_forward=True or False"
     if told:
         raise ValueError(f"{where} has a gather extension and {told}")
+
+
+def _leaves_of(param: ManagedParam) -> Sequence[Tensor]:
+    """The unsharded parameters to refill: the one that forwards see, and the one that graphs from before a freeze read.
+
+    They share memory, so that one call serves both where they are plain. Subclasses may have more to set on each: a scale.
+    """
+    shown, trained = param.unsharded, param.trained
+    assert shown is not None, "an arranged parameter has a whole one"
+    if trained is None or trained is shown or not is_traceable_wrapper_subclass(shown):
+        return (shown,)
+    return (shown, trained)
 
 
 def _kinds(tensors: Sequence[Tensor]) -> list[tuple[tuple[int, ...], torch.dtype]]:

@@ -276,6 +276,38 @@ def test_a_whole_weight_that_is_a_subclass_with_a_scale_beside_it(pool2: Pool) -
     pool2.run(check_as_another, OneScale, OneScaleWide, hsdp.MixedPrecisionPolicy())
 
 
+def check_thaw(env: RankEnv, frozen: bool) -> None:
+    """The scale that every gather sets is that of the weights of now, whether they are trained, frozen, or thawed."""
+    case = replace(_case(EVEN), dtype=torch.float32)
+    losses = []
+    for kind in (OneScale, OneScaleWide):
+        model = _wrap(case.model(), kind)
+        weights = lambda: [block.weight for block in model.blocks]  # noqa: E731
+        for weight in weights():
+            weight.requires_grad_(not frozen)
+        _shard(model, env.mesh((2,)))
+        optimizer, told = torch.optim.SGD(model.parameters(), 0.5), []
+        for step, wanted in enumerate((not frozen, True, True, False, False, True, True)):
+            for weight in weights():
+                weight.requires_grad_(wanted)
+            if step == 4:
+                with torch.no_grad():
+                    for weight in weights():
+                        weight.mul_(3)
+            loss = mse(model, case.batch(step, env.rank))
+            loss.backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            told.append(loss.detach())
+        losses.append(torch.stack(told))
+    assert torch.equal(*losses)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_rule_29_a_scale_is_set_on_thawed_and_frozen_weights(pool2: Pool, frozen: bool) -> None:
+    pool2.run(check_thaw, frozen)
+
+
 def test_the_data_may_be_a_parameter(pool2: Pool) -> None:
     assert isinstance(_wrap(nn.Linear(2, 2), AroundParameter).weight.rows, nn.Parameter)  # type: ignore[union-attr]
     pool2.run(check_as_another, AroundParameter, Int8Weight, hsdp.MixedPrecisionPolicy())

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import plain_row
+from hsdp.buffers.fingerprints import fingerprint, plain_row
 from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
@@ -200,7 +200,7 @@ class Loan:
         self.unit = unit
         with torch.inference_mode(False):
             self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
-        self._now: list[Any] = list(self.params)
+        self._now: list[list[Any]] = [[] for _ in self.params]
         self._before: list[tuple[int, ParamName, Any, Any]] = []
 
     def show(self) -> None:
@@ -224,9 +224,7 @@ class Loan:
             module = place.module()
             if module is None:
                 continue
-            now = module._parameters.get(place.name)
-            if now is not self.params[slot]:
-                self._now[slot] = now
+            self._now[slot].append(module._parameters.get(place.name))
             module._parameters[place.name] = param
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
@@ -239,15 +237,36 @@ class Loan:
         Raises:
             StateError: one of them was replaced by something that cannot be written back.
         """
-        for now, param in zip(self._now, self.unit.params, strict=True):
-            fits = isinstance(now, Tensor) and isinstance(now, DTensor) == (param.inner is not None and param.inner.visible)
-            if not fits or tuple(local_of(now).shape) != param.spec.shape:
-                told = f"{type(now).__name__} of shape {tuple(now.shape)}" if isinstance(now, Tensor) else repr(now)
+        values = []
+        for slot, param in enumerate(self.unit.params):
+            # Nothing was noted of one all of whose modules were taken out of the model.
+            now, *others = self._now[slot] or [self.params[slot]]
+            where = f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r}"
+            for one in (now, *others):
+                _check_fits(one, param, where)
+            if any(one is not now and not _same_bits(local_of(one), local_of(now)) for one in others):
                 raise StateError(
-                    f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r} was replaced by {told}, which cannot be "
-                    f"written back; it must keep its kind and shape {param.spec.shape}: write into it in place"
+                    f"{where} has the names {', '.join(repr(place.fqn) for place in param.places)}, which were tied when "
+                    "fully_shard was called and have stayed one parameter; they have different values now, one of which "
+                    "would be lost: write into it in place, or put the same value under all of its names"
                 )
-        return [local_of(now.detach()) for now in self._now]
+            values.append(local_of(now.detach()))
+        return values
+
+
+def _check_fits(value: Any, param: ManagedParam, where: str) -> None:
+    """Raises StateError, which `where` begins, if what is registered in the place of a full parameter is not its like."""
+    visible = param.inner is not None and param.inner.visible
+    if not isinstance(value, Tensor) or isinstance(value, DTensor) != visible or local_of(value).shape != param.spec.shape:
+        told = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        raise StateError(
+            f"{where} was replaced by {told}, which cannot be written back; it must keep its kind and shape "
+            f"{param.spec.shape}: write into it in place"
+        )
+
+
+def _same_bits(one: Tensor, other: Tensor) -> bool:
+    return one.dtype == other.dtype and fingerprint(one.detach()) == fingerprint(other.detach())
 
 
 def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:

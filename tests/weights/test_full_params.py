@@ -284,6 +284,32 @@ def test_a_parameter_of_another_shape_is_refused(pool2: Pool) -> None:
         pool2.run(_replaced_by_another_shape)
 
 
+def _tied(env: RankEnv) -> None:
+    """Of the values under the two names of one parameter none gets lost without a word."""
+    model: Any = shard(make_case("tied").model(), env.mesh(2))
+    unit = next(unit for unit in model._units() if any(len(param.places) > 1 for param in unit.params))
+    ((one, first), (two, second)), shape = next(
+        (list(param.holders()), param.spec.shape) for param in unit.params if len(param.places) > 1
+    )
+    for values in ((1.0, None), (None, 2.0), (1.0, 2.0)):
+        before = dict(whole_values(model))
+        with pytest.raises(StateError, match=r"has the names '.*', '.*', which were tied"):  # noqa: SIM117
+            with full_params(model, writeback="rank0"):
+                for module, name, value in ((one, first, values[0]), (two, second, values[1])):
+                    if value is not None:
+                        setattr(module, name, nn.Parameter(torch.full(shape, value, dtype=torch.float64)))
+        assert_same(dict(whole_values(model)), before, 0.0, 0.0)
+    with full_params(model, writeback="rank0"):
+        for module, name in ((one, first), (two, second)):
+            setattr(module, name, nn.Parameter(torch.full(shape, 3.0, dtype=torch.float64)))
+    assert getattr(one, first) is getattr(two, second)
+    assert bool((full(getattr(one, first).detach()) == 3.0).all())
+
+
+def test_rule_2_values_of_tied_names_that_differ_are_refused(pool2: Pool) -> None:
+    pool2.run(_tied)
+
+
 def _apply(env: RankEnv, shape: tuple[int, ...]) -> None:
     case = make_case("transformer")
     model, plain = shard(case.model(), env.mesh(shape)), case.model()

@@ -42,7 +42,8 @@ def full_params(
         recurse: also those of the units below `model`; False: only those of its own unit.
         writeback: what becomes of changes. None: they are dropped. "rank0": every rank takes those of the mesh's first
             rank. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
-            alike. After an exception nothing is written back.
+            alike. After an exception nothing is written back. Each rank keeps what it said of full parameters, too:
+            `requires_grad`, and attributes.
         rank0_only: only the mesh's first rank holds the full parameters; the others go on seeing sharded ones.
         cast: floating-point dtype of the full parameters, for reading.
 
@@ -80,6 +81,8 @@ def full_params(
                 write(unit, values[unit])
             else:
                 write_first(unit, values.get(unit))
+        for loan in loans.values():
+            loan.keep_marks()
 
 
 def _check_arguments(writeback: object, rank0_only: bool, cast: object) -> None:
@@ -107,7 +110,8 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
     `fn` is called on every module, children first, as `torch.nn.Module.apply` does, but once on a module that two modules
     hold. Meanwhile the parameters of the module's unit, and of the units around it, are whole plain `nn.Parameter`s; those
     of nested units are sharded again. So memory is that of a few units, never of the model. When a unit is done, every
-    rank takes its values from the mesh's first rank: ranks may draw different random numbers.
+    rank takes its values from the mesh's first rank: ranks may draw different random numbers. What `fn` says of parameters
+    (`requires_grad_(False)`, an attribute) holds for the sharded ones from then on.
 
     Args:
         model: a model with sharded parameters, or a module of one; every rank must call it.
@@ -136,6 +140,7 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loan = loans.pop(unit)
         loan.hide()
         write_first(unit, loan.values("gathered_apply"))
+        loan.keep_marks()
 
     try:
         visit(model, units, fn, enter, leave)

@@ -200,6 +200,7 @@ class Loan:
         self.unit = unit
         with torch.inference_mode(False):
             self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+        self._wanted = [param.requires_grad for param in self.params]
         self._now: list[list[Any]] = [[] for _ in self.params]
         self._before: list[tuple[int, ParamName, Any, Any]] = []
 
@@ -252,6 +253,13 @@ class Loan:
                 )
             values.append(local_of(now.detach()))
         return values
+
+    def keep_marks(self) -> None:
+        """The sharded parameters get what was said of the full ones meanwhile: `requires_grad`, and users' attributes."""
+        for full, wanted, param in zip(self.params, self._wanted, self.unit.params, strict=True):
+            if full.requires_grad != wanted:
+                param.sharded.requires_grad_(full.requires_grad)
+            vars(param.sharded).update(vars(full))
 
 
 def _check_fits(value: Any, param: ManagedParam, where: str) -> None:

@@ -106,6 +106,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
             loan.hide()
             if unit in units:
                 _materialise(unit, loan.values("init_sharded"))
+                loan.keep_marks()
 
     def initialise(module: nn.Module) -> None:
         if fn is not None:

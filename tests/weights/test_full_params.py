@@ -310,6 +310,49 @@ def test_rule_2_values_of_tied_names_that_differ_are_refused(pool2: Pool) -> Non
     pool2.run(_tied)
 
 
+def _frozen(env: RankEnv) -> None:
+    def freeze(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            module.requires_grad_(False)
+            module.weight.seen = True  # type: ignore[assignment]
+
+    def init(module: nn.Module) -> None:
+        if callable(reset := getattr(module, "reset_parameters", None)):
+            reset()
+        freeze(module)
+
+    def block() -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4), nn.Linear(4, 4))
+
+    def check(model: Any) -> None:
+        assert [p.requires_grad for p in model.parameters()] == [True, True, False, False, True, True]
+        assert model[1].weight.seen and isinstance(model[1].weight, DTensor)
+        model(torch.ones(2, 4)).sum().backward()
+        assert [p.grad is not None for p in model.parameters()] == [True, True, False, False, True, True]
+
+    model: Any = shard(block(), env.mesh(2))
+    check(model.apply(freeze))
+    with full_params(model, writeback="local"):
+        model.requires_grad_(True)
+    assert all(p.requires_grad for p in model.parameters())
+    with full_params(model):
+        model.requires_grad_(False)
+    assert all(p.requires_grad for p in model.parameters()), "without writeback changes are dropped"
+    for rank0_only in (False, True):
+        model = shard(block(), env.mesh(2))
+        with full_params(model, writeback="rank0", rank0_only=rank0_only):
+            model[1].weight.seen = True
+            model[1].requires_grad_(False)
+        check(model)
+    with torch.device("meta"):
+        model = block()
+    check(hsdp.init_sharded(shard(model, env.mesh(2)), init))
+
+
+def test_rule_29_what_is_frozen_while_it_is_full_stays_frozen(pool2: Pool) -> None:
+    pool2.run(_frozen)
+
+
 def _apply(env: RankEnv, shape: tuple[int, ...]) -> None:
     case = make_case("transformer")
     model, plain = shard(case.model(), env.mesh(shape)), case.model()

@@ -262,11 +262,14 @@ class ManagedParam:
                     f"{spec.mesh}; it must keep shape {tuple(self.tensor_spec.shape)}, placements "
                     f"{self.tensor_spec.placements} and mesh"
                 )
-            if any(not _same_values(found, other) for other in replacements):
+            # A name that was left on the meta device has no value that would be lost.
+            valued = [one for one in currents if one is not self.sharded or not one.is_meta]
+            if any(not _same_values(found, other) for other in valued):
                 raise StateError(
                     f"{where} has the names {', '.join(repr(place.fqn) for place in self.places)}, which were tied when "
-                    "fully_shard was called and have stayed one parameter; they were replaced by different values: untie "
-                    "them before fully_shard, or load the same value under all of them"
+                    "fully_shard was called and have stayed one parameter; they have different values now, as one of them "
+                    "was replaced, or all by different ones: untie them before fully_shard, or put the same value under "
+                    "all of them"
                 )
             self.sharded = found
             self._register(found)

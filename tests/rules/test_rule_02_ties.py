@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.tensor import distribute_tensor
 
 import hsdp
 from tests.support.deep import DIM, seeded, step
@@ -57,3 +60,46 @@ def check_across(env: RankEnv) -> None:
 
 def test_rule_02_weights_tied_across_units_are_refused_by_both_names(pool2: Pool) -> None:
     pool2.run(check_across)
+
+
+def check_replaced(env: RankEnv) -> None:
+    """A value under one of two names is not put under the other one, too, without a word; nor is one of two lost."""
+    model: Any = seeded(Tied)
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    held, x = model.first.weight, torch.ones(2, DIM, dtype=torch.float64)
+    expected = model(x).detach()
+    for factors in ((2.0, None), (None, 2.0), (2.0, 3.0)):
+        for layer, factor in zip((model.first, model.last), factors, strict=True):
+            layer.weight = held if factor is None else nn.Parameter(held.detach() * factor)
+        with pytest.raises(hsdp.StateError, match=r"has the names 'first.weight', 'last.weight', which were tied"):
+            model(x)
+    model.first.weight = model.last.weight = held
+    assert torch.equal(model(x), expected)
+    model.first.weight = nn.Parameter(held.detach().clone())  # of the same value, and the tie stays
+    assert torch.equal(model(x), expected)
+    assert model.first.weight is model.last.weight
+
+
+def test_rule_02_replacing_one_of_two_tied_names_is_refused(pool2: Pool) -> None:
+    pool2.run(check_replaced)
+
+
+def check_loaded_from_meta(env: RankEnv) -> None:
+    """Files that have tied weights once load into a model on the meta device: the other name has no value to lose."""
+    plain = seeded(Tied)
+    with torch.device("meta"):
+        model: Any = Tied()
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    state = {
+        name: distribute_tensor(plain.get_parameter(name).detach(), p.device_mesh, p.placements)
+        for name, p in model.named_parameters()
+    }
+    assert "last.weight" not in state
+    model.load_state_dict(state, strict=False, assign=True)
+    torch.testing.assert_close(
+        model(torch.ones(2, DIM, dtype=torch.float64)), plain(torch.ones(2, DIM, dtype=torch.float64))
+    )
+
+
+def test_rule_02_a_tied_weight_is_loaded_under_one_name(pool2: Pool) -> None:
+    pool2.run(check_loaded_from_meta)

@@ -103,3 +103,33 @@ def check_loaded_from_meta(env: RankEnv) -> None:
 
 def test_rule_02_a_tied_weight_is_loaded_under_one_name(pool2: Pool) -> None:
     pool2.run(check_loaded_from_meta)
+
+
+def check_one_memory(env: RankEnv) -> None:
+    """Two parameters in one memory, of which a step of one steps the other, are refused; parts side by side are not."""
+    mesh = env.mesh(2)
+    plain: Any = seeded(Tied)
+    untied: Any = seeded(Tied)
+    untied.load_state_dict(plain.state_dict(), assign=True)  # as torch does it
+    assert untied.first.weight is not untied.last.weight
+    views, rows, ends = (nn.Linear(4, 4) for _ in range(3)), torch.zeros(8, 4), torch.zeros(4, 8)
+    view, row, end = (nn.Sequential(layer, nn.Linear(4, 4)) for layer in views)
+    view[1].weight = nn.Parameter(view[0].weight.detach().t())
+    row[0].weight, row[1].weight = nn.Parameter(rows[:4]), nn.Parameter(rows[2:6])
+    for model, one, other in (
+        (untied, "first.weight", "last.weight"),
+        (view, "0.weight", "1.weight"),
+        (row, "0.weight", "1.weight"),
+    ):
+        with pytest.raises(ValueError, match=f"parameters '{one}' and '{other}' share memory and are not one parameter"):
+            hsdp.fully_shard(model, mesh=mesh)
+        assert not isinstance(model, hsdp.HSDPModule)
+    row[1].weight = nn.Parameter(rows[4:])
+    end[0].weight, end[1].weight = nn.Parameter(ends[:, :4]), nn.Parameter(ends[:, 4:])
+    untied.requires_grad_(False)  # no optimizer steps them
+    for model in (row, end, untied):
+        hsdp.fully_shard(model, mesh=mesh)
+
+
+def test_rule_02_parameters_that_share_memory_are_refused_by_both_names(pool2: Pool) -> None:
+    pool2.run(check_one_memory)

@@ -240,28 +240,28 @@ class ManagedParam:
             StateError: it was replaced by something that is not an equally sharded parameter.
         """
         currents = [module._parameters.get(name) for module, name in self.holders()]
-        replacements = [one for one in currents if one is not self.sharded]
-        if replacements:
-            found = replacements[0]
-            where = f"parameter {self.fqn!r} of unit {unit_name!r}"
-            if found is None:
-                raise StateError(
-                    f"{where} is no parameter of its module any more (a parametrization, or deleted?); register "
-                    "parametrizations, and change what parameters there are, before fully_shard"
-                )
-            if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
-                raise StateError(
-                    f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "
-                    "(functional_call with plain tensors, or an assignment?); pass nn.Parameter(value) with a DTensor "
-                    "sharded as the parameter is, or write into the parameter in place"
-                )
-            spec = found._spec
-            if not same_sharding(spec, self.tensor_spec):
-                raise StateError(
-                    f"{where} was replaced by a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on "
-                    f"{spec.mesh}; it must keep shape {tuple(self.tensor_spec.shape)}, placements "
-                    f"{self.tensor_spec.placements} and mesh"
-                )
+        where = f"parameter {self.fqn!r} of unit {unit_name!r}"
+        found = next((one for one in currents if one is not self.sharded), self.sharded)
+        if found is None:
+            raise StateError(
+                f"{where} is no parameter of its module any more (a parametrization, or deleted?); register "
+                "parametrizations, and change what parameters there are, before fully_shard"
+            )
+        if not (isinstance(found, nn.Parameter) and isinstance(found, DTensor)):
+            raise StateError(
+                f"{where} was replaced by something of type {type(found).__name__} that is not a sharded parameter "
+                "(functional_call with plain tensors, or an assignment?); pass nn.Parameter(value) with a DTensor "
+                "sharded as the parameter is, or write into the parameter in place"
+            )
+        spec, held = found._spec, landed(found._local_tensor)
+        if not same_sharding(spec, self.tensor_spec) or held.shape != self.local.shape:
+            raise StateError(
+                f"{where} was replaced by a DTensor of shape {tuple(spec.shape)} with placements {spec.placements} on "
+                f"{spec.mesh}, of which this rank holds {tuple(held.shape)}; it must keep shape "
+                f"{tuple(self.tensor_spec.shape)}, placements {self.tensor_spec.placements}, mesh, and "
+                f"{tuple(self.local.shape)} on this rank"
+            )
+        if found is not self.sharded:
             # A name that was left on the meta device has no value that would be lost.
             valued = [one for one in currents if one is not self.sharded or not one.is_meta]
             if any(not _same_values(found, other) for other in valued):

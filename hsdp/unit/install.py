@@ -193,10 +193,10 @@ class Shadows:
         if all(map(is_, now, self._wrappers)):
             return None
         found = None
-        for param, sharded, before, after in zip(self._params, self._sharded, self._wrappers, now, strict=True):
-            if before is not after and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
-                found = param.fqn
-        self._wrappers = now
+        for at, (param, sharded) in enumerate(zip(self._params, self._sharded, strict=True)):
+            # Else somebody replaced both (`swap_tensors`), which `disturbed` is to see, and may put both back.
+            if now[at] is not self._wrappers[at] and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
+                found, self._wrappers[at] = param.fqn, now[at]
         return found
 
 

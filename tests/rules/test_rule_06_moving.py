@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
-from torch.distributed.tensor import distribute_tensor
+from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 from tests.support.deep import Deep, floats, seeded
@@ -129,3 +129,22 @@ def check_pending(env: RankEnv, level: str) -> None:
 @pytest.mark.parametrize("level", ["local", "scatter"])
 def test_rule_06_moving_with_pending_sums_is_refused(pool4: Pool, level: str) -> None:
     pool4.run(check_pending, level)
+
+
+def check_swapped(env: RankEnv) -> None:
+    """`torch.utils.swap_tensors` keeps the object and replaces what is in it: of another shape it is refused by name."""
+    model = shard(seeded(Deep), env.mesh(2))
+    weight: Any = model.last.weight
+    expected = model(floats(env.rank)).detach()
+    row = torch.zeros(1, weight.shape[1], dtype=weight.dtype)  # which torch would copy into all rows
+    for told in ({}, {"shape": weight.shape, "stride": weight.stride()}):
+        other = nn.Parameter(DTensor.from_local(row, weight.device_mesh, weight.placements, run_check=False, **told))
+        torch.utils.swap_tensors(weight, other)
+        with pytest.raises(hsdp.StateError, match=r"'last.weight' of unit .* was replaced by .*it must keep shape"):
+            model(floats(env.rank))
+        torch.utils.swap_tensors(weight, other)
+    assert torch.equal(model(floats(env.rank)), expected)
+
+
+def test_rule_06_a_parameter_swapped_for_another_shape_is_refused(pool2: Pool) -> None:
+    pool2.run(check_swapped)

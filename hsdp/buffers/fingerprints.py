@@ -13,7 +13,8 @@ _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: 
 
 def plain_row(tensor: Tensor) -> Tensor:
     """The elements of a tensor as a dense 1-D tensor, whose bits are its values: a view where it can be one."""
-    return tensor.detach().resolve_conj().resolve_neg().contiguous().view(-1)
+    dense = tensor.detach().resolve_conj().resolve_neg().contiguous()
+    return dense.as_strided((dense.numel(),), (1,))  # one element is contiguous with any stride, which `view` keeps
 
 
 def fingerprint(tensor: Tensor) -> tuple[int, int]:

@@ -24,6 +24,7 @@ KINDS: dict[str, Callable[[int], Tensor]] = {
     "ids": lambda rank: torch.arange(3, dtype=torch.int32) + rank,
     "empty": lambda rank: torch.empty(0, 4),
     "expanded": lambda rank: torch.tensor([[float(rank)], [7.0]]).expand(2, 6),
+    "expanded scalar": lambda rank: torch.tensor(float(rank)).expand(4),
     "equal": lambda rank: torch.arange(4.0),
 }
 

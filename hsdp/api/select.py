@@ -7,6 +7,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from torch import nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Shard
@@ -116,6 +117,11 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
         )
     if not isinstance(param, DTensor):
         wrapper_of(param, where)
+    if (layout := local_of(param).layout) is not torch.strided:
+        raise ValueError(
+            f"{where} has the layout {layout}, and rows are sent of dense tensors only; make it dense (to_dense()), or "
+            "pass it in ignored_params"
+        )
     if param.requires_grad and not is_trainable(param.dtype):
         raise ValueError(
             f"{where} has dtype {param.dtype} and wants gradients, which cannot be reduced; freeze it "

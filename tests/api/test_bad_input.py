@@ -184,6 +184,17 @@ def test_trained_parameters_whose_gradients_cannot_be_summed_are_refused_by_name
     assert fully_shard(model, mesh=world.mesh(4), ignored_params=[model.inner.table]) is model
 
 
+@pytest.mark.parametrize("layout", [Tensor.to_sparse, Tensor.to_sparse_csr, Tensor.to_mkldnn])
+@pytest.mark.filterwarnings("ignore:Sparse CSR tensor support")
+def test_sparse_and_mkldnn_parameters_are_refused_by_name(world: RankEnv, layout: Callable[[Tensor], Tensor]) -> None:
+    model = nn.Linear(4, 4)
+    model.weight = nn.Parameter(layout(torch.eye(4)), requires_grad=False)
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mesh=world.mesh(4))
+    _says(caught.value, "Linear", "'weight'", str(model.weight.layout), r"to_dense\(\)", "ignored_params")
+    assert fully_shard(model, mesh=world.mesh(4), ignored_params=[model.weight]) is model
+
+
 def test_dtensors_on_an_overlapping_mesh_are_refused_by_name(world: RankEnv) -> None:
     model = nn.Linear(8, 8)
     model.bias = nn.Parameter(distribute_tensor(torch.zeros(8), world.mesh(4), [Replicate()], src_data_rank=None))

@@ -16,12 +16,13 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import fingerprint
+from hsdp.buffers.fingerprints import fingerprint, plain_row
 from hsdp.errors import StateError
 from hsdp.format import dotted
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.local import local_of
 from hsdp.params.param import put_into, rows_of
+from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import unit_of, units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
@@ -89,11 +90,13 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
 
 def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn | None, device: torch.device) -> None:
     loans: dict[Unit, Loan] = {}
+    blanks: dict[Unit, list[Tensor]] = {}
     below = {id(m) for m in model.modules() if any(id(child) in names for child in m.modules())}
 
     def enter(unit: Unit) -> None:
         if unit in units:
-            loans[unit] = Loan(unit, [_blank(p.spec.shape, p.dtype, device) for p in unit.params])
+            blanks[unit] = [_blank(p.spec.shape, p.dtype, device) for p in unit.params]
+            loans[unit] = Loan(unit, blanks[unit])
         elif any(id(place.module()) in below for param in unit.params for place in param.places):
             # Its modules are visited for the sake of others; what that does to these copies is dropped.
             loans[unit] = Loan(unit, gather(unit, "init_sharded"))
@@ -105,7 +108,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
         if (loan := loans.pop(unit, None)) is not None:
             loan.hide()
             if unit in units:
-                _materialise(unit, loan.values("init_sharded"))
+                _materialise(unit, loan.values("init_sharded"), blanks.pop(unit))
                 loan.keep_marks()
 
     def initialise(module: nn.Module) -> None:
@@ -123,9 +126,16 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
 
 
 @torch.no_grad()
-def _materialise(unit: Unit, wholes: Sequence[Tensor]) -> None:
-    """Gives a unit on the meta device its shards, of values that are the same on all ranks."""
-    blank = [param.fqn for param, whole in zip(unit.params, wholes, strict=True) if _is_blank(whole)]
+def _materialise(unit: Unit, wholes: Sequence[Tensor], blanks: Sequence[Tensor]) -> None:
+    """Gives a unit on the meta device its shards, of values that are the same on all ranks.
+
+    Nobody has written to the `blanks` that were lent but by way of `wholes`, which share their memory if it is still they.
+    """
+    blank = [
+        param.fqn
+        for param, whole, lent in zip(unit.params, wholes, blanks, strict=True)
+        if _is_blank(whole) or (_is_untouched(lent) and _storage_of(whole) == _storage_of(lent))
+    ]
     if blank:
         raise StateError(
             f"init_sharded: unit {unit.name!r}: {blank} were not initialised, or not wholly; make fn (or reset_parameters) "
@@ -220,12 +230,11 @@ def _loose_tensors(model: nn.Module, default: Unit, device: torch.device) -> Ite
                     loose.append(one)
                     if id(tensor) not in reals:
                         reals[id(tensor)] = _real_of(tensor, one.fqn, device)
-    versions = {key: real._version for key, real in reals.items()}
     for one in loose:
         one.store[one.name] = reals[id(one.tensor)]
     try:
         yield
-        _check_written(loose, reals, versions)
+        _check_written(loose, reals)
         _settle(loose)
     except BaseException:
         for one in loose:
@@ -243,14 +252,12 @@ def _real_of(tensor: Tensor, fqn: str, device: torch.device) -> Tensor:
     return nn.Parameter(real, requires_grad=tensor.requires_grad) if isinstance(tensor, nn.Parameter) else real
 
 
-def _check_written(loose: list[_Loose], reals: dict[int, Tensor], versions: dict[int, int]) -> None:
+def _check_written(loose: list[_Loose], reals: dict[int, Tensor]) -> None:
     blank = []
     for one in loose:
         now, real = one.store.get(one.name), reals[id(one.tensor)]
-        if now is None or now.is_meta or _is_blank(now):
+        if now is None or now.is_meta or _is_blank(now) or (now is real and _is_untouched(real)):
             blank.append(one.fqn)
-        elif now is real and not _shows_blanks(now.dtype) and now._version == versions[id(one.tensor)]:
-            blank.append(one.fqn)  # no value of an integer says that nobody wrote it, but nobody did
     if blank:
         raise StateError(
             f"init_sharded: {blank} were not initialised, or not wholly; make fn (or reset_parameters) write every element "
@@ -308,6 +315,15 @@ def _blank(shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Te
 
 def _shows_blanks(dtype: torch.dtype) -> bool:
     return dtype.is_complex or (dtype.is_floating_point and dtype.itemsize > 1)
+
+
+def _storage_of(tensor: Tensor) -> int:
+    return storage_key(tensor.untyped_storage())
+
+
+def _is_untouched(tensor: Tensor) -> bool:
+    """Whether nobody wrote to a blank of a dtype none of whose values says so; zeros by way of `.data` count as nothing."""
+    return not _shows_blanks(tensor.dtype) and tensor._version == 0 and not plain_row(tensor).view(torch.uint8).any()
 
 
 def _is_blank(tensor: Tensor) -> bool:

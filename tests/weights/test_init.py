@@ -35,6 +35,8 @@ class Positions(nn.Module):
         self.register_buffer("ids", torch.empty(length, dtype=torch.int64))
         self.register_buffer("angles", torch.empty(length, dtype=torch.complex64), persistent=False)
         self.register_buffer("mask", torch.empty(length, length, dtype=torch.bool))
+        self.codes = nn.Parameter(torch.empty(length, dtype=torch.int8), requires_grad=False)
+        self.register_buffer("order", torch.empty(length, dtype=torch.int16))
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -42,6 +44,8 @@ class Positions(nn.Module):
         self.ids.copy_(torch.arange(len(self.ids), device=self.ids.device))
         self.angles = torch.polar(torch.ones(len(self.ids)), torch.rand(len(self.ids)))  # in place of the old one
         self.mask.copy_(torch.ones_like(self.mask).triu())
+        self.codes.data.fill_(3)
+        self.order.data.fill_(4)  # version counters do not tell
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.offset[self.ids] * self.angles.real[:, None] * self.mask[0, :, None]
@@ -200,13 +204,13 @@ def _forgotten(env: RankEnv) -> None:
                 elif tensor.dtype == torch.complex64:
                     tensor[1:].fill_(1)  # all but one element
 
-    for what in ("offset", "angles", "ids", "mask"):
+    for what in ("offset", "codes", "angles", "ids", "mask"):
         with torch.device("meta"):
             model: Any = nn.Sequential(nn.Linear(4, 4), Positions())
         shard(model, mesh)
         with pytest.raises(StateError, match=rf"init_sharded: .*{what}'\] were not initialised, or not wholly"):
             init_sharded(model, partial(forgets, what))
-        done = what != "offset"  # then the parameters are there, and the buffers still missing
+        done = what not in ("offset", "codes")  # then the parameters are there, and the buffers still missing
         assert {p.is_meta for p in model.parameters()} == {not done}
         assert all(buffer.is_meta for buffer in model.buffers())
         check_sharded(model)

@@ -97,7 +97,11 @@ class HSDPModule(Setters):
             if unit.runtime is not None:
                 unit.runtime.settle()
             unit.gradients.refuse_pending(unit.name, "moving or casting the model")
+        # torch exchanges DTensors for new ones, which know nothing of what users and libraries put on the old ones.
+        marked = [(param.sharded, dict(vars(param.sharded))) for unit in self._units() for param in unit.params]
         result = super(FSDPModule, self)._apply(fn, recurse)  # type: ignore[misc]  # not FSDP2's
+        for sharded, marks in marked:
+            vars(sharded).update(marks)
         unit = self._hsdp_state.unit
         # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
         if unit.disturbed() and len(unit.devices()) == 1:

@@ -39,6 +39,9 @@ TOLERANCE = {torch.float64: 1e-11, torch.float32: 1e-4, torch.float16: 5e-2, tor
 
 def check_move(env: RankEnv, name: str) -> None:
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    for one in (plain, model):
+        for param in one.parameters():
+            param.mark = True  # type: ignore[attr-defined]
 
     def step(one: nn.Module, rank: int) -> None:
         one(floats(rank).to(one.last.weight.dtype)).square().mean().backward()  # type: ignore[union-attr,arg-type]
@@ -49,6 +52,7 @@ def check_move(env: RankEnv, name: str) -> None:
         MOVES[name](one)
     dtypes = {param.dtype for param in plain.parameters()}
     assert {param.dtype for param in model.parameters()} == dtypes
+    assert [hasattr(p, "mark") for p in model.parameters()] == [hasattr(p, "mark") for p in plain.parameters()]
     check_sharded(model)
     tolerance = TOLERANCE[next(iter(dtypes))]
     check_grads(model, plain, step, env.rank, env.world_size, tolerance)

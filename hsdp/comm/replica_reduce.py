@@ -42,6 +42,9 @@ class AllReduceStage(ABC):
         the same order; `owner` and `op` go into the collectives of `comm` as they are.
         """
 
+    def fail(self) -> None:  # noqa: B027  # most stages have nothing to do
+        """A backward of this rank failed: what it was still to start does not come."""
+
 
 class AllReduce(AllReduceStage):
     """The default: one coalesced all-reduce in the reduce dtype. It has no state: units share `DEFAULT`."""

@@ -103,6 +103,15 @@ class ManagedAllReduce(AllReduceStage):
 
         return CommWork(comm, "all-reduce", owner, labelled("all_reduce", owner.name, start), tensors, land)
 
+    def fail(self) -> None:
+        """Has the step dropped in whose all-reduces a backward of this replica failed.
+
+        Others wait for those that were still to come. What another backward of this step sends must not meet these: behind
+        an error the manager sends nothing, and the next quorum has process groups of its own.
+        """
+        if self._count is not None:
+            self.manager.report_error(StateError("a backward over elastic replicas failed"))
+
     def begin(self) -> None:
         """A step begins."""
         self._order = 0

@@ -233,6 +233,8 @@ class Root:
         """Other ranks may wait for this one, which failed."""
         for divergence_guard in (*self._shard_guards, *self._backward_guards):
             divergence_guard.note_failure()
+        for stage in {unit.settings.replica_reduce for unit in self.units}:
+            stage.fail()
 
     def _roll_back(self, at_once: bool = False) -> None:
         if self.backward is not None and not self.backward.reduces:

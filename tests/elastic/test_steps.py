@@ -215,6 +215,41 @@ def test_replicas_that_reduce_other_units_drop_the_step(pool4: Pool) -> None:
     pool4.run(_in_other_order)
 
 
+def _fails_within(env: RankEnv) -> None:
+    """A backward fails on all ranks of a replica, which catch it and go on, with a step or with another backward."""
+    alone, _ = dist.new_subgroups(1)
+    manager = ScriptedManager(alone, dist.group.WORLD)
+    net = _net(env.mesh(4))
+    optimizer = elastic.ElasticOptimizer(manager, net, _adamw(net))
+    before = _shards(net)
+    for moment in ("a step", "another backward", "a forward"):
+        optimizer.zero_grad()
+        hook = net.blocks[0].register_full_backward_pre_hook(_raise)  # those behind it have been all-reduced
+        with pytest.raises(ArithmeticError):
+            _backward(net, env.rank, 0)
+        assert manager.calls > 1
+        hook.remove()
+        optimizer.zero_grad()  # the step that has begun goes on
+        if moment != "a step":
+            with torch.set_grad_enabled(moment == "another backward"):
+                out = net(torch.ones(4, WIDTH)).sum()
+            if moment == "another backward":
+                out.backward()
+        assert not optimizer.step() and _equal(before, _shards(net)), moment
+    optimizer.zero_grad()
+    _backward(net, env.rank, 0)
+    assert optimizer.step() and manager.current_step() == 1
+
+
+def _raise(*_: Any) -> None:
+    raise ArithmeticError("not a number")
+
+
+@pytest.mark.filterwarnings("ignore:hsdp. a backward pass")
+def test_a_step_in_which_a_backward_failed_is_dropped(pool4: Pool) -> None:
+    pool4.run(_fails_within)
+
+
 # -- healing -----------------------------------------------------------------------------------------------------------
 
 

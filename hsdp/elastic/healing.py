@@ -10,7 +10,7 @@ parameters and optimizer states.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
@@ -27,7 +27,10 @@ from hsdp.params.local import local_of
 from hsdp.params.subclass import is_composite
 
 Shards = dict[str, Any]
-"""What one rank sends: its shards of the model by name, and the optimizer's states and settings."""
+"""What one rank sends: its shards of parameters and its buffers by name, and the optimizer's states and settings."""
+
+_Place = tuple[nn.Module, str]
+"""Where a buffer is: its module, and its name there."""
 
 
 class HealedState:
@@ -42,7 +45,7 @@ class HealedState:
         self._model = model
         self._optimizer = optimizer
         self._params: dict[str, Tensor] = {}
-        self._buffers: dict[str, tuple[nn.Module, str]] = {}
+        self._buffers: dict[str, _Place] = {}
         self._members: list[list[str]] = []
         self._settings: list[dict[str, Any]] = []
 
@@ -50,8 +53,7 @@ class HealedState:
         """Notes what there is to give. Between steps: in a forward, modules have unsharded parameters for a while."""
         named = self._model.named_parameters()
         self._params = {clean_name(name): param for name, param in named if not _is_fixed(param)}
-        places = [(name, *name.rpartition(".")[::2]) for name, held in self._model.named_buffers() if not _is_fixed(held)]
-        self._buffers = {clean_name(name): (self._model.get_submodule(path), leaf) for name, path, leaf in places}
+        self._buffers = _buffer_places(self._model)
         names = parameter_names(self._model)
         self._members = [group_names(names, group, i) for i, group in enumerate(self._optimizer.param_groups)]
         self._settings = settings_of(self._optimizer)
@@ -73,24 +75,22 @@ class HealedState:
                         "before zero_grad(), or a replica that joins in this step would use another value"
                     )
 
-    def _tensors(self) -> dict[str, Tensor]:
-        """The parameters as they were noted, and the buffers that modules hold now: a forward may assign new ones."""
-        buffers = {name: module._buffers.get(leaf) for name, (module, leaf) in self._buffers.items()}
-        return {**self._params, **{name: buffer for name, buffer in buffers.items() if buffer is not None}}
-
     def take(self) -> Shards:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
-        model = {name: local_of(tensor.detach()) for name, tensor in self._tensors().items()}
+        model = {name: local_of(param.detach()) for name, param in self._params.items()}
+        # Those that modules hold now: a forward may assign new ones.
+        held = {name: module._buffers.get(leaf) for name, (module, leaf) in self._buffers.items()}
+        buffers = {name: None if buffer is None else local_of(buffer.detach()) for name, buffer in held.items()}
         states: dict[str, Any] = {}
         skeletons: dict[str, Any] = {}
         for group, names in zip(self._optimizer.param_groups, self._members, strict=True):
             for param, name in zip(group["params"], names, strict=True):
-                if held := self._optimizer.state.get(param):
-                    apart = take_apart(held, f"the optimizer's state of {name!r}")
+                if state := self._optimizer.state.get(param):
+                    apart = take_apart(state, f"the optimizer's state of {name!r}")
                     states[name] = {entry: _sent(value) for entry, value in apart.leaves.items()}
                     skeletons[name] = apart.skeleton
         groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
-        return {"model": model, "states": states, "skeletons": skeletons, "groups": groups}
+        return {"model": model, "buffers": buffers, "states": states, "skeletons": skeletons, "groups": groups}
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
@@ -105,8 +105,10 @@ class HealedState:
             StateError: it is the state of another model, or of another part of it.
             CheckpointError: it is the state of another optimizer.
         """
-        own = {name: local_of(tensor) for name, tensor in self._tensors().items()}
+        own = {name: local_of(param) for name, param in self._params.items()}
+        buffers = _buffer_places(self._model)  # with those that the forward of this step has registered
         _check(own, shards["model"])
+        _check_names(buffers, shards["buffers"])
         staging = OptimizerStaging(self._model, self._optimizer)
         described = {
             name: {
@@ -131,8 +133,10 @@ class HealedState:
         whole = staging.state_dict(placed, staging.groups(hyper), shards["skeletons"])
         for name, tensor in own.items():
             tensor.copy_(shards["model"][name])
-        for key, place in places.items():
-            place.copy_(sent[key])
+        for key, tensor in places.items():
+            tensor.copy_(sent[key])
+        for name, place in buffers.items():
+            _put(place, shards["buffers"][name])
         commit_optimizer(self._optimizer, whole)
         self._settings = settings_of(self._optimizer)
 
@@ -168,17 +172,44 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"local", "shape"}
 
 
-def _check(own: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
-    """Checks that tensors fit, name by name."""
-    if own.keys() != sent.keys():
-        names = sorted(own.keys() ^ sent.keys())
+def _buffer_places(model: nn.Module) -> dict[str, _Place]:
+    """Where buffers are, by name; one that was declared, and that some forward is to make, is None there."""
+    return {
+        clean_name(f"{path}.{leaf}" if path else leaf): (module, leaf)
+        for path, module in model.named_modules()
+        for leaf, held in module._buffers.items()
+        if held is None or not _is_fixed(held)
+    }
+
+
+def _put(place: _Place, sent: Tensor | None) -> None:
+    """Has a module hold what another replica's holds: in place, or, where forwards have made buffers of their own, anew."""
+    module, leaf = place
+    held = module._buffers[leaf]
+    if held is not None and sent is not None and _kind(local_of(held)) == _kind(sent):
+        local_of(held).copy_(sent)
+    else:
+        module._buffers[leaf] = None if sent is None else sent.to(sent.device if held is None else held.device, copy=True)
+
+
+def _kind(tensor: Tensor) -> tuple[torch.Size, torch.dtype]:
+    return tensor.shape, tensor.dtype
+
+
+def _check_names(own: Iterable[str], sent: Iterable[str]) -> None:
+    if names := sorted(set(own) ^ set(sent)):
         raise StateError(
             f"a replica that joins got the state of another model: only one of them has {', '.join(names[:3])}; start all "
             "replicas with the same model, optimizer and number of ranks"
         )
+
+
+def _check(own: Mapping[str, Tensor], sent: Mapping[str, Tensor]) -> None:
+    """Checks that tensors fit, name by name."""
+    _check_names(own, sent)
     for name, tensor in own.items():
         there = sent[name]
-        if (tensor.shape, tensor.dtype) != (there.shape, there.dtype):
+        if _kind(tensor) != _kind(there):
             raise StateError(
                 f"a replica that joins has {name!r} as {tuple(tensor.shape)} of {tensor.dtype} on this rank, but its "
                 f"counterpart as {tuple(there.shape)} of {there.dtype}; start all replicas with the same model and mesh"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pytest
 import torch
 from torch import Tensor, nn
 
@@ -60,3 +61,40 @@ def give_new_buffers(env: RankEnv) -> None:
 
 def test_buffers_that_a_forward_assigned_are_given(pool2: Pool) -> None:
     pool2.run(give_new_buffers)
+
+
+class Cached(nn.Module):
+    """Makes a table as long as its longest input so far, and counts forwards in a buffer that the first one registers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(4, 4)
+        self.register_buffer("table", None, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.table is None or len(self.table) < len(x):
+            self.table = torch.arange(1.0, len(x) + 1)
+        if not hasattr(self, "seen"):
+            self.register_buffer("seen", torch.zeros(()))
+        self.seen += 1
+        return self.linear(x) * self.table[: len(x), None]
+
+
+def give_made_buffers(env: RankEnv, *rows: int) -> None:
+    """The giver has run `rows[0]`, the one that joins `rows[1]`, in the step in which it does."""
+    model, other = (hsdp.fully_shard(Cached(), mesh=env.mesh(2)) for _ in range(2))
+    giver, taker = (HealedState(one, torch.optim.SGD(one.parameters())) for one in (model, other))
+    for _ in range(3):
+        model(torch.ones(rows[0], 4))
+    giver.note()
+    taker.note()
+    other(torch.ones(rows[1], 4))
+    taker.give(giver.take())
+    assert torch.equal(model.table, other.table) and model.seen == other.seen == 3
+    assert torch.equal(model(torch.ones(6, 4)), other(torch.ones(6, 4)))
+    assert len(giver.take()["buffers"]["table"]) == 6, "given as they are now"
+
+
+@pytest.mark.parametrize("rows", [(5, 3), (3, 5), (4, 4)])
+def test_buffers_that_forwards_make_are_given(pool2: Pool, rows: tuple[int, int]) -> None:
+    pool2.run(give_made_buffers, *rows)

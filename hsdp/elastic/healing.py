@@ -122,6 +122,9 @@ class HealedState:
         for name, entries in shards["states"].items():
             for entry, value in entries.items():
                 if _is_tensor(value):
+                    if not value["sharded"] and isinstance(placed[name][entry], DTensor):
+                        # The optimizer steps on local tensors: what it keeps is this rank's alone.
+                        placed[name][entry] = torch.empty_like(value["local"], device=local_of(placed[name][entry]).device)
                     sent[f"{entry} of {name}"] = value["local"]
                     places[f"{entry} of {name}"] = local_of(placed[name][entry])
         _check(places, sent)
@@ -165,11 +168,11 @@ def _sent(value: Any) -> Any:
     if not isinstance(value, Tensor):
         return value
     value = plain(value)
-    return {"local": local_of(value.detach()), "shape": list(value.shape)}
+    return {"local": local_of(value.detach()), "shape": list(value.shape), "sharded": isinstance(value, DTensor)}
 
 
 def _is_tensor(value: Any) -> bool:
-    return isinstance(value, dict) and value.keys() == {"local", "shape"}
+    return isinstance(value, dict) and value.keys() == {"local", "shape", "sharded"}
 
 
 def _buffer_places(model: nn.Module) -> dict[str, _Place]:

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -98,3 +101,50 @@ def give_made_buffers(env: RankEnv, *rows: int) -> None:
 @pytest.mark.parametrize("rows", [(5, 3), (3, 5), (4, 4)])
 def test_buffers_that_forwards_make_are_given(pool2: Pool, rows: tuple[int, int]) -> None:
     pool2.run(give_made_buffers, *rows)
+
+
+class OnShards(torch.optim.Optimizer):
+    """Momentum on local tensors, which keeps plain tensors beside a rank's rows."""
+
+    def __init__(self, params: Iterator[nn.Parameter]) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for param in self.param_groups[0]["params"]:
+            state, grad = self.state[param], param.grad.to_local()
+            state["sum"] = state.get("sum", torch.zeros_like(grad)) * 0.9 + grad
+            state["largest"] = state["sum"].abs().amax().reshape(1) if len(grad) else torch.zeros(1)
+            param.to_local().sub_(state["sum"], alpha=0.1)
+
+
+def give_local_state(env: RankEnv, shards: int, rows: int) -> None:
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = hsdp.fully_shard(nn.Linear(4, rows), mesh=env.mesh((2 // shards, shards)))
+        optimizer = OnShards(model.parameters())
+        found.append((model, optimizer, HealedState(model, optimizer)))
+
+    def step(which: int) -> None:
+        model, optimizer, _ = found[which]
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    step(0)
+    for _, _, held in found:
+        held.note()
+    found[1][2].give(found[0][2].take())
+    for which in range(2):
+        step(which)
+    for one, other in zip(*(model.parameters() for model, _, _ in found), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+        for key in ("sum", "largest"):
+            mine, theirs = found[0][1].state[one][key], found[1][1].state[other][key]
+            assert type(mine) is type(theirs) is Tensor and torch.equal(mine, theirs)
+
+
+@pytest.mark.parametrize(("shards", "rows"), [(2, 6), (2, 5), (2, 1), (1, 6)])
+def test_plain_states_of_shards_stay_plain(pool2: Pool, shards: int, rows: int) -> None:
+    pool2.run(give_local_state, shards, rows)

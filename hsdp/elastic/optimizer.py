@@ -49,7 +49,7 @@ class ElasticOptimizer:
         model.set_replica_reduce(stage)  # type: ignore[operator]
         self._stage = stage
         self._streams = Streams(self._units[0].axes.device)
-        self._stepped: Any = None
+        self._settled: Any = None
         self._begun = False
         self._digest = 0
         self._healed = HealedState(model, optimizer)
@@ -69,6 +69,8 @@ class ElasticOptimizer:
         if not self._begun:
             self._healed.note()
             self._stage.begin()
+            # Behind all that this thread did to the state since the last step, averages of weights among it.
+            self._settled = self._streams.mark()
             self.manager.start_quorum()
             # A manager that waits has healed this rank by now; one that does not gives it other weights after its backward.
             self._digest = self._healed.digest() if self.manager.current_step() == 0 else 0
@@ -113,7 +115,6 @@ class ElasticOptimizer:
             self.optimizer.step()
         else:
             self._drop()
-        self._stepped = self._streams.mark()
         return takes
 
     def _drop(self) -> None:
@@ -123,9 +124,9 @@ class ElasticOptimizer:
             unit.gradients.heed_zero_grad()
 
     def _take(self) -> Shards:
-        """From the manager's thread: a device's streams do not order what that copies behind the last step."""
-        if self._stepped is not None:
-            self._stepped.synchronize()
+        """From the manager's thread: a device's streams do not order what that copies behind what came before this step."""
+        if self._settled is not None:
+            self._settled.synchronize()
         return self._healed.take()
 
     def _give(self, shards: Shards) -> None:

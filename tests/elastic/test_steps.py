@@ -305,6 +305,40 @@ def test_the_first_step(pool4: Pool) -> None:
     pool4.run(_first_step)
 
 
+class _Marks:
+    """A device's stream, as far as it is asked: what a mark's event waits for is what was done before it."""
+
+    def __init__(self) -> None:
+        self.done: list[str] = []
+        self.waited: list[str] = []
+
+    def mark(self) -> Any:
+        seen = list(self.done)
+        return type("Event", (), {"synchronize": lambda _: self.waited.extend(seen)})()
+
+
+def _sent_behind(env: RankEnv) -> None:
+    net, optimizer, manager = _elastic(env)
+    optimizer._streams = marks = _Marks()
+    quorum = manager.start_quorum
+
+    def start() -> None:
+        manager.states["hsdp"][1]()  # from its own thread, at once
+        quorum()
+
+    manager.start_quorum = start
+    optimizer.zero_grad()
+    _backward(net, env.rank, 0)
+    optimizer.step()
+    marks.done.append("an average behind the step")
+    optimizer.zero_grad()
+    assert marks.waited == marks.done
+
+
+def test_what_is_sent_has_all_that_was_done_before_the_step(pool4: Pool) -> None:
+    pool4.run(_sent_behind)
+
+
 def _given(env: RankEnv, optimizer_of: str) -> None:
     """What a rank takes of its model is given to another one, with tensor parallelism inside and with bf16 outside."""
     mesh = env.mesh((2, 2), ("shard", "tp"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 from torch import nn
@@ -51,7 +52,7 @@ class ElasticOptimizer:
         self._streams = Streams(self._units[0].axes.device)
         self._settled: Any = None
         self._begun = False
-        self._digest = 0
+        self._joins = True
         self._healed = HealedState(model, optimizer)
         manager.register_state_dict_fn("hsdp", self._give, self._take)
 
@@ -72,8 +73,6 @@ class ElasticOptimizer:
             # Behind all that this thread did to the state since the last step, averages of weights among it.
             self._settled = self._streams.mark()
             self.manager.start_quorum()
-            # A manager that waits has healed this rank by now; one that does not gives it other weights after its backward.
-            self._digest = self._healed.digest() if self.manager.current_step() == 0 else 0
             self._begun = True
         self.optimizer.zero_grad(set_to_none)
 
@@ -88,7 +87,7 @@ class ElasticOptimizer:
 
         Raises:
             StateError: `zero_grad` did not begin a step, gradients were not communicated, settings of the optimizer were
-                changed since, or replicas began the first step of all with different weights.
+                changed since, or this replica begins with other weights than others have at the same step.
             RuntimeError: no quorum was found in time, or the manager gave up.
         """
         if not self._begun:
@@ -102,20 +101,30 @@ class ElasticOptimizer:
             check_communicated(unit, "ElasticOptimizer.step")
         self._healed.check_settings()
         self.manager.wait_quorum()
-        digest = self._digest if self.manager.current_step() == 0 else 0
-        same = self._stage.compare(digest, self._units[0].axes.device)
+        step = self.manager.current_step()
+        same = self._stage.compare(self._joins, self._healed.digest, self._units[0].axes.device)
         takes = self.manager.should_commit()
         self._begun = False
         if not same:
-            raise StateError(
-                "ElasticOptimizer.step: replicas began the first step with different weights; seed them alike, load one "
-                "checkpoint, or make the manager with use_async_quorum=False and init_sync=True, which heals them before"
-            )
+            self._refuse_other_weights(step)
         if takes:
             self.optimizer.step()
+            self._joins = False
         else:
             self._drop()
         return takes
+
+    def _refuse_other_weights(self, step: int) -> None:
+        """Ends a replica that joins with other weights than others have at the same step; those drop the step."""
+        if self._joins:
+            raise StateError(
+                f"ElasticOptimizer.step: replicas have different weights at step {step}, and this one has just begun; seed "
+                "them alike, load one checkpoint, or none if others are further (they heal this one then), or make the "
+                "manager with use_async_quorum=False and init_sync=True, which heals them before"
+            )
+        warnings.warn(
+            f"hsdp: a replica that joins has other weights than this one at step {step}; the step is dropped", stacklevel=3
+        )
 
     def _drop(self) -> None:
         self.model.zero_grad(set_to_none=True)

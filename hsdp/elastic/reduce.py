@@ -117,25 +117,25 @@ class ManagedAllReduce(AllReduceStage):
         self._order = 0
         self._count = None
 
-    def compare(self, weights: int, device: torch.device) -> bool:
+    def compare(self, joins: bool, digest: Callable[[], int], device: torch.device) -> bool:
         """Has the step dropped if gradients do not belong together: of other units, or of other weights.
 
         Replicas have no divergence guard: who is there changes from step to step. One small all-reduce behind those of a
-        step tells whether they reduced the same units in the same order. A replica that does not take part compares, too.
+        step tells whether they reduced the same units in the same order, and another one, where a replica takes its first
+        step, whether their weights are the same. A replica that does not take part compares, too.
 
         Args:
-            weights: a digest of this rank's weights, or 0.
+            joins: this replica has taken no step yet.
+            digest: gives one of this rank's weights.
             device: that of the manager's all-reduces.
 
         Returns:
-            Whether the weights were the same.
+            Whether the weights were the same, as far as was asked.
         """
         manager = self.manager
-        told = torch.tensor([1, self._order, weights & _MASK], dtype=torch.int64, device=device)
-        manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
-        if manager.errored() is not None:
+        if (told := self._sums([1, self._order, joins], device)) is None:
             return True
-        count, orders, digests = told.tolist()
+        count, orders, joining = told
         if orders != self._order * count:
             what = (
                 "elastic replicas reduced different units, or in another order: their gradients do not belong together, "
@@ -143,10 +143,21 @@ class ManagedAllReduce(AllReduceStage):
             )
             warnings.warn(f"hsdp: {what}", stacklevel=3)
             manager.report_error(DivergenceError(what))
-        same = bool(digests == (weights & _MASK) * count)
+        if not joining:
+            return True
+        weights = digest() & _MASK
+        if (told := self._sums([1, weights], device)) is None:
+            return True
+        same = told[1] == weights * told[0]
         if not same:
-            manager.report_error(DivergenceError("elastic replicas began with different weights"))
+            manager.report_error(DivergenceError("elastic replicas have different weights"))
         return same
+
+    def _sums(self, values: list[int], device: torch.device) -> list[int] | None:
+        """Sums over those that take part; None behind an error."""
+        told = torch.tensor(values, dtype=torch.int64, device=device)
+        self.manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
+        return told.tolist() if self.manager.errored() is None else None
 
     def _join_quorum(self) -> None:
         """Waits until it is known who takes part. A quorum that was not found is an error of the step, which raises it."""

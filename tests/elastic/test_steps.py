@@ -75,6 +75,13 @@ def _equal(these: list[Tensor], those: list[Tensor]) -> bool:
     return len(these) == len(those) and all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
 
+def _shift(net: nn.Module) -> None:
+    """Has this rank hold other weights."""
+    with torch.no_grad():
+        for shard in (param.to_local() for param in net.parameters()):  # type: ignore[attr-defined]
+            shard.add_(0.1)
+
+
 # -- steps that are taken ----------------------------------------------------------------------------------------------
 
 
@@ -92,7 +99,8 @@ def _as_on_two_axes(env: RankEnv, micros: int, drains: bool) -> None:
         assert optimizer.step()
         adamw.step()
         adamw.zero_grad()
-        assert manager.calls == 1 + 4 + 1, "one for each unit, whatever the number of micro-batches, and two numbers'"
+        # One for each unit, whatever the number of micro-batches, and those of numbers; in the first step of weights, too.
+        assert manager.calls == 1 + 4 + 1 + (step == 0)
         assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
 
 
@@ -145,9 +153,11 @@ def _planned(env: RankEnv) -> None:
         return allreduce(tensor, **options)
 
     manager.allreduce = counting
-    optimizer.zero_grad()
-    _backward(net, env.rank, 0)
-    optimizer.step()
+    for step in range(2):
+        given.clear()  # of the first step, in which weights are compared too
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        optimizer.step()
     (over_replicas,) = (one for one in plan.collectives if one.kind == "all-reduce")
     count, of_units, compared = given[0], given[1:-1], given[-1]
     assert (count, compared) == (4, 24), "what elastic.md says of their size"
@@ -257,11 +267,9 @@ def _healed(env: RankEnv) -> None:
     """The second replica begins with other weights, and other states, and joins in the third step."""
     net, optimizer, manager = _elastic(env, healed=(2,))
     other = env.rank > 1
-    with torch.no_grad():
-        for shard in (param.to_local() for param in net.parameters() if other):
-            shard.add_(0.1)
-    manager.step = 1  # or they would be found to begin with different weights
     for attempt in range(5):
+        if other and attempt == 1:  # before its first step it would be found to have other weights
+            _shift(net)
         for group in optimizer.param_groups:
             group["lr"] = 0.01 / (1 + manager.current_step() + (other and attempt < 3))
         optimizer.zero_grad()
@@ -303,6 +311,34 @@ def _first_step(env: RankEnv) -> None:
 
 def test_the_first_step(pool4: Pool) -> None:
     pool4.run(_first_step)
+
+
+def _joins_with_other_weights(env: RankEnv) -> None:
+    """The second replica dies behind a step, and comes back with a checkpoint of the same step of another run."""
+    net, optimizer, manager = _elastic(env)
+    for step in range(4):
+        joins = env.rank > 1 and step == 2
+        if joins:
+            manager.states.clear()
+            optimizer = elastic.ElasticOptimizer(manager, net, optimizer.optimizer)
+            _shift(net)
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        if joins:
+            with pytest.raises(StateError, match="different weights at step 2, and this one has just begun"):
+                optimizer.step()
+        elif step == 2:
+            with pytest.warns(UserWarning, match="other weights than this one at step 2"):
+                assert not optimizer.step()
+        else:
+            assert optimizer.step()
+        if step == 2:
+            break
+    assert manager.current_step() == 2
+
+
+def test_a_replica_that_joins_with_other_weights_ends(pool4: Pool) -> None:
+    pool4.run(_joins_with_other_weights)
 
 
 class _Marks:

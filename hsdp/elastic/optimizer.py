@@ -8,6 +8,7 @@ from typing import Any
 from torch import nn
 from torch.optim import Optimizer
 
+from hsdp.api.module import HSDPModule
 from hsdp.comm.streams import Streams
 from hsdp.elastic.healing import HealedState, Shards
 from hsdp.elastic.manager import Manager
@@ -27,7 +28,7 @@ class ElasticOptimizer:
 
     Args:
         manager: torchft's manager of this rank, made with `load_state_dict=None, state_dict=None`.
-        model: the sharded model, over a mesh of this job's ranks.
+        model: the sharded model, over a mesh of this job's ranks, or a module that holds several.
         optimizer: the optimizer of its parameters.
         reduce_op: see `replicas`.
 
@@ -36,7 +37,7 @@ class ElasticOptimizer:
 
     Raises:
         TypeError: `model` is no module, or `optimizer` no optimizer.
-        ValueError: no parameter of the model is sharded, its mesh has replicas, or a stage of another manager is set.
+        ValueError: no parameter of the model is sharded, its mesh has replicas, or the manager has such an optimizer.
     """
 
     def __init__(self, manager: Manager, model: nn.Module, optimizer: Optimizer, reduce_op: ReduceOp = "avg") -> None:
@@ -47,14 +48,22 @@ class ElasticOptimizer:
         self.optimizer = optimizer
         self._units = units_below(model, what="ElasticOptimizer")
         stage = replicas(manager, reduce_op)
-        model.set_replica_reduce(stage)  # type: ignore[operator]
+        for module in model.modules():
+            if isinstance(module, HSDPModule):
+                module.set_replica_reduce(stage, recurse=False)
         self._stage = stage
         self._streams = Streams(self._units[0].axes.device)
         self._settled: Any = None
         self._begun = False
         self._joins = True
         self._healed = HealedState(model, optimizer)
-        manager.register_state_dict_fn("hsdp", self._give, self._take)
+        try:
+            manager.register_state_dict_fn("hsdp", self._give, self._take)
+        except AssertionError as error:
+            raise ValueError(
+                "ElasticOptimizer: the manager has one already, and counts its steps; put several models into one "
+                "nn.ModuleDict, and their parameters into groups of one optimizer, or make a manager for each"
+            ) from error
 
     @property
     def param_groups(self) -> list[dict[str, Any]]:

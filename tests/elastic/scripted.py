@@ -92,6 +92,7 @@ class ScriptedManager:
         return self.batches
 
     def register_state_dict_fn(self, key: str, load: Callable[[Any], None], take: Callable[[], Any]) -> None:
+        assert key not in self.states
         self.states[key] = load, take
 
     def state_dict(self) -> dict[str, int]:

@@ -341,6 +341,34 @@ def test_a_replica_that_joins_with_other_weights_ends(pool4: Pool) -> None:
     pool4.run(_joins_with_other_weights)
 
 
+def _several_models(env: RankEnv) -> None:
+    """One that is trained and its average, in a module that is none of hsdp's: both are given."""
+    mesh = env.mesh((2, 2))
+    manager = ScriptedManager(mesh.get_group("replicate"), mesh.get_group("shard"), healed=(2,))
+    both = nn.ModuleDict({"net": _net(mesh["shard"]), "average": _net(mesh["shard"])})
+    both["average"].requires_grad_(False)
+    optimizer = elastic.ElasticOptimizer(manager, both, _adamw(both["net"]))
+    for step in range(4):
+        if step == 1 and env.rank > 1:
+            _shift(both)
+        optimizer.zero_grad()
+        _backward(both["net"], env.rank, step)
+        assert optimizer.step()
+        with torch.no_grad():
+            for mean, param in zip(both["average"].parameters(), both["net"].parameters(), strict=True):
+                mean.lerp_(param, 0.1)
+    mine = torch.cat([value.flatten() for value in _shards(both)])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine, group=manager.across)
+    assert torch.equal(*theirs)
+    with pytest.raises(ValueError, match=r"has one already.*nn\.ModuleDict"):
+        elastic.ElasticOptimizer(manager, both, _adamw(both["net"]))
+
+
+def test_several_models_in_one_module(pool4: Pool) -> None:
+    pool4.run(_several_models)
+
+
 class _Marks:
     """A device's stream, as far as it is asked: what a mark's event waits for is what was done before it."""
 
@@ -493,9 +521,7 @@ def _saved(env: RankEnv, folder: Path) -> None:
     if env.rank < 2:
         hsdp.checkpoint.save(folder / "foreign", net, optimizer.optimizer, step=1, process_group=manager.within)
         with pytest.raises(CheckpointError, match=r"not saved by elastic\.save"):
-            elastic.resume(
-                folder / "foreign", elastic.ElasticOptimizer(fresh, net, _adamw(net)), process_group=fresh.within
-            )
+            elastic.resume(folder / "foreign", other, process_group=fresh.within)
 
 
 def test_one_replica_writes_and_all_resume(pool4: Pool, tmp_path: Path) -> None:

@@ -17,13 +17,19 @@ class ScriptedManager:
         across, within: the group of a rank's counterparts, and that of its replica.
         healed: steps in which the replica of number 1 in `across` does not take part, and gets the state of number 0.
         fails: (step, number of an all-reduce in it) at which this rank meets an error, as attempts count from 0.
+        waits: as with `use_async_quorum=False`, a replica is healed before its forward, and takes part.
     """
 
     def __init__(
-        self, across: Any, within: Any, healed: tuple[int, ...] = (), fails: tuple[tuple[int, int], ...] = ()
+        self,
+        across: Any,
+        within: Any,
+        healed: tuple[int, ...] = (),
+        fails: tuple[tuple[int, int], ...] = (),
+        waits: bool = False,
     ) -> None:
         self.across, self.within = across, within
-        self.healed, self.fails = healed, fails
+        self.healed, self.fails, self.waits = healed, fails, waits
         self.attempt = -1
         self.calls = 0
         self.step = self.batches = 0
@@ -44,6 +50,9 @@ class ScriptedManager:
             state = [{key: take() for key, (_, take) in self.states.items()} if self.across.rank() == 0 else None]
             dist.broadcast_object_list(state, group=self.across, group_src=0)
             self.pending = state[0] if self.heals else None
+            if self.heals and self.waits:
+                self._heal()
+                self.heals = False
 
     def wait_quorum(self) -> None:
         assert self.begun, "must call start_quorum before wait_quorum"
@@ -56,7 +65,7 @@ class ScriptedManager:
 
     def num_participants(self) -> int:
         """As torchft has it, one that is healed in the first step counts, though nothing of it does."""
-        return int(self.across.size()) - (self.step > 0 and self.attempt in self.healed)
+        return int(self.across.size()) - (self.step > 0 and self.attempt in self.healed and not self.waits)
 
     def allreduce(self, tensor: Tensor, *, reduce_op: Any) -> Any:
         if self.heals:
@@ -76,14 +85,17 @@ class ScriptedManager:
 
     def should_commit(self) -> bool:
         if self.heals:
-            for key, (give, _) in self.states.items():
-                give(self.pending[key])
+            self._heal()
         well = torch.tensor([float(self.error is None)])
         dist.all_reduce(well, dist.ReduceOp.MIN, group=self.within)
         if well.item():
             self.step += 1
             self.batches += self.num_participants()
         return bool(well.item())
+
+    def _heal(self) -> None:
+        for key, (give, _) in self.states.items():
+            give(self.pending[key])
 
     def current_step(self) -> int:
         return self.step

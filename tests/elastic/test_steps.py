@@ -341,6 +341,33 @@ def test_a_replica_that_joins_with_other_weights_ends(pool4: Pool) -> None:
     pool4.run(_joins_with_other_weights)
 
 
+def _scaled(env: RankEnv) -> None:
+    """The second replica is started anew with a scaler of another scale, and healed before its forward."""
+    net, optimizer, manager = _elastic(env, healed=(2,), waits=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**4)
+    manager.register_state_dict_fn("scaler", lambda told: scaler.load_state_dict(told), lambda: scaler.state_dict())
+    for step in range(4):
+        if step == 2 and env.rank > 1:
+            scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+            _shift(net)
+        optimizer.zero_grad()
+        random = torch.Generator().manual_seed(10 * step + env.rank)
+        scaler.scale(net(torch.randn(4, WIDTH, generator=random)).square().mean()).backward()
+        scaler.unscale_(optimizer)
+        hsdp.clip_grad_norm_(net, 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+    assert manager.current_step() == 4 and scaler.get_scale() == 2.0**4
+    mine = torch.cat([value.flatten() for value in _shards(net, optimizer.optimizer)])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine, group=manager.across)
+    assert torch.equal(*theirs)
+
+
+def test_a_scaler_is_healed_before_the_forward(pool4: Pool) -> None:
+    pool4.run(_scaled)
+
+
 def _several_models(env: RankEnv) -> None:
     """One that is trained and its average, in a module that is none of hsdp's: both are given."""
     mesh = env.mesh((2, 2))

@@ -140,7 +140,9 @@ class HealedState:
             tensor.copy_(sent[key])
         for name, place in buffers.items():
             _put(place, shards["buffers"][name])
+        groups = self._optimizer.param_groups
         commit_optimizer(self._optimizer, whole)
+        _keep_groups(groups, self._optimizer)
         self._settings = settings_of(self._optimizer)
 
 
@@ -150,6 +152,23 @@ def settings_of(optimizer: Optimizer) -> list[dict[str, Any]]:
         {key: value.clone() if isinstance(value, Tensor) else value for key, value in group.items() if key != "params"}
         for group in optimizer.param_groups
     ]
+
+
+def _keep_groups(groups: list[dict[str, Any]], optimizer: Optimizer) -> None:
+    """Has an optimizer keep the groups that it had, with the settings that it was given.
+
+    torch's `load_state_dict` makes new ones. This comes in the middle of a run: a loop may hold groups, or a learning rate
+    in a tensor, and would from now on change what nobody steps with, on this replica alone.
+    """
+    for held, given in zip(groups, optimizer.param_groups, strict=True):
+        settings = dict(given)
+        for key, value in given.items():
+            own = held.get(key)
+            if isinstance(own, Tensor) and isinstance(value, Tensor) and _kind(own) == _kind(value):
+                settings[key] = own.copy_(value)
+        held.clear()
+        held.update(settings)
+    optimizer.param_groups = groups
 
 
 def _equal(a: Any, b: Any) -> bool:

@@ -148,3 +148,33 @@ def give_local_state(env: RankEnv, shards: int, rows: int) -> None:
 @pytest.mark.parametrize(("shards", "rows"), [(2, 6), (2, 5), (2, 1), (1, 6)])
 def test_plain_states_of_shards_stay_plain(pool2: Pool, shards: int, rows: int) -> None:
     pool2.run(give_local_state, shards, rows)
+
+
+def give_settings(env: RankEnv) -> None:
+    """A loop that keeps groups, and a learning rate in a tensor, sets them behind the healing as before it."""
+    found = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        model = hsdp.fully_shard(nn.Linear(4, 6), mesh=env.mesh(2))
+        rate = torch.tensor(0.1 + seed)
+        groups = [{"params": [model.weight], "lr": rate}, {"params": [model.bias], "lr": 0.2 + seed}]
+        optimizer = torch.optim.SGD(groups)
+        found.append((model, optimizer, rate, optimizer.param_groups[1], HealedState(model, optimizer)))
+    for *_, held in found:
+        held.note()
+    found[1][-1].give(found[0][-1].take())
+    assert all(float(rate) == float(torch.tensor(0.1)) and group["lr"] == 0.2 for _, _, rate, group, _ in found)
+    for model, optimizer, rate, group, held in found:
+        rate.fill_(0.5)
+        group["lr"] = 0.6
+        held.note()
+        held.check_settings()
+        model(torch.ones(2, 4)).square().sum().backward()
+        optimizer.step()
+        assert [float(one["lr"]) for one in optimizer.param_groups] == [0.5, 0.6]
+    for one, other in zip(*(model.parameters() for model, *_ in found), strict=True):
+        assert torch.equal(one.to_local(), other.to_local())
+
+
+def test_a_loop_may_hold_groups(pool2: Pool) -> None:
+    pool2.run(give_settings)

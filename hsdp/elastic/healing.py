@@ -87,7 +87,7 @@ class HealedState:
             for param, name in zip(group["params"], names, strict=True):
                 if state := self._optimizer.state.get(param):
                     apart = take_apart(state, f"the optimizer's state of {name!r}")
-                    states[name] = {entry: _sent(value) for entry, value in apart.leaves.items()}
+                    states[name] = {entry: _sent(value, f"{entry} of {name}") for entry, value in apart.leaves.items()}
                     skeletons[name] = apart.skeleton
         groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
         return {"model": model, "buffers": buffers, "states": states, "skeletons": skeletons, "groups": groups}
@@ -183,10 +183,10 @@ def _is_fixed(tensor: Tensor) -> bool:
     return is_composite(local)
 
 
-def _sent(value: Any) -> Any:
+def _sent(value: Any, name: str) -> Any:
     if not isinstance(value, Tensor):
         return value
-    value = plain(value)
+    value = plain(value, name)
     return {"local": local_of(value.detach()), "shape": list(value.shape), "sharded": isinstance(value, DTensor)}
 
 

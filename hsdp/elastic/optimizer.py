@@ -97,6 +97,7 @@ class ElasticOptimizer:
         Raises:
             StateError: `zero_grad` did not begin a step, gradients were not communicated, settings of the optimizer were
                 changed since, or this replica begins with other weights than others have at the same step.
+            CheckpointError, TypeError: behind the first step: the optimizer's states could not be given to others.
             RuntimeError: no quorum was found in time, or the manager gave up.
         """
         if not self._begun:
@@ -118,6 +119,8 @@ class ElasticOptimizer:
             self._refuse_other_weights(step)
         if takes:
             self.optimizer.step()
+            if self._joins:
+                self._healed.take()  # what cannot be sent is an error now, and not when the first replica joins
             self._joins = False
         else:
             self._drop()

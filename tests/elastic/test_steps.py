@@ -368,6 +368,24 @@ def test_a_scaler_is_healed_before_the_forward(pool4: Pool) -> None:
     pool4.run(_scaled)
 
 
+class _Other(dict[str, Tensor]):
+    """A container that hsdp cannot make again."""
+
+
+def _unsendable(env: RankEnv) -> None:
+    net, optimizer, _ = _elastic(env)
+    weight = net.head.weight
+    optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state[weight].update(more=_Other()))
+    optimizer.zero_grad()
+    _backward(net, env.rank, 0)
+    with pytest.raises(CheckpointError, match=r"the optimizer's state of 'head.weight': 'more' is a .*_Other"):
+        optimizer.step()
+
+
+def test_states_that_cannot_be_given_are_told_in_the_first_step(pool4: Pool) -> None:
+    pool4.run(_unsendable)
+
+
 def _several_models(env: RankEnv) -> None:
     """One that is trained and its average, in a module that is none of hsdp's: both are given."""
     mesh = env.mesh((2, 2))

@@ -168,10 +168,11 @@ class HSDPModule(Setters):
         Those that a graph of gradients (`create_graph=True`) reads are freed when that graph is gone.
 
         Raises:
-            StateError: the unit computes with them, or is lent to `full_params`.
+            StateError: the unit computes with them, or is lent to `full_params`; or somebody wrote to them, which is lost.
         """
         for unit in self._units(recurse=False):
             expect(unit, "reshard", IDLE, BACKWARD_POST)
+            unit.check_unwritten()
             if unit.runtime is None or not unit.runtime.has_graphs():
                 unit.let_go()
             unit.reshard()

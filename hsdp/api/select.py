@@ -17,11 +17,11 @@ from hsdp.api.module import HSDPModule
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.annotations import inner_of
 from hsdp.params.local import local_of
+from hsdp.params.memory import check_apart
 from hsdp.params.param import ManagedParam, ParamName, PlacementFn, originals
 from hsdp.params.placement import mergeable
-from hsdp.params.subclass import extends, parts_of, wrapper_of
+from hsdp.params.subclass import extends, wrapper_of
 from hsdp.policies import is_trainable
-from hsdp.torch_private import has_storage, storage_key
 from hsdp.unit.extension_group import check_extension
 from hsdp.unit.lookup import unit_of
 
@@ -71,7 +71,7 @@ def manage(
     for places, param in found:
         check_param(param, places[0].module(), places[0].fqn, unit)
     _check_one_device(found, unit)
-    _check_apart(found, unit)
+    check_apart([(places[0].fqn, param) for places, param in found], unit)
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
@@ -137,33 +137,6 @@ def _check_one_device(found: list[Found], unit: str) -> None:
             f"fully_shard({unit}): parameter {on_meta[0]!r} is on the meta device and {real!r} is not, so values would be "
             "lost or made up; materialise the module first, or build all of it on meta"
         )
-
-
-def _check_apart(found: list[Found], unit: str) -> None:
-    """Raises ValueError if a parameter that is trained shares memory with another one.
-
-    An optimizer would step both at once, as one weight that has two gradients; the sharded ones have memory of their own.
-    """
-    spans: dict[int, list[tuple[int, int, int]]] = {}  # by storage: where it begins, where it ends, which it is
-    for at, (_, param) in enumerate(found):
-        for part in parts_of(local_of(param)):
-            if part.numel() and has_storage(part):
-                start = int(part.storage_offset()) * part.itemsize
-                # Of what has gaps, where others may lie, the first element alone is sure.
-                end = start + (part.numel() * part.itemsize if part.is_contiguous() else 1)
-                spans.setdefault(storage_key(part.untyped_storage()), []).append((start, end, at))
-    for inside in spans.values():
-        last, before = -1, 0
-        for start, end, at in sorted(inside):
-            if start < last and at != before and (found[at][1].requires_grad or found[before][1].requires_grad):
-                one, other = (found[which][0][0].fqn for which in sorted((before, at)))
-                raise ValueError(
-                    f"fully_shard({unit}): parameters {one!r} and {other!r} share memory and are not one parameter, so "
-                    "that the sharded ones would go apart (load_state_dict(assign=True) unties weights so); make them one "
-                    "before (module.weight = other.weight), or give each memory of its own (nn.Parameter(weight.clone()))"
-                )
-            if end > last:
-                last, before = end, at
 
 
 def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int | None, int]:

@@ -166,10 +166,11 @@ def other_thread(unit: Stateful, what: str = "its forward") -> StateError:
 def written(unit: str, name: str) -> StateError:
     """The error of a write to unsharded parameter `name` of unit `unit`, which would be lost with it."""
     return StateError(
-        f"unit {unit!r}: its forward, or a hook in its backward, wrote to parameter {name!r} (in place, by an assignment "
-        "to .data, or as an embedding with max_norm). They see a gathered copy, so the write would be lost, or differ "
-        "between ranks (with one shard rank, or of replicate_params, the parameter itself was written to, and has to be "
-        "restored); change the sharded parameter between iterations, or use hsdp.full_params(model, writeback='rank0')"
+        f"unit {unit!r}: its forward, a hook in its backward, or code behind unshard() wrote to parameter {name!r} (in "
+        "place, by an assignment to .data, or as an embedding with max_norm). They see a gathered copy, so the write would "
+        "be lost, or differ between ranks (with one shard rank, or of replicate_params, the parameter itself was written "
+        "to, and has to be restored); change the sharded parameter between iterations, or use hsdp.full_params(model, "
+        "writeback='rank0')"
     )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
 import pytest
@@ -133,3 +134,27 @@ def check_one_memory(env: RankEnv) -> None:
 
 def test_rule_02_parameters_that_share_memory_are_refused_by_both_names(pool2: Pool) -> None:
     pool2.run(check_one_memory)
+
+
+def check_one_memory_across_calls(env: RankEnv) -> None:
+    """The other one may be sharded by another call, or be another model's: it is told, as nobody knows what was meant."""
+    mesh = env.mesh(2)
+    plain: Any = seeded(Tied)
+    untied: Any = seeded(Tied)
+    untied.load_state_dict(plain.state_dict(), assign=True)
+    hsdp.fully_shard(untied.first, mesh=mesh)
+    with pytest.warns(UserWarning, match=r"'last.weight' shares memory with 'weight' of Linear, which is sharded") as told:
+        hsdp.fully_shard(untied, mesh=mesh)
+    assert told[0].filename == __file__
+    del plain, untied
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        first, second = seeded(Tied), seeded(Tied)
+        state = first.state_dict()
+        second.load_state_dict(state)  # copies
+        hsdp.fully_shard(first, mesh=mesh)
+        hsdp.fully_shard(second, mesh=mesh)
+
+
+def test_rule_02_parameters_of_several_calls_that_share_memory_are_told(pool2: Pool) -> None:
+    pool2.run(check_one_memory_across_calls)

@@ -288,7 +288,7 @@ def check_hook(env: RankEnv, root: bool, reshard: bool | None) -> None:
             module.weight.mul_(0.5)
 
     hook = (model.last if root else model.blocks[1]).register_full_backward_hook(halve)  # type: ignore[union-attr,index]
-    with pytest.raises(StateError, match=r"a hook in its backward, wrote to parameter '(last\.)?weight'"):
+    with pytest.raises(StateError, match=r"a hook in its backward, or code behind unshard.. wrote to parameter '(last\.)?weight'"):
         loss_of(model, env.rank).backward()
     hook.remove()
     check_grads(model, plain, step, env.rank, env.world_size)
@@ -299,3 +299,25 @@ def check_hook(env: RankEnv, root: bool, reshard: bool | None) -> None:
 @pytest.mark.parametrize("root", [True, False])
 def test_rule_32_a_hook_that_writes_in_backward_is_refused(pool2: Pool, root: bool, reshard: bool | None) -> None:
     pool2.run(check_hook, root, reshard)
+
+
+def check_unsharded_by_hand(env: RankEnv, then: str) -> None:
+    """Who wants to write to whole weights takes `full_params`: what `unshard` shows is a copy."""
+    model = shard(seeded(Deep), env.mesh((2,)))
+    block: Any = model.blocks[0]  # type: ignore[index]
+    block.unshard()
+    weight = next(block.parameters())
+    name = next(name for name, _ in block.named_parameters())
+    owner, _, leaf = name.rpartition(".")
+    with torch.no_grad():
+        getattr(block.get_submodule(owner), leaf).mul_(2.0)
+    with pytest.raises(StateError, match=rf"wrote to parameter.*{leaf}"):
+        loss_of(model, env.rank) if then == "forward" else block.reshard()
+    block.reshard()
+    assert next(block.parameters()) is weight
+    check_grads(model, seeded(Deep), step, env.rank, env.world_size)
+
+
+@pytest.mark.parametrize("then", ["forward", "reshard"])
+def test_rule_32_a_write_behind_unshard_is_not_lost_without_a_word(pool2: Pool, then: str) -> None:
+    pool2.run(check_unsharded_by_hand, then)

@@ -203,7 +203,8 @@ class Setters(FSDP2Compat):
         if hook is not None and not callable(hook):
             raise TypeError(f"set_all_reduce_hook({hook!r}): expected a function of a tensor, or None")
         self._finish_reductions()
-        for unit in self._units(recurse=False):
+        units = self._units(recurse=False)
+        for unit in units:
             if stream is not None and (unit.axes.replicate_size > 1 or unit.settings.replica_reduce.beyond_mesh):
                 raise ValueError(
                     "set_all_reduce_hook(stream=...): with replicas the hook runs on the stream of their all-reduce; leave "
@@ -211,6 +212,7 @@ class Setters(FSDP2Compat):
                 )
             if hook is not None:
                 refuse_shared(unit, "set_all_reduce_hook")
+        for unit in units:
             unit.settings.all_reduce_hook = hook if hook is None or stream is None else _on_stream(hook, stream)
 
     def set_separate_reduce_scatter_group(self, enable: bool = True, *, recurse: bool = True) -> None:

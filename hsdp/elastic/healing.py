@@ -20,6 +20,7 @@ from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import clean_name, plain
+from hsdp.checkpoint.local_state import refuse_unnamed_state
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
@@ -76,7 +77,12 @@ class HealedState:
                     )
 
     def take(self) -> Shards:
-        """This rank's part of the state: local tensors that share memory with the model and the optimizer."""
+        """This rank's part of the state: local tensors that share memory with the model and the optimizer.
+
+        Raises:
+            CheckpointError, TypeError: the optimizer keeps state that could not be given.
+        """
+        refuse_unnamed_state(self._optimizer)
         model = {name: local_of(param.detach()) for name, param in self._params.items()}
         # Those that modules hold now: a forward may assign new ones.
         held = {name: module._buffers.get(leaf) for name, (module, leaf) in self._buffers.items()}

@@ -37,6 +37,9 @@ PlacementFn = Callable[..., Any]
 originals: Any = WeakIdKeyDictionary()
 """Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
 
+shown: Any = WeakIdKeyDictionary()
+"""Full parameters that stood for sharded ones for a while, and that somebody still holds -> for which ones."""
+
 
 @dataclass(frozen=True)
 class ParamName:

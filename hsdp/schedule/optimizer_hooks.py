@@ -19,7 +19,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.errors import StateError
 from hsdp.params.dtensors import find_infs_on_all_axes
-from hsdp.params.param import originals
+from hsdp.params.param import originals, shown
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
@@ -49,6 +49,12 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
             raise StateError(
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
+            )
+        full = next((shown[param] for param in params if param in shown), None)
+        if full is not None and (owner := full[0]()) is not None:
+            raise StateError(
+                f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
+                f"one of {full[1]!r} of unit {owner.name!r}, which nobody trains; make the optimizer outside of full_params"
             )
         # In one order on all ranks: they may communicate.
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)

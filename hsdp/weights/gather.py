@@ -8,6 +8,7 @@ too. Code that initialises, exports or edits a model expects that.
 from __future__ import annotations
 
 import math
+import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -20,7 +21,7 @@ from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
 from hsdp.params.local import local_of
-from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of
+from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of, shown
 from hsdp.params.subclass import data_of
 from hsdp.policies import is_trainable
 from hsdp.schedule.runtime import runtime_of
@@ -221,6 +222,8 @@ class Loan:
     def hide(self) -> None:
         """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
         before, self._before = self._before, []
+        for full, param in zip(self.params, self.unit.params, strict=True):
+            shown[full] = (weakref.ref(self.unit), param.fqn)
         for slot, place, param, shadow in before:
             module = place.module()
             if module is None:

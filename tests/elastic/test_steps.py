@@ -372,18 +372,24 @@ class _Other(dict[str, Tensor]):
     """A container that hsdp cannot make again."""
 
 
-def _unsendable(env: RankEnv) -> None:
+def _unsendable(env: RankEnv, global_state: bool) -> None:
     net, optimizer, _ = _elastic(env)
     weight = net.head.weight
-    optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state[weight].update(more=_Other()))
+    if global_state:
+        optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state["all"].update(count=1))
+        told = r"keeps state under 'all', which is no parameter"
+    else:
+        optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state[weight].update(more=_Other()))
+        told = r"the optimizer's state of 'head.weight': 'more' is a .*_Other"
     optimizer.zero_grad()
     _backward(net, env.rank, 0)
-    with pytest.raises(CheckpointError, match=r"the optimizer's state of 'head.weight': 'more' is a .*_Other"):
+    with pytest.raises(CheckpointError, match=told):
         optimizer.step()
 
 
-def test_states_that_cannot_be_given_are_told_in_the_first_step(pool4: Pool) -> None:
-    pool4.run(_unsendable)
+@pytest.mark.parametrize("global_state", [False, True])
+def test_states_that_cannot_be_given_are_told_in_the_first_step(pool4: Pool, global_state: bool) -> None:
+    pool4.run(_unsendable, global_state)
 
 
 def _several_models(env: RankEnv) -> None:

@@ -288,7 +288,7 @@ def check_hook(env: RankEnv, root: bool, reshard: bool | None) -> None:
             module.weight.mul_(0.5)
 
     hook = (model.last if root else model.blocks[1]).register_full_backward_hook(halve)  # type: ignore[union-attr,index]
-    with pytest.raises(StateError, match=r"a hook in its backward, or code behind unshard.. wrote to parameter '(last\.)?weight'"):
+    with pytest.raises(StateError, match=r"a hook in its backward, .* wrote to parameter '(last\.)?weight'"):
         loss_of(model, env.rank).backward()
     hook.remove()
     check_grads(model, plain, step, env.rank, env.world_size)

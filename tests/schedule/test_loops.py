@@ -39,6 +39,22 @@ def test_an_optimizer_made_before_sharding_is_refused_by_parameter(pool2: Pool) 
     pool2.run(check_early_optimizer)
 
 
+def check_optimizer_of_full_parameters(env: RankEnv) -> None:
+    model = shard(seeded(Deep), env.mesh(2))
+    with hsdp.full_params(model):
+        inside = torch.optim.SGD(model.parameters(), lr=0.1)
+    step(model, env.rank)
+    with pytest.raises(
+        hsdp.StateError, match=r"full parameters were shown, .*'weight' of unit 'blocks\.0'"
+    ):
+        inside.step()
+    torch.optim.SGD(model.parameters(), lr=0.1).step()
+
+
+def test_an_optimizer_made_of_full_parameters_is_refused_by_parameter(pool2: Pool) -> None:
+    pool2.run(check_optimizer_of_full_parameters)
+
+
 # -- one policy of accumulation for a step -------------------------------------------------------------------------
 
 

@@ -44,9 +44,7 @@ def check_optimizer_of_full_parameters(env: RankEnv) -> None:
     with hsdp.full_params(model):
         inside = torch.optim.SGD(model.parameters(), lr=0.1)
     step(model, env.rank)
-    with pytest.raises(
-        hsdp.StateError, match=r"full parameters were shown, .*'weight' of unit 'blocks\.0'"
-    ):
+    with pytest.raises(hsdp.StateError, match=r"full parameters were shown, .*'weight' of unit 'blocks\.0'"):
         inside.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 

@@ -245,11 +245,12 @@ def _rank() -> int:
 
 
 def first_rank(values: Iterable[Any]) -> int:
-    """The first rank of the mesh that the tensors live on."""
-    for value in values:
-        if isinstance(value, DTensor):
-            return int(value.device_mesh.mesh.flatten()[0])
-    return 0
+    """The first rank of the mesh that the tensors live on; of several, of the largest.
+
+    Beside parameters of tensor parallelism others live on the data-parallel ranks alone, which each rank sees others of.
+    """
+    meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
+    return int(max(meshes.values(), key=DeviceMesh.size).mesh.flatten()[0]) if meshes else 0
 
 
 def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:

@@ -9,9 +9,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
-from hsdp import checkpoint, fully_shard
+from hsdp import DataParallelMeshDims, checkpoint, fully_shard
 from hsdp.checkpoint import CheckpointError
 from hsdp.errors import StaleParametersError
 from tests.checkpoint import models as cm
@@ -79,6 +81,32 @@ def sharded_on_dim_1(env: RankEnv) -> None:
 
 def test_sharded_on_another_dim(pool4: Pool) -> None:
     pool4.run(sharded_on_dim_1)
+
+
+def beside_tensor_parallelism(env: RankEnv, directory: str) -> None:
+    """The first parameter lives on this rank's data-parallel ranks alone, others are cut by tensor parallelism alone."""
+    mesh = env.mesh((2, 2), ("replicate", "tp"))
+    model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+    expected = {name: value.clone() for name, value in model.state_dict().items()}
+    parallelize_module(model, mesh["tp"], {"1": ColwiseParallel(), "2": RowwiseParallel()})
+    fully_shard(model, mesh=mesh, dp_mesh_dims=DataParallelMeshDims(replicate="replicate"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0, momentum=0.9)
+    model(torch.ones(1, 4)).sum().backward()
+    optimizer.step()
+    state = checkpoint.full_state_dict(model)
+    told = checkpoint.full_optimizer_state_dict(model, optimizer)
+    assert bool(state) == bool(told) == (env.rank == 0)
+    checkpoint.save_safetensors(directory, model)
+    if env.rank == 0:
+        cm.assert_equal(state, expected)
+        other = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4), nn.Linear(4, 4))
+        checkpoint.load_safetensors(directory, other, process_group=dist.new_group([0], use_local_synchronization=True))
+        cm.assert_equal(other.state_dict(), expected)
+
+
+def test_one_rank_gets_all_where_parameters_live_on_meshes_of_different_ranks(pool4: Pool, tmp_path: Path) -> None:
+    pytest.importorskip("safetensors")
+    pool4.run(beside_tensor_parallelism, str(tmp_path))
 
 
 def test_one_process_without_a_group() -> None:

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Shard
+from torch.distributed.tensor.placement_types import Shard, _StridedShard
 
 from hsdp.params.local import local_of
 
@@ -19,20 +20,29 @@ def least_padding(param: Tensor, shards: int) -> Shard | tuple[Shard, Shard]:
     nothing is padded, and gathers still need no copy. Else the dim with the least padding is taken, the first of equals.
 
     Args:
-        param: a parameter of any shape; of a DTensor the block that this rank holds counts.
+        param: a parameter of any shape; of a DTensor its largest block counts, so that all ranks choose the same.
         shards: number of shard ranks.
 
     Returns:
         `Shard(dim)`, or `(Shard(0), Shard(1))` for the first two dims as one.
     """
     plain = not isinstance(param, DTensor)
-    shape = local_of(param).shape
+    shape = local_of(param).shape if plain else _largest_block(param)
     if not shape or shape[0] % shards == 0:
         return Shard(0)
     if plain and mergeable(shape, shards):
         return (Shard(0), Shard(1))
     padded = [-(-rows // shards) * shards / max(1, rows) for rows in shape]
     return Shard(padded.index(min(padded)))
+
+
+def _largest_block(param: Any) -> tuple[int, ...]:
+    """The shape of what the first rank of a DTensor's mesh holds: others may hold less, and would choose another dim."""
+    shape = list(param.shape)
+    for axis, placement in enumerate(param.placements):
+        if isinstance(placement, (Shard, _StridedShard)):
+            shape[placement.dim] = -(-shape[placement.dim] // param.device_mesh.size(axis))
+    return tuple(shape)
 
 
 def mergeable(shape: Sequence[int], shards: int) -> bool:

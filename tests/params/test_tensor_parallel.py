@@ -412,6 +412,21 @@ def test_uneven_rows_are_saved_and_loaded(pool4: Pool, tmp_path: Path, dim: int)
     pool4.run(check_uneven_checkpoints, dim, str(tmp_path))
 
 
+def check_least_padding(env: RankEnv) -> None:
+    """Tensor-parallel ranks with 3 rows and with 2 choose one dim, as their DTensor is one."""
+    mesh = env.mesh((1, 2, 2), NAMES)
+    layer = nn.Linear(DIM, 5, bias=False, dtype=torch.float64)
+    want = layer.weight.detach().clone()
+    parallelize_module(layer, mesh["tp"], ColwiseParallel(use_local_output=False))
+    hsdp.fully_shard(layer, mesh=mesh["shard"], shard_placement_fn=hsdp.least_padding)
+    assert layer.weight.placements == (Shard(1), Shard(0))
+    torch.testing.assert_close(full(layer.weight), want, rtol=0, atol=0)
+
+
+def test_the_least_padding_is_chosen_alike_on_all_ranks(pool4: Pool) -> None:
+    pool4.run(check_least_padding)
+
+
 def parts_of(rows: Tensor, sizes: tuple[int, ...]) -> list[Tensor]:
     """What the ranks of a mesh of these sizes get when its axes cut one after the other; empty ones too."""
     if sizes:

@@ -53,14 +53,30 @@ class Inner:
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
-        # Over hsdp's axes the sum is the reduction's business, whether DTensor knows of it (Partial) or not.
-        wanted = tuple(
-            have if ours else want for have, want, ours in zip(grad.placements, self.placements, self._ours, strict=True)
-        )
+        wanted, parts = self.placements, 1
+        if len(self._rest) < self.mesh.ndim:
+            wanted, parts = self._term(grad.placements)
         if grad.placements != wanted:
             grad = grad.redistribute(placements=wanted)
+        if parts > 1:
+            grad = grad / parts
         local = grad._local_tensor
         return local.wait() if hasattr(local, "wait") else local  # type: ignore[no-any-return]  # may be on its way
+
+    def _term(self, placements: tuple[Placement, ...]) -> tuple[tuple[Placement, ...], int]:
+        """The placements, of a gradient with these, of a rank's term of the sum over hsdp's axes, and N: it is 1/N of that.
+
+        That sum is the reduction's business, whether DTensor knows of it (Partial) or not. Where hsdp's ranks cut what is
+        computed (a sequence), they may have rows of the gradient each, which are no terms: each gets all, and N is their
+        number.
+        """
+        wanted, parts = list(self.placements), 1
+        for axis, (have, ours) in enumerate(zip(placements, self._ours, strict=True)):
+            if ours and isinstance(have, (Shard, _StridedShard)):
+                parts *= self.mesh.size(axis)
+            elif ours:
+                wanted[axis] = have
+        return tuple(wanted), parts
 
     def sharded_spec(self, axes: MeshAxes, dim: int | None, dtype: torch.dtype) -> DTensorSpec:
         """The spec of the parameter once its block is sharded on `dim` over the mesh of `axes` (None: kept whole)."""

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard, distribute_tensor
@@ -87,6 +87,38 @@ def check_whole_mesh(env: RankEnv, twin: Twin) -> None:
 
 def test_parameters_on_the_whole_mesh(pool4: Pool) -> None:
     pool4.run(check_whole_mesh, twin_of(CASE, 2, 1, sgd))
+
+
+class Positions(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.positions = nn.Parameter(torch.randn(4, 6, dtype=torch.float64))
+        self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh((x + self.positions) @ self.weight)
+
+
+def check_cut_sequence(env: RankEnv, replicas: bool, cut: int) -> None:
+    """DTensors throughout, of which hsdp's ranks have rows or positions: a gradient may come in parts, not in terms."""
+    mesh, plain, model = env.mesh((2, 2), ("dp", "tp")), Positions(), Positions()
+    model.load_state_dict(plain.state_dict())
+    whole: Any = plain.state_dict()
+    model.positions = nn.Parameter(distribute_tensor(whole["positions"], mesh, [Replicate(), Replicate()]))
+    model.weight = nn.Parameter(distribute_tensor(whole["weight"], mesh, [Replicate(), Shard(1)]))
+    hsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=Dims(replicate="dp") if replicas else Dims(shard="dp"))
+    x = torch.randn(2, 4, 6, dtype=torch.float64)
+    plain(x).square().sum().backward()
+    loss = model(distribute_tensor(x, mesh, [Shard(cut), Replicate()])).square().sum()
+    loss.redistribute(placements=[Replicate(), Replicate()]).to_local().backward()
+    # The mean over ranks of terms of a sum: `set_gradient_divide_factor` is for whoever wants the sum.
+    assert_same(full_grads(model), {name: None if p.grad is None else p.grad / 2 for name, p in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("cut", [0, 1], ids=["batch", "sequence"])
+@pytest.mark.parametrize("replicas", [False, True])
+def test_gradients_of_what_hsdp_s_own_ranks_cut(pool4: Pool, replicas: bool, cut: int) -> None:
+    pool4.run(check_cut_sequence, replicas, cut)
 
 
 def check_own_mesh(env: RankEnv) -> None:

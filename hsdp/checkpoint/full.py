@@ -19,7 +19,6 @@ from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
@@ -33,7 +32,7 @@ from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, descr
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.errors import CheckpointError
-from hsdp.params.dtensors import full_tensor
+from hsdp.params.dtensors import full_tensor, part_of_whole
 from hsdp.params.local import local_of
 from hsdp.unit.lookup import units_below
 
@@ -322,7 +321,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
     value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
         dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
-    local.copy_(_own_part(target, value))
+    local.copy_(part_of_whole(value, target._spec) if isinstance(target, DTensor) else value)
 
 
 def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
@@ -359,17 +358,6 @@ def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, a
             value.copy_(rows)
         elif rows.numel():
             dist.send(_bytes(rows.to(value.device).contiguous()), rank, group=group)
-
-
-def _own_part(target: Tensor, whole: Tensor) -> Tensor:
-    """This rank's part of a whole tensor: a view."""
-    if not isinstance(target, DTensor):
-        return whole
-    with torch.device("cpu"):  # torch counts with tensors on the default device
-        shape, offsets = compute_local_shape_and_global_offset(target.shape, target.device_mesh, target.placements)
-    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
-        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
-    return whole
 
 
 def _only_shard_axis(tensor: DTensor) -> int | None:

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Placement
 
 from hsdp.policies import is_trainable
@@ -64,6 +65,15 @@ def cut_as(value: Any, spec: DTensorSpec) -> Tensor | None:
         with torch.no_grad():
             value = value.redistribute(placements=spec.placements)
     return value._local_tensor  # type: ignore[no-any-return]
+
+
+def part_of_whole(whole: Tensor, spec: DTensorSpec) -> Tensor:
+    """This rank's part of a whole tensor that is distributed as `spec` says: a view."""
+    with torch.device("cpu"):  # torch counts with tensors on the default device
+        shape, offsets = compute_local_shape_and_global_offset(spec.shape, spec.mesh, spec.placements)
+    for dim, (size, offset) in enumerate(zip(shape, offsets, strict=True)):
+        whole = whole.narrow(dim, min(offset, whole.shape[dim]), size)
+    return whole
 
 
 def replicates_implicitly() -> bool:

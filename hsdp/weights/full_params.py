@@ -14,6 +14,7 @@ from hsdp.schedule.module_hooks import state_of
 from hsdp.unit.lookup import units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import Loan, check_idle, gather, is_first, write, write_first
+from hsdp.weights.whole_draws import WholeDraws
 
 WriteBack = Literal["rank0", "local"]
 
@@ -143,7 +144,8 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loan.keep_marks()
 
     try:
-        visit(model, units, fn, enter, leave)
+        with WholeDraws():  # type: ignore[no-untyped-call]
+            visit(model, units, fn, enter, leave)
     finally:
         for loan in loans.values():
             loan.hide()

@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -29,6 +30,7 @@ from hsdp.weights.full_params import visit
 from hsdp.weights.gather import Loan, broadcast, broadcast_all, check_idle, gather, spread, write_first
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units
 from hsdp.weights.replica_check import check_structures, unequal_values
+from hsdp.weights.whole_draws import WholeDraws
 
 InitFn = Callable[[nn.Module], object]
 
@@ -83,7 +85,7 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     if fn is None:
         _check_resets(model, names)
     where = units[0].axes.device if device is None else torch.device(device)
-    with _random_state_of_first(units[0], where), _loose_tensors(model, units[0], where):
+    with _random_state_of_first(units, where), _loose_tensors(model, units[0], where), WholeDraws():  # type: ignore[no-untyped-call]
         _run(model, on_meta, names, fn, where)
     return model
 
@@ -334,16 +336,22 @@ def _is_blank(tensor: Tensor) -> bool:
 
 
 @contextmanager
-def _random_state_of_first(unit: Unit, device: torch.device) -> Iterator[None]:
-    """Draws the random numbers of the mesh's first rank.
+def _random_state_of_first(units: Sequence[Unit], device: torch.device) -> Iterator[None]:
+    """Draws the random numbers of the mesh's first rank, on tensor-parallel ranks too: what they all hold is to be equal.
 
     Ranks in one state stay in one state, so that what users expect to be equal on all ranks stays equal. Ranks in other
     states get them back: they were made different on purpose, for dropout or for data.
     """
     own = _random_state(device)
     first = [state.clone() for state in own]
+    inner = [param.inner for unit in units for param in unit.params if param.inner is not None and param.inner.visible]
     for state in first:
-        broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
+        broadcast(state, units[0], units[0].replicate_comm, units[0].shard_comm)
+        data = state.to(units[0].axes.device)
+        for mesh in dict.fromkeys(one.mesh for one in inner):
+            for axis in range(mesh.ndim):
+                dist.broadcast(data, group=mesh.get_group(axis), group_src=0)
+        state.copy_(data)
     _set_random_state(first, device)
     try:
         yield

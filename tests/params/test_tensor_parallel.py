@@ -283,6 +283,32 @@ def test_initialisation_on_meta(pool4: Pool) -> None:
     pool4.run(check_meta)
 
 
+def check_draws(env: RankEnv, meta: bool) -> None:
+    """Blocks that tensor parallelism cuts are not alike, and what its ranks all hold is: values are one process's."""
+    mesh = env.mesh((1, 2, 2), NAMES)
+    with torch.device("meta" if meta else "cpu"):
+        model = Net().double()
+    parallelize(model, mesh["tp"], "tensor")
+    for module in (*model.blocks, model):
+        hsdp.fully_shard(module, mesh=mesh["shard"])
+
+    def fn(module: nn.Module) -> None:
+        for param in module.parameters(recurse=False):
+            with torch.no_grad():
+                nn.init.trunc_normal_(param) if param.ndim > 1 else param.copy_(torch.randn_like(param))
+
+    torch.manual_seed(env.rank + 1 if meta else 1)
+    hsdp.init_sharded(model, fn) if meta else hsdp.gathered_apply(model, fn)
+    plain = Net().double()
+    torch.manual_seed(1)
+    assert_same(full_params(model), full_params(plain.apply(fn)), 0, 0)
+
+
+@pytest.mark.parametrize("meta", [True, False], ids=["init_sharded", "gathered_apply"])
+def test_random_numbers_are_those_of_one_process(pool4: Pool, meta: bool) -> None:
+    pool4.run(check_draws, meta)
+
+
 def check_errors(env: RankEnv) -> None:
     mesh = env.mesh((1, 2, 2), NAMES)
     model = CASE.model()

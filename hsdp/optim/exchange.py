@@ -124,7 +124,10 @@ class Exchange:
             for matrix, number in zip(updated.to(bucket.dtype), numbers, strict=True):
                 self._whole[number] = matrix.reshape(bucket.matrices[number].box.sizes)
         self._batches = []
-        self._own, foreign = self._returns.sort(self._places(bucket.returns))
+        own, foreign = self._returns.sort(self._places(bucket.returns))
+        # As the others arrive: where 16 bits do not lie in order a kernel may round otherwise, and the owner's replica
+        # would drift away from the others.
+        self._own = [value.contiguous() for value in own]
         self._send(self._returns, foreign, self._gets, self._op + 2)
 
     def finish(self) -> list[Updated]:

@@ -255,6 +255,29 @@ def test_bfloat16_iterations_are_near_those_of_torch(pool2: Pool) -> None:
     pool2.run(_iterates_in_bfloat16)
 
 
+def _steps_in_16_bits(env: RankEnv, shape: tuple[int, ...], dtype: torch.dtype, over_replicas: bool) -> None:
+    sizes = ((24, 64), (64, 24), (24, 130))
+    model = nn.Sequential(*(nn.Linear(*size, bias=False) for size in sizes)).to(dtype)
+    hsdp.fully_shard(model, mesh=env.mesh(shape))
+    optimizer = Muon(model.parameters(), lr=0.013, ns_dtype=None, over_replicas=over_replicas)
+    for step in range(3):
+        generator = torch.Generator().manual_seed(10 * step + env.rank)
+        model(torch.randn(8, 24, generator=generator).to(dtype)).float().square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+        same_on_replicas(model)
+
+
+@pytest.mark.parametrize("over_replicas", [False, True])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("shape", [(2, 2), (4, 1)], ids=mesh_id)
+def test_replicas_of_tall_matrices_in_16_bits_stay_equal(
+    pool4: Pool, shape: tuple[int, ...], dtype: torch.dtype, over_replicas: bool
+) -> None:
+    """The owner iterates with a tall matrix transposed, and adds its own piece to the weights as it lies."""
+    pool4.run(_steps_in_16_bits, shape, dtype, over_replicas)
+
+
 def _round_trips(env: RankEnv, folder: str) -> None:
     def fresh(shape: tuple[int, ...]) -> tuple[Any, Muon]:
         model = shard(CASE.model(), env.mesh(shape))

@@ -58,7 +58,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
 
     Call it right after the optimizer was made, before a learning rate scheduler is. The update is the same to the last bit
     as that of the same implementation (for-loop, `foreach`, `fused`) on plain tensors, as far as its kernel treats all
-    elements of a tensor alike: those that are fused for the CPU round some by where they lie in memory.
+    elements of a tensor alike: those that are fused for the CPU round some by where they lie in memory, and so does, of
+    bf16 and fp16 on the CPU, the one that adds a multiple (SGD).
 
     Args:
         optimizer: one of `ELEMENTWISE`. Its parameters may be DTensors of any mesh, and plain tensors beside them.

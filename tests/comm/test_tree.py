@@ -53,10 +53,10 @@ class Net(nn.Module):
         return y + self.sometimes(x) if extra else y
 
 
-def build(mesh: DeviceMesh, policy: hsdp.CommPolicy = TREE, **options: Any) -> Any:
+def build(mesh: DeviceMesh, policy: hsdp.CommPolicy = TREE, storage: torch.dtype = torch.float32, **options: Any) -> Any:
     """The net, sharded; the same on every rank and mesh."""
     torch.manual_seed(0)
-    net: Any = Net()
+    net: Any = Net().to(storage)
     for block in net.blocks:
         hsdp.fully_shard(block, mesh=mesh, comm_policy=policy, **options)
     replicated = [net.norm.weight, net.norm.bias]
@@ -112,11 +112,18 @@ def same(runs: dict[Any, list[Any]]) -> None:
             assert mine == theirs, f"{shape} and {first} differ at entry {at}: {names}"
 
 
-def check_training(env: RankEnv, precision: str, policy: hsdp.CommPolicy, steps: int, micro_batches: int = 1) -> None:
+def check_training(
+    env: RankEnv,
+    precision: str,
+    policy: hsdp.CommPolicy,
+    steps: int,
+    micro_batches: int = 1,
+    storage: torch.dtype = torch.float32,
+) -> None:
     """On every shape of as many ranks the same bits in every step."""
     runs: dict[Any, list[Any]] = {}
     for shape in SHAPES[env.world_size]:
-        net = build(env.mesh(shape), policy, mp_policy=PRECISIONS[precision])
+        net = build(env.mesh(shape), policy, storage, mp_policy=PRECISIONS[precision])
         runs[shape] = train(net, env.rank, range(steps), adamw(net), micro_batches)
     same(runs)
 
@@ -153,6 +160,12 @@ def test_each_path_of_parameters_gives_the_same_bits(pool4: Pool, precision: str
 @pytest.mark.parametrize("precision", PRECISIONS)
 def test_accumulation_gives_the_same_bits(pool4: Pool, precision: str, accumulate: Any) -> None:
     pool4.run(check_training, precision, replace(TREE, accumulate=accumulate), 2, 3)
+
+
+@pytest.mark.parametrize("precision", ["bf16 with fp32 sums", "bf16"])
+def test_weights_stored_in_bf16_have_the_same_bits(pool4: Pool, precision: str) -> None:
+    """With AdamW: other optimizers use a kernel of the CPU that rounds the last elements of a tensor otherwise."""
+    pool4.run(check_training, precision, TREE, 5, 2, BF16)
 
 
 def test_buckets_give_the_same_bits(pool4: Pool) -> None:

@@ -71,7 +71,7 @@ def manage(
     for places, param in found:
         check_param(param, places[0].module(), places[0].fqn, unit)
     _check_one_device(found, unit)
-    check_apart([(places[0].fqn, param) for places, param in found], unit)
+    check_apart([(places[0], param) for places, param in found], unit)
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"

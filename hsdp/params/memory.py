@@ -7,103 +7,126 @@ both at once; shards have memory of their own, and would go apart without a word
 from __future__ import annotations
 
 import warnings
-import weakref
+from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any
+from itertools import islice
+from operator import attrgetter
 
+import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from hsdp.params.local import local_of
+from hsdp.params.param import ParamName
 from hsdp.params.subclass import parts_of
 from hsdp.torch_private import has_storage, storage_key, storage_uses
+
+_start_of = attrgetter("start")
 
 
 @dataclass(frozen=True)
 class _Span:
-    """Bytes from `start` to `stop` of a storage that a parameter lies in."""
+    """Bytes from `start` to `stop` of a storage that a parameter of `unit` lies in, or lay in before it was sharded."""
 
     start: int
     stop: int
-    name: str
-    param: nn.Parameter
-
-    def meets(self, other: _Sharded) -> bool:
-        """Whether it lies where a parameter did that is sharded by now, and one of the two is trained."""
-        trained = self.param.requires_grad or other.trained
-        return trained and self.start < other.stop and other.start < self.stop and other.param() is not self.param
-
-
-@dataclass(frozen=True)
-class _Sharded:
-    """Where a parameter lay that is sharded by now, in a storage that somebody else held, too."""
-
-    start: int
-    stop: int
-    name: str
+    place: ParamName
+    unit: str
     trained: bool
-    param: Any
-    storage: StorageWeakRef
+
+    def meets(self, other: _Span) -> bool:
+        """Whether they have bytes in common, and one of the two parameters is trained."""
+        return (self.trained or other.trained) and self.start < other.stop and other.start < self.stop
 
 
-_left: dict[int, list[_Sharded]] = {}
-"""Storages that held parameters which are sharded by now, and that were others' too."""
+class _Storage:
+    """A storage that others hold too, and where in it parameters lay that are sharded by now."""
+
+    def __init__(self, storage: torch.UntypedStorage) -> None:
+        self.ref = StorageWeakRef(storage)
+        self._spans: list[_Span] = []  # by their starts
+
+    def add(self, span: _Span) -> _Span | None:
+        """Notes a span; returns one that it meets, if there is any.
+
+        A file of weights may be one storage with thousands of parameters in it, hardly any of which overlap: those that
+        begin inside of the span are looked at, and the one before. A model that is gone, and was built of the same file
+        before this one, does not count.
+        """
+        first = max(0, bisect_left(self._spans, span.start, key=_start_of) - 1)
+        behind = bisect_left(self._spans, span.stop, key=_start_of)
+        near = [other for other in self._spans[first:behind] if other.place.module() is not None]
+        self._spans[first:behind] = near
+        insort(self._spans, span, key=_start_of)
+        # Where `fully_shard` was refused, it is called again with the same parameter in the same place.
+        return next((other for other in near if span.meets(other) and not _is_same(span.place, other.place)), None)
 
 
-def check_apart(params: Sequence[tuple[str, nn.Parameter]], unit: str) -> None:
+_left: dict[int, _Storage] = {}
+"""Storages in which parameters lay that are sharded by now, and that were others' too."""
+
+
+def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> None:
     """Looks for memory that parameters share, before they become those of one unit. Warns if another unit had a part of it.
 
     Raises:
         ValueError: two of them share memory, and one is trained.
     """
-    for key, gone in list(_left.items()):
-        if gone[0].storage.expired():
-            del _left[key]
-    by_storage: dict[int, list[_Span]] = {}
+    # As many as may be added here, the oldest first, so that the table does not grow with what is freed.
+    for key in list(islice(_left, len(params))):
+        storage = _left.pop(key)
+        if not storage.ref.expired():
+            _left[key] = storage
+    spans: dict[int, list[_Span]] = {}
     shared: list[tuple[int, Tensor, _Span]] = []
-    for name, param in params:
-        for key, part, span in _spans_of(name, param):
-            by_storage.setdefault(key, []).append(span)
+    for place, param in params:
+        for key, part, span in _spans_of(place, param, unit):
+            spans.setdefault(key, []).append(span)
             if storage_uses(part) > 1:
                 shared.append((key, part, span))
-    for spans in by_storage.values():
-        _refuse_overlaps(sorted(spans, key=lambda span: span.start), unit)
+    for those in spans.values():
+        _refuse_overlaps(sorted(those, key=_start_of), unit)
+    met = []
     for key, part, span in shared:
-        before = next(filter(span.meets, _left.get(key, ())), None)
-        if before is not None:
-            warnings.warn(
-                f"hsdp: fully_shard({unit}): parameter {span.name!r} shares memory with {before.name}, which is sharded "
-                "already, and is not the same parameter: from now on each has values of its own "
-                "(load_state_dict(assign=True) unties weights so). If they are to be one, tie them (module.weight = "
-                "other.weight) before fully_shard",
-                stacklevel=4,
-            )
-        storage = StorageWeakRef(part.untyped_storage())
-        ref, trained = weakref.ref(span.param), span.param.requires_grad
-        where = f"{span.name!r} of {unit}"
-        _left.setdefault(key, []).append(_Sharded(span.start, span.stop, where, trained, ref, storage))
+        if key not in _left:
+            _left[key] = _Storage(part.untyped_storage())
+        if (other := _left[key].add(span)) is not None:
+            met.append((span, other))
+    if met:
+        span, other = met[0]
+        more = f", and so it is with {len(met) - 1} more" if len(met) > 1 else ""
+        warnings.warn(
+            f"hsdp: fully_shard({unit}): parameter {span.place.fqn!r} shares memory with {other.place.fqn!r} of "
+            f"{other.unit}, which is sharded already, and is not the same parameter{more}: from now on each has values of "
+            "its own (load_state_dict(assign=True) unties weights so). If they are to be one, tie them (module.weight = "
+            "other.weight) before fully_shard",
+            stacklevel=4,
+        )
 
 
-def _spans_of(name: str, param: nn.Parameter) -> Iterator[tuple[int, Tensor, _Span]]:
+def _spans_of(place: ParamName, param: nn.Parameter, unit: str) -> Iterator[tuple[int, Tensor, _Span]]:
     for part in parts_of(local_of(param)):
         if part.numel() and has_storage(part):
             start = int(part.storage_offset()) * part.itemsize
             # Of what has gaps, where others may lie, the first element alone is sure.
             stop = start + (part.numel() * part.itemsize if part.is_contiguous() else 1)
-            yield storage_key(part.untyped_storage()), part, _Span(start, stop, name, param)
+            yield storage_key(part.untyped_storage()), part, _Span(start, stop, place, unit, param.requires_grad)
+
+
+def _is_same(one: ParamName, other: ParamName) -> bool:
+    return one.name == other.name and one.module() is other.module()
 
 
 def _refuse_overlaps(spans: Sequence[_Span], unit: str) -> None:
-    reaches: Any = None  # the span that ends last, so far
-    for span in spans:
-        overlaps = reaches is not None and span.start < reaches.stop and span.param is not reaches.param
-        if overlaps and (span.param.requires_grad or reaches.param.requires_grad):
+    reaches = spans[0]  # the span that ends last, so far
+    for span in spans[1:]:
+        if span.place is not reaches.place and span.meets(reaches):
             raise ValueError(
-                f"fully_shard({unit}): parameters {reaches.name!r} and {span.name!r} share memory and are not one "
-                "parameter, so that the sharded ones would go apart (load_state_dict(assign=True) unties weights so); "
-                "make them one before (module.weight = other.weight), or give each memory of its own "
+                f"fully_shard({unit}): parameters {reaches.place.fqn!r} and {span.place.fqn!r} share memory and are not "
+                "one parameter, so that the sharded ones would go apart (load_state_dict(assign=True) unties weights "
+                "so); make them one before (module.weight = other.weight), or give each memory of its own "
                 "(nn.Parameter(weight.clone()))"
             )
-        if reaches is None or span.stop > reaches.stop:
+        if span.stop > reaches.stop:
             reaches = span

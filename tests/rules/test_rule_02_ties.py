@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from typing import Any
 
@@ -136,6 +137,13 @@ def test_rule_02_parameters_that_share_memory_are_refused_by_both_names(pool2: P
     pool2.run(check_one_memory)
 
 
+def _of_one_dict(state: dict[str, Tensor]) -> Any:
+    model: Any = seeded(Tied)
+    model.load_state_dict(state, assign=True)
+    model.last.weight = model.first.weight
+    return model
+
+
 def check_one_memory_across_calls(env: RankEnv) -> None:
     """The other one may be sharded by another call, or be another model's: it is told, as nobody knows what was meant."""
     mesh = env.mesh(2)
@@ -147,6 +155,18 @@ def check_one_memory_across_calls(env: RankEnv) -> None:
         hsdp.fully_shard(untied, mesh=mesh)
     assert told[0].filename == __file__
     del plain, untied
+    # A student and a teacher of one dict: one warning for each call, and none once the student is gone.
+    state = {name: value.detach() for name, value in seeded(Tied).state_dict().items()}
+    student, teacher, again = (_of_one_dict(state) for _ in range(3))
+    hsdp.fully_shard(student, mesh=mesh)
+    with pytest.warns(UserWarning, match="'first.weight' shares memory with 'first.weight' .* 4 more: ") as told:
+        hsdp.fully_shard(teacher, mesh=mesh)
+    assert len(told) == 1
+    del student, teacher
+    gc.collect()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        hsdp.fully_shard(again, mesh=mesh)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         first, second = seeded(Tied), seeded(Tied)

@@ -243,8 +243,7 @@ class Loan:
         """
         values = []
         for slot, param in enumerate(self.unit.params):
-            # Nothing was noted of one all of whose modules were taken out of the model.
-            now, *others = self._now[slot] or [self.params[slot]]
+            now, *others = self._held(slot)
             where = f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r}"
             for one in (now, *others):
                 _check_fits(one, param, where)
@@ -258,11 +257,19 @@ class Loan:
         return values
 
     def keep_marks(self) -> None:
-        """The sharded parameters get what was said of the full ones meanwhile: `requires_grad`, and users' attributes."""
-        for full, wanted, param in zip(self.params, self._wanted, self.unit.params, strict=True):
-            if full.requires_grad != wanted:
-                param.sharded.requires_grad_(full.requires_grad)
-            vars(param.sharded).update(vars(full))
+        """The sharded parameters get what was said of the full ones meanwhile: `requires_grad`, and users' attributes.
+
+        So it is with parameters that were put in their place. Behind `values`, which has looked at what these are.
+        """
+        for slot, (wanted, param) in enumerate(zip(self._wanted, self.unit.params, strict=True)):
+            now = self._held(slot)[0]
+            if isinstance(now, nn.Parameter) and now.requires_grad != wanted:
+                param.sharded.requires_grad_(now.requires_grad)
+            vars(param.sharded).update(vars(now))
+
+    def _held(self, slot: int) -> list[Any]:
+        """What was registered under the names of a parameter when it was hidden."""
+        return self._now[slot] or [self.params[slot]]  # all its modules were taken out of the model, and nothing was noted
 
 
 def _check_fits(value: Any, param: ManagedParam, where: str) -> None:

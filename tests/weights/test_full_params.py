@@ -316,6 +316,12 @@ def _frozen(env: RankEnv) -> None:
             module.requires_grad_(False)
             module.weight.seen = True  # type: ignore[assignment]
 
+    def replace(module: nn.Module) -> None:
+        if isinstance(module, nn.LayerNorm):
+            for name in ("weight", "bias"):
+                setattr(module, name, nn.Parameter(torch.zeros(4), requires_grad=False))
+            module.weight.seen = True  # type: ignore[assignment]
+
     def init(module: nn.Module) -> None:
         if callable(reset := getattr(module, "reset_parameters", None)):
             reset()
@@ -332,6 +338,7 @@ def _frozen(env: RankEnv) -> None:
 
     model: Any = shard(block(), env.mesh(2))
     check(model.apply(freeze))
+    check(shard(block(), env.mesh(2)).apply(replace))
     with full_params(model, writeback="local"):
         model.requires_grad_(True)
     assert all(p.requires_grad for p in model.parameters())

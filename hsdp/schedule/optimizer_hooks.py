@@ -50,7 +50,9 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
             )
-        full = next((shown[param] for param in params if param in shown), None)
+        lent = [param for param in params if param in shown]
+        # Those that have gradients are trained: users made them parameters of a plain model of their own.
+        full = shown[lent[0]] if lent and all(param.grad is None for param in lent) else None
         if full is not None and (owner := full[0]()) is not None:
             raise StateError(
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "

@@ -47,6 +47,12 @@ def check_optimizer_of_full_parameters(env: RankEnv) -> None:
     with pytest.raises(hsdp.StateError, match=r"full parameters were shown, .*'weight' of unit 'blocks\.0'"):
         inside.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
+    # A plain model that takes them over is trained by them.
+    plain = seeded(Deep)
+    with hsdp.full_params(model):
+        plain.load_state_dict(dict(model.named_parameters()), assign=True)
+    step(plain, env.rank)
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
 
 
 def test_an_optimizer_made_of_full_parameters_is_refused_by_parameter(pool2: Pool) -> None:

@@ -33,6 +33,7 @@ from hsdp.errors import HSDPError
 from hsdp.policies import CommPolicy
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 from hsdp.schedule.scaling import Scaling, scaling_of
+from hsdp.unit.deferred_sums import join_deferred
 from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
@@ -73,8 +74,7 @@ class Reduction:
 
     def scaling(self, part: GroupReduction) -> Scaling:
         """When the sums of one of its parts are multiplied with its factor, and by how much."""
-        all_reduced = self.replicas > 1 and (self.all_reduce or self.in_tree)
-        return scaling_of(self.factor, part.plan.kind.reduce, all_reduced, self.in_tree)
+        return scaling_of(self.factor, part.plan.kind.reduce, self.replicas > 1, self.in_tree)
 
     def scatter_bytes(self) -> int:
         """Bytes of unsharded gradients that it holds."""
@@ -258,8 +258,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             reduction.unit.gradients.join_partial(reduction.parts)
             if not reduction.in_tree:
                 for part in reduction.parts:
-                    part.scale_late()  # what was deferred is scaled already
-                    part.join()
+                    join_deferred(part)
         items, goes_on = bucket.items, False
         unit, stage = items[0].unit, items[0].unit.settings.replica_reduce
         rounds = items[0].replicas > 1 and stage is not DEFAULT and not stage.exact
@@ -308,7 +307,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             if reduction.in_tree:
                 for part in reduction.parts:
                     part.scale_late()
-                    part.join()
+                    join_deferred(part)
             if not reduction.all_reduce:
                 continue
             for part in reduction.parts:

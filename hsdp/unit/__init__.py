@@ -9,6 +9,7 @@
     replica_gather.py     and how a replica gets the others' shares of stepped parameters (pending_shards.py: until somebody
                           reads them)
     gradients.py          this rank's gradients, from autograd to `.grad` (landing.py, rollback.py, zero_grad.py)
+    deferred_sums.py      sums over the shard group whose all-reduce comes later
     write_guard.py        nobody but hsdp writes to unsharded parameters
     state.py, settings.py what it is doing, and what users may change about it
     lookup.py             from a parameter or a module to its units

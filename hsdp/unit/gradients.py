@@ -29,6 +29,7 @@ from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
 from hsdp.unit.arrivals import Arrivals
+from hsdp.unit.deferred_sums import defer_sums
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import (
     assign_grads,
@@ -203,7 +204,7 @@ class Gradients:
         for part in parts:
             if part.dropped:
                 zero(part.plan, part.operands, part.dropped)
-        before, sums = self.partial, [[t.to(part.plan.kind.accumulate) for t in part.operands] for part in parts]
+        before, sums = self.partial, [defer_sums(part) for part in parts]
         if before is not None:
             for mine, held in zip(sums, before, strict=True):
                 torch._foreach_add_(mine, held)
@@ -211,7 +212,7 @@ class Gradients:
         self._watch_all(part.plan for part in parts)
 
     def join_partial(self, parts: list[GroupReduction]) -> None:
-        """Hands what was deferred to the operands that it will be added to, by their `join`.
+        """Hands what was deferred to the operands that it will be added to, by `join_deferred`.
 
         They hold it until they land: by then the compute stream, to which that memory belongs, is behind the sum.
         """

@@ -385,16 +385,6 @@ class GroupReduction:
             torch._foreach_mul_(self.values(), self.late_factor)
             self.late_factor = 1.0
 
-    def join(self) -> None:
-        """Adds deferred sums to the operands, if there are any. Runs on the stream of these."""
-        held = self.joined
-        if held is None:
-            return
-        if held[0].dtype == self.operands[0].dtype:
-            torch._foreach_add_(self.operands, held)
-        else:
-            torch._foreach_copy_(self.operands, torch._foreach_add(held, self.operands))
-
     def values(self) -> list[Tensor]:
         """The operands without the used-flags."""
         if self._values is None:

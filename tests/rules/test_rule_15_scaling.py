@@ -187,3 +187,39 @@ def check_recursive(env: RankEnv) -> None:
 
 def test_rule_15_setters_reach_what_they_say(pool2: Pool) -> None:
     pool2.run(check_recursive)
+
+
+def check_small_terms_in_fp16(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Terms of a mean that is near the least number of fp16 do not vanish before they are added, deferred or not."""
+
+    class Weight(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = nn.Parameter(torch.zeros(2048))
+
+        def forward(self, grad: Tensor) -> Tensor:
+            return (self.weight * grad).sum()
+
+    def rows(micro_batch: int) -> list[Tensor]:
+        seeded = torch.Generator().manual_seed(micro_batch)
+        return [2e-7 * torch.rand(2048, generator=seeded) for _ in range(env.world_size)]
+
+    errors = []
+    for deferred in (False, True):
+        model = Weight()
+        policy = hsdp.MixedPrecisionPolicy(reduce_dtype=torch.float16)
+        hsdp.fully_shard(model, mesh=env.mesh(shape), mp_policy=policy)
+        expected = torch.zeros(2048, dtype=torch.float64)
+        for micro_batch in range(3):
+            grads = rows(micro_batch)
+            expected += sum(grad.half().double() for grad in grads) / env.world_size
+            model.set_requires_all_reduce(not deferred or micro_batch == 2)  # type: ignore[operator]
+            model(grads[env.rank]).backward()
+        found: Any = model.weight.grad
+        errors.append(((found.full_tensor().double() - expected).norm() / expected.norm()).item())
+    assert errors[1] < 1.2 * errors[0] < 0.5, errors
+
+
+@pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=mesh_id)
+def test_rule_15_deferred_sums_of_fp16_keep_small_terms(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_small_terms_in_fp16, shape)

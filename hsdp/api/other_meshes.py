@@ -17,6 +17,7 @@ from typing import Any
 from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 
+from hsdp.api.module import has_forward
 from hsdp.api.select import Found, placement_of
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes
 from hsdp.params.param import PlacementFn
@@ -28,7 +29,7 @@ class Companion:
     """A unit to make before the one around it.
 
     Attributes:
-        modules: the outermost modules that hold nothing but its parameters.
+        modules: the outermost modules with a forward that hold nothing but its parameters.
         ignored: parameters inside that are left alone.
         mesh, dims: where its parameters are sharded, as `fully_shard` takes it.
         choose: chooses the dims, as `shard_placement_fn` of the outer unit does.
@@ -86,7 +87,7 @@ def companions(
     def visit(module: nn.Module, may_be: bool) -> None:
         held = {id(param) for param in module.parameters()}
         kinds = {id(meshes[key].mesh) for key in held & meshes.keys()}
-        if may_be and len(kinds) == 1 and not held & own:
+        if may_be and has_forward(module) and len(kinds) == 1 and not held & own:
             taken.setdefault(kinds.pop(), []).append(module)
             for key in held:
                 names.pop(key, None)

@@ -89,6 +89,47 @@ def test_experts_on_another_mesh_train_as_with_fsdp2(pool4: Pool) -> None:
     pool4.run(check_as_fsdp2)
 
 
+class Listed(Block):
+    """The experts in a list, which has no forward; a step may leave one out."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__(ep)
+        whole = self.experts.weight.detach()
+        self.experts: Any = nn.ModuleList(nn.Linear(DIM, DIM, bias=False, dtype=torch.float64) for _ in whole)
+        for expert, weight in zip(self.experts, whole, strict=True):
+            expert.weight.data.copy_(weight)
+
+    def forward(self, x: Tensor, used: int = EXPERTS // 2) -> Tensor:
+        x = self.router(x).tanh()
+        return torch.stack([expert(x) for expert in self.experts[:used]]).square()
+
+
+def _listed(env: RankEnv, sharded: Any) -> dict[str, Tensor]:
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
+    dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
+    infos = {"efsdp": FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0), "dp": FSDPMeshInfo(dp, shard_mesh_dim=0)}
+    block: Any = Listed(root.get_local_rank("ep"))
+    sharded(block, mesh=dp, shard_placement_fn=_place(infos, set(block.experts.parameters())))
+    assert block.experts[0].weight.device_mesh == root["efsdp"] and block.router.weight.device_mesh == dp
+    optimizer = torch.optim.SGD(block.parameters(), lr=0.1)
+    for step, used in enumerate((2, 1, 2)):
+        optimizer.zero_grad()
+        torch.manual_seed(10 * step + env.rank)
+        block(torch.randn(8, DIM, dtype=torch.float64), used).sum().backward()
+        optimizer.step()
+    return {name: param.full_tensor() for name, param in block.named_parameters()}
+
+
+def check_listed(env: RankEnv) -> None:
+    expected, found = _listed(env, fsdp.fully_shard), _listed(env, hsdp.fully_shard)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-12, atol=1e-12, msg=name)
+
+
+def test_experts_in_a_list_train_as_with_fsdp2(pool4: Pool) -> None:
+    pool4.run(check_listed)
+
+
 def check_unit(env: RankEnv) -> None:
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
     infos = {"efsdp": FSDPMeshInfo(root["shard"], shard_mesh_dim=0), "dp": HSDPMeshInfo(root, 1, 0)}

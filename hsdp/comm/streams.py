@@ -2,7 +2,11 @@
 
 Three side streams per device, shared by all units of a model so that their work keeps its order:
 `gather` (all-gathers), `scatter` (reduce-scatters) and `replicate` (all-reduces across replicas). The stream that is
-current when a hook runs is called the compute stream.
+current when a hook runs is called the compute stream. Users may have several: they train on one of their own, call
+`backward` on another one than the forward's, or run a branch of a forward beside the rest.
+
+Gradients have one compute stream all the same, `home`, to which all memory of reductions belongs: autograd accumulates into
+a parameter on the stream on which it was sharded, and nobody orders that stream behind a wait on another one.
 """
 
 from __future__ import annotations
@@ -27,11 +31,23 @@ def host_wait(device: torch.device) -> None:
 
 
 class Streams:
-    """The side streams of one device."""
+    """The side streams of one device.
 
-    def __init__(self, device: torch.device) -> None:
+    Args:
+        device: the device.
+        home: the compute stream of gradients; None: the one that is current.
+
+    Attributes:
+        device, home: as given; without streams `home` is None.
+        active: whether the device has streams.
+        before: the compute stream that the last `on` was called on.
+    """
+
+    def __init__(self, device: torch.device, home: Any = None) -> None:
         self.device = device
         self.active = device.type not in ("cpu", "meta")
+        self.before: Any = None
+        self.home = self.current() if home is None else home
         self._streams: dict[StreamName, Any] = {}
         self._host_reads: dict[int, Event] = {}
 
@@ -49,6 +65,25 @@ class Streams:
         """The current stream; None on the CPU."""
         return self._module().current_stream(self.device) if self.active else None
 
+    def is_away(self) -> bool:
+        """Whether another stream than `home` is current."""
+        return self.active and bool(self._module().current_stream(self.device) != self.home)
+
+    @contextmanager
+    def at_home(self) -> Iterator[None]:
+        """Runs the body on `home`: behind all that the current stream holds so far, which then waits for the body."""
+        if not self.is_away():
+            yield
+            return
+        module, home = self._module(), self.home
+        here = module.current_stream(self.device)
+        home.wait_stream(here)
+        try:
+            with module.stream(home):
+                yield
+        finally:
+            here.wait_stream(home)
+
     def on(self, name: StreamName) -> AbstractContextManager[None]:
         """Runs the body on stream `name`, after everything that the compute stream holds so far."""
         return self._on(name, None) if self.active else _NOTHING
@@ -65,7 +100,8 @@ class Streams:
             # Behind everything, and not only behind what wrote the operands: buffers are memory of the compute stream,
             # which its allocator may have taken from work that is still enqueued. A gather is started before the compute
             # that it is to hide behind is enqueued, so it waits for nothing that would have to run beside it.
-            stream.wait_stream(module.current_stream(self.device))
+            self.before = module.current_stream(self.device)
+            stream.wait_stream(self.before)
         else:
             stream.wait_event(event)
         with module.stream(stream):

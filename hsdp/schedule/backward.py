@@ -151,6 +151,7 @@ class Backwards(Root):
             backward.turns.visit(unit, None if visit.forward_pass is None else visit.first_node)
         if unit.open:
             unit.shadows.register()
+            unit.readers.add(unit.context.streams, unit.dtype_groups)
             if others_gather_here:  # also where it is open on this rank alone, by a visit of its own
                 launch_ahead(ahead)
             if visit is None and unit in backward.opened:
@@ -293,8 +294,9 @@ class Backwards(Root):
             self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
-        if torch.is_grad_enabled():  # with create_graph=True; to ask takes the host a twentieth of `no_grad`
-            with torch.no_grad():
+        # With create_graph=True, which takes a twentieth of `no_grad` to ask; or on another stream than gradients come to.
+        if torch.is_grad_enabled() or self.streams.is_away():
+            with torch.no_grad(), self.streams.at_home():
                 self._reduce(unit)
             return
         if self.backward is not None:

@@ -150,7 +150,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         # All ranks drain in one order: that in which they made their pipelines.
         for pipeline in sorted(cls.live, key=attrgetter("number")):
             if any(reduction.unit is unit for reduction in pipeline.items()):
-                with torch.no_grad():
+                with torch.no_grad(), pipeline.streams.at_home():
                     pipeline.drain()
 
     def drain(self) -> None:

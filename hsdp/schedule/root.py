@@ -63,7 +63,7 @@ class Root:
         self.root = root
         self.depth = self.thread = self.begun = 0
         self.units: list[Unit] = []
-        self.streams = Streams(device)
+        self.streams = Streams(device, root.context.streams.home)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
         self._forward_order: GatherOrder[Unit] = GatherOrder()
         self._backward_order: BackwardGatherOrder[Unit] = BackwardGatherOrder()
@@ -164,7 +164,7 @@ class Root:
 
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
-        with torch.no_grad():
+        with torch.no_grad(), self.streams.at_home():
             self.pipeline.drain()
 
     def _accumulates(self) -> bool:
@@ -216,7 +216,8 @@ class Root:
         if self.backward is None or self.backward.reduces:  # that of `autograd.grad` had no gradients to give up
             for divergence_guard in (*self._shard_guards, *self._backward_guards):
                 divergence_guard.note_event(FAILED)
-        self.pipeline.abort()
+        with self.streams.at_home():
+            self.pipeline.abort()
         self._reshard_all()
         for unit in self.units:
             unit.gradients.commit()
@@ -241,7 +242,7 @@ class Root:
             return  # that of `autograd.grad`: it took no gradients
         if self.backward is not None:
             self._leave_word()
-        with torch.no_grad():
+        with torch.no_grad(), self.streams.at_home():
             for unit in self.units:
                 unit.gradients.roll_back(at_once)
 

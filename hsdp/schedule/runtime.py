@@ -169,7 +169,7 @@ class Runtime(Backwards):
         for unit in self.units:
             unit.gradients.refuse_lost(unit.name, "flush")
         try:
-            with torch.no_grad():
+            with torch.no_grad(), self.streams.at_home():
                 for unit in self.units:
                     if unit.gradients.stashed or unit.gradients.deferred:
                         self._submit(unit, runs_on=False, all_reduce=True)

@@ -264,7 +264,7 @@ class Unit(UnitActivity, UnshardedParams):
         param = self.params[slot]
         unsharded, this = param.trained, weakref.ref(self)
         assert unsharded is not None, "only an arranged parameter is watched"
-        with torch.inference_mode(False), torch.enable_grad():
+        with torch.inference_mode(False), torch.enable_grad(), self.context.streams.at_home():
             param.node = torch.autograd.graph.get_gradient_edge(unsharded).node
 
         remaining = self.remaining  # holds numbers; what holds parameters would keep them alive from here on

@@ -28,6 +28,7 @@ from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.install import Shadows
 from hsdp.unit.pending_shards import PendingShards
+from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
@@ -61,7 +62,7 @@ class UnshardedParams:
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
-        part_comm: the smaller group over which unsharded parameters stay sharded after forward, if any.
+        part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: streams that read them.
     """
 
     # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.
@@ -93,6 +94,7 @@ class UnshardedParams:
         self._shard_sums: list[Tensor] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
+        self.readers = Readers()
         self._pending_shards: PendingShards | None = None
         self.shadows = Shadows(())
 
@@ -154,6 +156,7 @@ class UnshardedParams:
         finally:
             if observer is not None:
                 observer.ends("launch", self)
+        self.readers.begin(self.context.streams)
         self.residency = GATHERING
         self.gathered_version = version
         if ahead:
@@ -243,6 +246,7 @@ class UnshardedParams:
         self._gather_work.wait()
         self.residency = SHARDED  # before the work goes: an interrupt from the keyboard must not leave a gather without one
         self._gather_work = None
+        self.readers.add(self.context.streams, self.dtype_groups)
         observer = self.context.observer
         if observer is not None:
             observer.begins("copy", self)
@@ -298,6 +302,8 @@ class UnshardedParams:
             self.launch()
         if self.residency is GATHERING:
             self.finish()
+        else:
+            self.readers.add(self.context.streams, self.dtype_groups)
         if not self.open or registered:
             self.shadows.show(registered)
             self.open = True

@@ -652,6 +652,133 @@ def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
     return _state(model)
 
 
+class _Scaled(nn.Module):
+    """A unit around another one; autograd copies the gradient of its own weight, an expanded number, as it accumulates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((16, 8), 0.01))
+        self.inner = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.inner(x * (1 + self.weight.sum()))
+        return out
+
+
+class _Stages(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh(), nn.Linear(8, 8), nn.Tanh(), _Scaled(), nn.Linear(8, 8))
+
+    def units(self) -> list[nn.Module]:
+        """Inner ones first."""
+        scaled: Any = self.layers[4]
+        return [self.layers[0], self.layers[2], scaled.inner, scaled, self.layers[5]]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+@program()
+def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: Shape) -> Found:
+    """Meanwhile the other stream, which waits for nothing, writes to all memory that it can get."""
+    case = regression("stages", _Stages)
+    model = shard(case.model(), env.mesh(shape))
+    optimizer = sgd(model.parameters())
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+    for step in range(4):
+        if module:
+            stream.wait_stream(module.current_stream())
+        with module.stream(stream) if module else nullcontext():
+            optimizer.zero_grad()
+            _loss(env, model, case, step).backward()
+            optimizer.step()
+        for numel in (16, 32, 64, 128, 256, 512):
+            torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+    if module:
+        module.current_stream().wait_stream(stream)
+    return _state(model)
+
+
+class _Branches(nn.Module):
+    """Two units beside each other, on a device each on a stream of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(nn.Linear(8, 8) for _ in range(2))
+        self.streams: list[Any] = []
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.device.type == "cpu":
+            return torch.tanh(self.blocks[0](x)) + torch.tanh(self.blocks[1](x))
+        module: Any = torch.get_device_module(x.device)
+        self.streams = self.streams or [module.Stream()]
+        here, beside = module.current_stream(), self.streams[0]
+        beside.wait_stream(here)
+        with module.stream(beside):
+            x.record_stream(beside)
+            other = torch.tanh(self.blocks[1](x))
+        one = torch.tanh(self.blocks[0](x))
+        here.wait_stream(beside)
+        other.record_stream(here)
+        return one + other
+
+
+class _TwoBranches(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(_Branches(), _Branches(), _Branches())
+
+    def units(self) -> list[nn.Module]:
+        """Those of all branches."""
+        return [unit for layer in self.layers for unit in layer.blocks]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.layers(x)
+        return out
+
+
+def _branched(env: RankEnv, shape: Shape, **options: Any) -> Found:
+    case = regression("branches", _TwoBranches)
+    return _trained(env, shard(case.model(), env.mesh(shape), **options), case)
+
+
+@program()
+def _units_on_streams_of_the_forward(env: RankEnv, shape: Shape) -> Found:
+    return _branched(env, shape)
+
+
+@program()
+def _units_on_streams_of_the_forward_that_stay_whole(env: RankEnv, shape: Shape) -> Found:
+    return _branched(env, shape, reshard_after_forward=False, **_policy(fusion="packed"))
+
+
+@program()
+def _forwards_and_backward_on_streams_of_their_own(env: RankEnv, shape: Shape) -> Found:
+    model, case = _built(env, shape, "called_twice", reshard_after_forward=False)
+    optimizer = sgd(model.parameters())
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    streams = [module.Stream() for _ in range(3)] if module else []
+    for step in range(STEPS):
+        losses = []
+        for at in range(2):
+            if module:
+                streams[at].wait_stream(module.current_stream())
+            with module.stream(streams[at]) if module else nullcontext():
+                losses.append(_loss(env, model, case, step, at))
+        for stream in streams[:2]:
+            streams[2].wait_stream(stream)
+        with module.stream(streams[2]) if module else nullcontext():
+            (losses[0] + losses[1]).backward()
+        if module:
+            module.current_stream().wait_stream(streams[2])
+        optimizer.step()
+        optimizer.zero_grad()
+    return full_params(model)
+
+
 @program()
 def _after_an_exception(env: RankEnv, shape: Shape) -> Found:
     torch.manual_seed(3)

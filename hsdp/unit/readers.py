@@ -1,0 +1,36 @@
+"""The compute streams that read a unit's unsharded parameters: one, unless users have forwards call units on several."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from hsdp.comm.streams import Streams
+from hsdp.unit.dtype_group import DtypeGroup
+
+
+class Readers:
+    """Those of one gather. The memory is the stream's that allocated it, and its allocator knows of no other stream."""
+
+    def __init__(self) -> None:
+        self._allocated_on = -1
+        self._reached: dict[int, Any] = {}
+
+    def begin(self, streams: Streams) -> None:
+        """A gather has begun: its memory is of the compute stream that it is behind."""
+        if streams.active:
+            self._allocated_on, self._reached = streams.before.stream_id, {}
+
+    def add(self, streams: Streams, dtype_groups: Iterable[DtypeGroup]) -> None:
+        """The current stream is about to read. The first one that does has waited for the gather."""
+        here = streams.current()
+        if here is None or here.stream_id in self._reached:
+            return
+        first = next(iter(self._reached.values()), None)
+        if first is not None:
+            here.wait_stream(first)  # which puts packed parameters in their places
+        if first is not None or here.stream_id != self._allocated_on:
+            for group in dtype_groups:
+                for memory in group.lent():
+                    memory.record_stream(here)
+        self._reached[here.stream_id] = here

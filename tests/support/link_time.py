@@ -76,6 +76,10 @@ class Stream:
         self._recorder = recorder
         self.behind: tuple[Work, ...] = ()
 
+    @property
+    def stream_id(self) -> int:
+        return id(self)
+
     def wait_stream(self, other: Stream) -> None:
         self.behind = tuple(dict.fromkeys((*self.behind, *other.behind)))
 

@@ -62,6 +62,10 @@ class Stream:
         self._clock = clock
         self.end = 0.0
 
+    @property
+    def stream_id(self) -> int:
+        return id(self)
+
     def wait_stream(self, other: Stream) -> None:
         self.end = max(self.end, other.end)
 
@@ -315,9 +319,10 @@ def use_device(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:
     """Makes the engine take the clock for the module of a device with streams. Call it before `fully_shard`."""
     plain_init = Streams.__init__
 
-    def active_init(self: Streams, device: torch.device) -> None:
+    def active_init(self: Streams, device: torch.device, home: Any = None) -> None:
         plain_init(self, device)
         self.active = clock.mode == "device"
+        self.home = self.current() if home is None else home
 
     monkeypatch.setattr(Streams, "__init__", active_init)
     monkeypatch.setattr(torch, "get_device_module", lambda device=None: clock)

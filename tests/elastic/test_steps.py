@@ -313,6 +313,24 @@ def test_the_first_step(pool4: Pool) -> None:
     pool4.run(_first_step)
 
 
+def _healed_in_the_first_step(env: RankEnv) -> None:
+    """A run goes on from a checkpoint that the second replica lacks: both take their first step, and one is healed."""
+    net, optimizer, manager = _elastic(env, seed=env.rank // 2, healed=(0,))
+    manager.step = 5
+    for step in range(2):
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        assert optimizer.step()
+    mine = torch.cat([value.double().flatten() for value in _shards(net, optimizer.optimizer)])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine, group=manager.across)
+    assert torch.equal(*theirs)
+
+
+def test_a_replica_that_is_healed_in_the_first_step_of_others_may_have_other_weights(pool4: Pool) -> None:
+    pool4.run(_healed_in_the_first_step)
+
+
 def _joins_with_other_weights(env: RankEnv) -> None:
     """The second replica dies behind a step, and comes back with a checkpoint of the same step of another run."""
     net, optimizer, manager = _elastic(env)

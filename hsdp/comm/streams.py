@@ -69,12 +69,12 @@ class Streams:
         """Whether another stream than `home` is current."""
         return self.active and bool(self._module().current_stream(self.device) != self.home)
 
-    @contextmanager
-    def at_home(self) -> Iterator[None]:
+    def at_home(self) -> AbstractContextManager[None]:
         """Runs the body on `home`: behind all that the current stream holds so far, which then waits for the body."""
-        if not self.is_away():
-            yield
-            return
+        return self._at_home() if self.is_away() else _NOTHING
+
+    @contextmanager
+    def _at_home(self) -> Iterator[None]:
         module, home = self._module(), self.home
         here = module.current_stream(self.device)
         home.wait_stream(here)

@@ -151,7 +151,8 @@ class Backwards(Root):
             backward.turns.visit(unit, None if visit.forward_pass is None else visit.first_node)
         if unit.open:
             unit.shadows.register()
-            unit.readers.add(unit.context.streams, unit.dtype_groups)
+            if unit.readers is not None:
+                unit.readers.add(unit.context.streams, unit.dtype_groups)
             if others_gather_here:  # also where it is open on this rank alone, by a visit of its own
                 launch_ahead(ahead)
             if visit is None and unit in backward.opened:
@@ -295,7 +296,7 @@ class Backwards(Root):
 
     def _reduce(self, unit: Unit) -> None:
         # With create_graph=True, which takes a twentieth of `no_grad` to ask; or on another stream than gradients come to.
-        if torch.is_grad_enabled() or self.streams.is_away():
+        if torch.is_grad_enabled() or (self.streams.active and self.streams.is_away()):
             with torch.no_grad(), self.streams.at_home():
                 self._reduce(unit)
             return

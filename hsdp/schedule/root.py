@@ -14,6 +14,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from threading import get_ident
 from typing import ClassVar, cast
 
@@ -164,7 +165,7 @@ class Root:
 
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
-        with torch.no_grad(), self.streams.at_home():
+        with torch.no_grad(), self.streams.at_home() if self.streams.active else nullcontext():
             self.pipeline.drain()
 
     def _accumulates(self) -> bool:

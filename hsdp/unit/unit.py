@@ -33,6 +33,7 @@ from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.install import Shadows, requires_grad_of
+from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import UNSHARDED, UnshardedParams
@@ -138,6 +139,7 @@ class Unit(UnitActivity, UnshardedParams):
 
         # Communication.
         self.context = CommContext(Streams(axes.device))
+        self.readers = Readers() if self.context.streams.active else None
         place, shares = (axes.device, self.context), comm_policy.shared_memory
         self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, *place, shares)
         self.scatter_comm = self.shard_comm

@@ -62,7 +62,7 @@ class UnshardedParams:
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
-        part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: streams that read them.
+        part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
     """
 
     # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.
@@ -82,19 +82,17 @@ class UnshardedParams:
 
     def __init__(self) -> None:
         self.dtype_groups: list[DtypeGroup] = []
-        self.whole_bytes = 0
         self.residency = SHARDED
         self.open = self.pinned = self.sought = self.retained = False
-        self.weights_version = 0
+        self.whole_bytes = self.weights_version = self._fillings = 0
         self.gathered_version = self.forward_version = self._filled_version = NO_VERSION
-        self._fillings = 0
         self._written: str | None = None
         self._part_version: Version | None = None
         self._versioned: list[Tensor] = []
         self._shard_sums: list[Tensor] | None = None
         self._guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
-        self.readers = Readers()
+        self.readers: Readers | None = None
         self._pending_shards: PendingShards | None = None
         self.shadows = Shadows(())
 
@@ -156,7 +154,8 @@ class UnshardedParams:
         finally:
             if observer is not None:
                 observer.ends("launch", self)
-        self.readers.begin(self.context.streams)
+        if self.readers is not None:
+            self.readers.begin(self.context.streams)
         self.residency = GATHERING
         self.gathered_version = version
         if ahead:
@@ -246,7 +245,8 @@ class UnshardedParams:
         self._gather_work.wait()
         self.residency = SHARDED  # before the work goes: an interrupt from the keyboard must not leave a gather without one
         self._gather_work = None
-        self.readers.add(self.context.streams, self.dtype_groups)
+        if self.readers is not None:
+            self.readers.add(self.context.streams, self.dtype_groups)
         observer = self.context.observer
         if observer is not None:
             observer.begins("copy", self)
@@ -302,7 +302,7 @@ class UnshardedParams:
             self.launch()
         if self.residency is GATHERING:
             self.finish()
-        else:
+        elif self.readers is not None:
             self.readers.add(self.context.streams, self.dtype_groups)
         if not self.open or registered:
             self.shadows.show(registered)

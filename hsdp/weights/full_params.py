@@ -43,8 +43,8 @@ def full_params(
         recurse: also those of the units below `model`; False: only those of its own unit.
         writeback: what becomes of changes. None: they are dropped. "rank0": every rank takes those of the mesh's first
             rank. "local": each rank keeps its own rows, nothing is communicated; right if all ranks changed
-            alike. After an exception nothing is written back. Each rank keeps what it said of full parameters, too:
-            `requires_grad`, and attributes.
+            alike. After an exception nothing is written back. Each rank keeps what it said of the parameters that it saw,
+            too: `requires_grad`, and attributes. All ranks must say the same, also with `rank0_only`.
         rank0_only: only the mesh's first rank holds the full parameters; the others go on seeing sharded ones.
         cast: floating-point dtype of the full parameters, for reading.
 

@@ -92,10 +92,14 @@ class FSDP2Compat(fsdp.FSDPModule):
         check_flag("set_force_sum_reduction_for_comms", enable)
 
     def set_post_optim_event(self, event: torch.Event) -> None:
-        """The current stream, and so every later gather, waits for `event`: for an optimizer on a stream of its own."""
+        """The current stream, and that of the next forward, wait for `event`: for an optimizer on a stream of its own.
+
+        Called in the optimizer's hook, the current stream is the optimizer's, which need not wait.
+        """
         for unit in self._units(recurse=False):
             if unit.context.streams.active:
                 unit.context.streams.join(event)
+                unit.settings.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: hsdp's gathers are always asynchronous."""

@@ -33,6 +33,9 @@ class Runtime(Backwards):
         self.recover("a backward pass did not end")
         self.adopt()
         self.tell(Point.FORWARD_BEGINS)
+        if (event := self.root.settings.post_optim_event) is not None:
+            self.root.settings.post_optim_event = None
+            self.streams.join(event)
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()

@@ -12,6 +12,7 @@ from typing import Generic, Literal, TypeVar
 from torch import Tensor
 
 from hsdp.comm.replica_reduce import DEFAULT, AllReduceStage
+from hsdp.comm.streams import Event
 from hsdp.policies import ReduceOp
 
 UnitT = TypeVar("UnitT")
@@ -33,6 +34,7 @@ class UnitSettings(Generic[UnitT]):
         unused_grads: what a parameter gets that no rank used: None or zeros.
         replica_reduce: the all-reduce stage.
         all_reduce_hook: called on each reduction buffer after that stage.
+        post_optim_event: of a root; its next forward waits for it.
     """
 
     reshard_after_forward: bool | int | None = None
@@ -49,6 +51,7 @@ class UnitSettings(Generic[UnitT]):
     unused_grads: Literal["none", "zero"] = "none"
     replica_reduce: AllReduceStage = DEFAULT
     all_reduce_hook: Callable[[Tensor], None] | None = None
+    post_optim_event: Event = None
 
     def factor(self, ranks: int) -> float:
         """What a sum over so many ranks is multiplied with.

@@ -652,6 +652,32 @@ def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
     return _state(model)
 
 
+@program()
+def _stepped_on_a_stream_of_its_own(env: RankEnv, shape: Shape) -> Found:
+    """The optimizer's hook hands over an event, as FSDP2's tests do; the next forward waits for nothing else."""
+    model, case = _built(env, shape)
+    optimizer, told = sgd(model.parameters()), []
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+
+    def hand_over(*args: Any) -> None:
+        model.set_post_optim_event(module.current_stream().record_event() if module else None)
+
+    optimizer.register_step_post_hook(hand_over)
+    for step in range(STEPS):
+        loss = _loss(env, model, case, step)
+        optimizer.zero_grad()
+        loss.backward()
+        if module:
+            stream.wait_stream(module.current_stream())
+        with module.stream(stream) if module else nullcontext():
+            optimizer.step()
+        told.append(loss.detach())
+    if module:
+        module.current_stream().wait_stream(stream)
+    return {**full_params(model), "losses": torch.stack(told).cpu()}
+
+
 class _Scaled(nn.Module):
     """A unit around another one; autograd copies the gradient of its own weight, an expanded number, as it accumulates."""
 

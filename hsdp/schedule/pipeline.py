@@ -367,8 +367,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
             if part.plan.kind.replicated and comm.size > 1:
                 replicated += part.operands
             elif rounds and part.inputs:
-                own = torch.tensor([*map(float, part.used)], dtype=part.plan.kind.reduce, device=part.plan.device)
-                flagged.append((part, own))
+                flagged.append((part, part.plan.flags_of(part.used)))
             scaling = reduction.scaling(part)
             if scaling.before != 1.0:
                 in_sum = False

@@ -65,6 +65,14 @@ class GradLayout:
             self._cuts[2].append(offsets[first])
             self._stacked.append(bool(rest))
 
+    def flags_of(self, used: Sequence[bool]) -> Tensor:
+        """This rank's used-flags. Made on the device: a copy of a list would have the host wait for what is enqueued there."""
+        flags = torch.ones(self.flags, dtype=self.kind.reduce, device=self.device)
+        for at, was_used in enumerate(used):
+            if not was_used:
+                flags[at] = 0.0
+        return flags
+
     def locals(self, values: list[Tensor]) -> list[Tensor]:
         """Splits reduced values (without the flags) into one local gradient per parameter."""
         if self.alone:

@@ -264,7 +264,7 @@ class ReducePlan(GradLayout):
 
     def _fill_alone(self, grads: list[Tensor | None], used: list[bool]) -> GroupReduction:
         operands = [grad.ravel() for grad in self._own(grads, range(len(grads)))]
-        operands.append(torch.tensor([float(u) for u in used], dtype=self.kind.reduce, device=self.device))
+        operands.append(self.flags_of(used))
         return GroupReduction(self, [], [], operands, used, None)
 
 

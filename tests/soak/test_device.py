@@ -9,13 +9,16 @@ import math
 import os
 import subprocess
 import sys
+import threading
 
 import pytest
+import torch
 
 from tests.soak.device_cases import CASES, Shape, run_case
-from tests.support.device import MODES, why_not
-from tests.support.rig import Pool
-from tests.support.sharded import mesh_id
+from tests.support.device import MODES, load, why_not
+from tests.support.models import make_case
+from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id, shard
 from tests.support.share import FULL
 
 RUNS = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
@@ -28,6 +31,27 @@ def test_numbers_are_right_and_nothing_races(request: pytest.FixtureRequest, nam
     at = RUNS.index((name, shape))
     pool: Pool = request.getfixturevalue(f"device{math.prod(shape)}")
     pool.run(run_case, name, shape, list(MODES)[at % len(MODES)], at)
+
+
+def _goes_on(env: RankEnv, shape: Shape) -> None:
+    case = make_case("mlp")
+    model = shard(case.model(), env.mesh(shape))
+    batch = tuple(x.to(env.device) for x in case.batch(0, env.rank))
+    case.loss(model, batch).backward()  # what comes is known from here on
+    loss = case.loss(model, batch)
+    torch.get_device_module(env.device).synchronize()
+    release = load().hold()
+    held = threading.Timer(10.0, release)
+    held.start()
+    loss.backward()
+    assert held.is_alive(), "the host has waited for the device"
+    held.cancel()
+    release()
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_the_host_does_not_wait_in_a_backward(device2: Pool, shape: Shape) -> None:
+    device2.run(_goes_on, shape)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

@@ -66,7 +66,7 @@ class GradLayout:
             self._stacked.append(bool(rest))
 
     def flags_of(self, used: Sequence[bool]) -> Tensor:
-        """This rank's used-flags. Made on the device: a copy of a list would have the host wait for what is enqueued there."""
+        """This rank's used-flags, made on the device: for a copy of a list the host would wait for all that is enqueued."""
         flags = torch.ones(self.flags, dtype=self.kind.reduce, device=self.device)
         for at, was_used in enumerate(used):
             if not was_used:

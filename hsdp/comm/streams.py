@@ -46,8 +46,7 @@ class Streams:
     def __init__(self, device: torch.device, home: Any = None) -> None:
         self.device = device
         self.active = device.type not in ("cpu", "meta")
-        self.before: Any = None
-        self.home = self.current() if home is None else home
+        self.home = self.before = self.current() if home is None else home
         self._streams: dict[StreamName, Any] = {}
         self._host_reads: dict[int, Event] = {}
 

@@ -21,6 +21,7 @@ from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK
+from hsdp.unit.readers import Readers
 from hsdp.unit.unit import Unit
 from tests.mutants.planting import replaced
 from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
@@ -63,6 +64,16 @@ def _only_on(names: set[str], waits: bool) -> Any:
 @mutant("trains mlp")
 def gathers_do_not_wait_for_the_optimizer() -> Any:
     return _only_on({"gather"}, waits=False)
+
+
+@mutant("trained on a stream beside the one it was sharded on")
+def gradients_are_made_on_whichever_stream_is_current() -> Any:
+    return mock.patch.object(Streams, "is_away", lambda streams: False)
+
+
+@mutant("units on streams of the forward")
+def the_allocator_is_not_told_who_reads() -> Any:
+    return mock.patch.object(Readers, "add", lambda readers, *_: None)
 
 
 @mutant("trains mlp")

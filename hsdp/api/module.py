@@ -172,7 +172,7 @@ class HSDPModule(Setters):
         """
         for unit in self._units(recurse=False):
             expect(unit, "reshard", IDLE, BACKWARD_POST)
-            unit.check_unwritten()
+            unit.check_opened()
             if unit.runtime is None or not unit.runtime.has_graphs():
                 unit.let_go()
             unit.reshard()

@@ -50,8 +50,7 @@ class Runtime(Backwards):
             if unit.pinned:
                 unit.reshard_stale()
             elif unit.holds_unsharded:
-                if unit.open:
-                    unit.check_unwritten()  # by whom `unshard` opened it for: this forward gathers the shards anew
+                unit.check_opened()  # as this forward gathers the shards anew
                 unit.reshard()
         self._forward_order.begin()
         plan = hash((self._forward_order.plan, self._backward_order.plan, torch.is_grad_enabled()))

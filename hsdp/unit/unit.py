@@ -288,6 +288,11 @@ class Unit(UnitActivity, UnshardedParams):
 
         unsharded.register_post_accumulate_grad_hook(accumulated)
 
+    def check_opened(self) -> None:
+        """Raises StateError if somebody wrote to what `unshard` shows. If that is the shards themselves, nothing is lost."""
+        if self.open and not any(group.is_shard for group in self.dtype_groups):
+            self.check_unwritten()
+
     # -- gathering -----------------------------------------------------------------------------------------------
 
     @property

@@ -289,7 +289,7 @@ class Unit(UnitActivity, UnshardedParams):
         unsharded.register_post_accumulate_grad_hook(accumulated)
 
     def check_opened(self) -> None:
-        """Raises StateError if somebody wrote to what `unshard` shows. If that is the shards themselves, nothing is lost."""
+        """Raises StateError if somebody wrote to what `unshard` shows; if those are the shards themselves, all is well."""
         if self.open and not any(group.is_shard for group in self.dtype_groups):
             self.check_unwritten()
 

@@ -315,9 +315,11 @@ def _on_stream(hook: Callable[[Tensor], None], stream: Any) -> Callable[[Tensor]
         module = torch.get_device_module(tensor.device)
         here = module.current_stream()
         stream.wait_stream(here)
-        with module.stream(stream):
-            hook(tensor)
-        here.wait_stream(stream)
+        try:
+            with module.stream(stream):
+                hook(tensor)
+        finally:  # of one that raises, too: what it has started reads the tensor
+            here.wait_stream(stream)
 
     return there
 

@@ -192,7 +192,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     reduction.unit.gradients.lose(reduction.parts)
         self.keep(lambda reduction: id(reduction) not in failed and not reduction.is_void)
         self._errors = []
-        if len(self):
+        if len(self) or self._offloads:  # also what has landed already may be on its way to the host
             self.drain()
 
     # -- carrying out what the queue decides ---------------------------------------------------------------------

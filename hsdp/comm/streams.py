@@ -65,12 +65,12 @@ class Streams:
         return self._module().current_stream(self.device) if self.active else None
 
     def is_away(self) -> bool:
-        """Whether another stream than `home` is current."""
-        return self.active and bool(self._module().current_stream(self.device) != self.home)
+        """Whether another stream than `home` is current. Of a device: a CPU has none."""
+        return bool(self._module().current_stream(self.device) != self.home)
 
     def at_home(self) -> AbstractContextManager[None]:
         """Runs the body on `home`: behind all that the current stream holds so far, which then waits for the body."""
-        return self._at_home() if self.is_away() else _NOTHING
+        return self._at_home() if self.active and self.is_away() else _NOTHING
 
     @contextmanager
     def _at_home(self) -> Iterator[None]:

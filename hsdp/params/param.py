@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils.weak import WeakIdKeyDictionary
 
-from hsdp.buffers.fingerprints import fingerprint
+from hsdp.buffers.fingerprints import same_bits
 from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import StateError
@@ -297,7 +297,7 @@ def _same_values(one: Any, other: Any) -> bool:
     if not isinstance(other, DTensor) or not same_sharding(one._spec, other._spec):
         return False
     pairs = zip(parts_of(local_of(one)), parts_of(local_of(other)), strict=True)
-    return all(fingerprint(a.detach()) == fingerprint(b.detach()) for a, b in pairs)
+    return all(same_bits(a, b) for a, b in pairs)
 
 
 def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:

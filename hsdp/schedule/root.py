@@ -165,6 +165,7 @@ class Root:
 
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
+        # A CPU has no streams, and is spared the question.
         with torch.no_grad(), self.streams.at_home() if self.streams.active else nullcontext():
             self.pipeline.drain()
 

@@ -10,7 +10,7 @@ from hsdp.unit.dtype_group import DtypeGroup
 
 
 class Readers:
-    """Those of one gather. The memory is the stream's that allocated it, and its allocator knows of no other stream."""
+    """Those of one gather. Its memory is the stream's that allocated it, whose allocator knows of no other one."""
 
     def __init__(self) -> None:
         self._allocated_on = -1
@@ -18,13 +18,12 @@ class Readers:
 
     def begin(self, streams: Streams) -> None:
         """A gather has begun: its memory is of the compute stream that it is behind."""
-        if streams.active:
-            self._allocated_on, self._reached = streams.before.stream_id, {}
+        self._allocated_on, self._reached = streams.before.stream_id, {}
 
     def add(self, streams: Streams, dtype_groups: Iterable[DtypeGroup]) -> None:
         """The current stream is about to read. The first one that does has waited for the gather."""
         here = streams.current()
-        if here is None or here.stream_id in self._reached:
+        if here.stream_id in self._reached:
             return
         first = next(iter(self._reached.values()), None)
         if first is not None:

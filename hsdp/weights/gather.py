@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import fingerprint, plain_row
+from hsdp.buffers.fingerprints import plain_row, same_bits
 from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
@@ -247,7 +247,7 @@ class Loan:
             where = f"{what}: parameter {param.fqn!r} of unit {self.unit.name!r}"
             for one in (now, *others):
                 _check_fits(one, param, where)
-            if any(one is not now and not _same_bits(local_of(one), local_of(now)) for one in others):
+            if any(one is not now and not same_bits(local_of(one), local_of(now)) for one in others):
                 raise StateError(
                     f"{where} has the names {', '.join(repr(place.fqn) for place in param.places)}, which were tied when "
                     "fully_shard was called and have stayed one parameter; they have different values now, one of which "
@@ -281,10 +281,6 @@ def _check_fits(value: Any, param: ManagedParam, where: str) -> None:
             f"{where} was replaced by {told}, which cannot be written back; it must keep its kind and shape "
             f"{param.spec.shape}: write into it in place"
         )
-
-
-def _same_bits(one: Tensor, other: Tensor) -> bool:
-    return one.dtype == other.dtype and fingerprint(one.detach()) == fingerprint(other.detach())
 
 
 def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:

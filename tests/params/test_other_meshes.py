@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.distributed import fsdp
-from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import DTensor, Shard
 
@@ -56,11 +56,16 @@ def _place(infos: dict[str, Any], experts: set[Any]) -> Any:
     return place
 
 
-def _results(env: RankEnv, sharded: Any) -> dict[str, Tensor]:
-    """Gradients and parameters after a step: all 4 ranks are data parallel, experts are sharded over two of them each."""
+def _meshes() -> tuple[DeviceMesh, DeviceMesh, dict[str, Any]]:
+    """That of the experts, that of all ranks, and what FSDP2 calls their axes."""
     root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
     dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    infos = {"efsdp": FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0), "dp": FSDPMeshInfo(dp, shard_mesh_dim=0)}
+    return root, dp, {"efsdp": FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0), "dp": FSDPMeshInfo(dp, shard_mesh_dim=0)}
+
+
+def _results(env: RankEnv, sharded: Any) -> dict[str, Tensor]:
+    """Gradients and parameters after a step: all 4 ranks are data parallel, experts are sharded over two of them each."""
+    root, dp, infos = _meshes()
     block: Any = Block(root.get_local_rank("ep"))
     sharded(block, mesh=dp, shard_placement_fn=_place(infos, set(block.experts.parameters())))
     block.set_gradient_divide_factor(3.0)
@@ -105,9 +110,7 @@ class Listed(Block):
 
 
 def _listed(env: RankEnv, sharded: Any) -> dict[str, Tensor]:
-    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("efsdp", "ep"))
-    dp = init_device_mesh("cpu", (4,), mesh_dim_names=("dp",))
-    infos = {"efsdp": FSDPMeshInfo(root["efsdp"], shard_mesh_dim=0), "dp": FSDPMeshInfo(dp, shard_mesh_dim=0)}
+    root, dp, infos = _meshes()
     block: Any = Listed(root.get_local_rank("ep"))
     sharded(block, mesh=dp, shard_placement_fn=_place(infos, set(block.experts.parameters())))
     assert block.experts[0].weight.device_mesh == root["efsdp"] and block.router.weight.device_mesh == dp

@@ -10,7 +10,7 @@ import functools
 import gc
 import tempfile
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -632,6 +632,14 @@ def _two_models(env: RankEnv, shape: Shape) -> Found:
     return {**_state(student), **{f"teacher {k}": v for k, v in _state(teacher).items()}}
 
 
+def _behind(module: Any, stream: Any) -> AbstractContextManager[Any]:
+    """Has the body run on a stream of the user's, behind what the current one holds; without a device's module as it is."""
+    if module is None:
+        return nullcontext()
+    stream.wait_stream(module.current_stream())
+    return module.stream(stream)  # type: ignore[no-any-return]
+
+
 @program()
 def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
     model, case = _built(env, shape)
@@ -641,9 +649,7 @@ def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
     streams = [module.Stream() for _ in range(2)] if module else [None, None]
     for step in range(4):
         stream = streams[step % 2]
-        if module:
-            stream.wait_stream(module.current_stream())
-        with module.stream(stream) if module else nullcontext():
+        with _behind(module, stream):
             optimizer.zero_grad()
             _loss(env, model, case, step).backward()
             optimizer.step()
@@ -715,9 +721,7 @@ def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: S
     module = torch.get_device_module(env.device) if env.device != "cpu" else None
     stream = module.Stream() if module else None
     for step in range(4):
-        if module:
-            stream.wait_stream(module.current_stream())
-        with module.stream(stream) if module else nullcontext():
+        with _behind(module, stream):
             optimizer.zero_grad()
             _loss(env, model, case, step).backward()
             optimizer.step()

@@ -208,11 +208,26 @@ class Body(nn.Module):
 class Net(nn.Module):
     """Tokens and floats to two numbers per token."""
 
-    def __init__(self, parts: tuple[Part, ...], max_norm: float | None) -> None:
+    def __init__(self, parts: tuple[Part, ...], max_norm: float | None, ties: frozenset[str] = frozenset()) -> None:
         super().__init__()
         self.embedding = nn.Embedding(VOCAB, WIDTH, max_norm=max_norm)
         self.parts = nn.ModuleList(Body(part) for part in parts)
         self.heads = nn.ModuleList(nn.Linear(WIDTH, 2) for _ in range(2))
+        if "embedding" in ties:
+            self.heads[1] = nn.Linear(WIDTH, VOCAB)
+        self.tie(ties)
+
+    def tie(self, ties: frozenset[str]) -> None:
+        """Makes one of what has several names; the first and the last part are alike if they are to be tied."""
+        first, last, heads = self.parts[0], self.parts[-1], self.heads
+        if "heads" in ties:
+            heads[1].weight = heads[0].weight
+        if "embedding" in ties:
+            heads[1].weight = self.embedding.weight
+        if "module" in ties:
+            self.parts[-1] = first
+        elif "weights" in ties:
+            last.up.weight = first.up.weight  # type: ignore[union-attr]
 
     def forward(self, tokens: Tensor, floats: Tensor, how: How, rank: int, box: list[Tensor]) -> Tensor:
         """[2, LENGTH] and [2, LENGTH, WIDTH] to [2, LENGTH, 2]."""
@@ -227,7 +242,7 @@ class Net(nn.Module):
             x = _around(x, 0.5 * x + opened(self.parts[index](x, "", box)), cuts, rank)
         used = how.get("heads", ("both",))
         used = used[rank % len(used)]
-        outs = [head(x) for head in self.heads]  # every rank runs both: their losses differ, not their forwards
+        outs = [head(x)[..., :2] for head in self.heads]  # every rank runs both: their losses differ, not their forwards
         logits = outs[0] + outs[1] if used == "both" else outs[used == "second"]
         return self._ended(x, logits, how.get("end", ""))
 

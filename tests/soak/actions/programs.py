@@ -28,6 +28,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("save", kind) ("restore",)              keeps the model's and the optimizer's state: one of `SAVES`; goes back to it
     ("factor", factor)                       what gradients of backwards from now on are multiplied with
     ("tune", what, who, on)                  one of `TUNES` of a unit: how it communicates, which changes no number
+    ("module hook", kind, who) ("module unhook",)    a hook on the model or a part, one of `MODULE_HOOKS`; no hooks
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -56,6 +57,8 @@ CUTS = ((False,), (False,), (True, False), (False, True), (True,))
 OPTIONS = ("sum", "tree", "replicated", "offloaded")  # and "parts", which came later
 SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forward", "reshard_after_backward")
 TUNES = ("scatter group", "bound", "hook", "replica reduce", "gather", "scatter", "prefetch")
+MODULE_HOOKS = ("input", "output", "gradient of output", "gradient of input")
+TIES = ("heads", "embedding", "module", "module", "weights")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
 OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
@@ -90,6 +93,8 @@ FEATURES = {
     "factors": "other gradient factors from one micro-batch to the next",
     "tunes": "setters of how units communicate, between any two actions, and units that stay in parts",
     "saves": "the model's and the optimizer's state, kept in one way or another and restored later",
+    "ties": "names that share a parameter, and parts that are one module",
+    "module hooks": "hooks on the model and on parts of it, before or behind a forward and a backward",
     "muon": "an optimizer that steps whole matrices",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
@@ -112,12 +117,13 @@ class Program:
     optimizer: str = "sgd"
     local: str = ""
     options: frozenset[str] = frozenset()
+    ties: frozenset[str] = frozenset()
 
     def __str__(self) -> str:
         optimizer = " ".join([self.optimizer, self.local, *sorted(self.options)])
         lines = [f"seed {self.seed}, mesh {self.shape}, {optimizer}, reshard {self.reshard}, policy {self.policy}"]
         units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
-        lines.append(f"  own units: {units}, max_norm {self.max_norm}")
+        lines.append(f"  own units: {units}, max_norm {self.max_norm}, ties {sorted(self.ties)}")
         lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
         return "\n".join([*lines, *(f"    {action}" for action in self.actions)])
 
@@ -125,6 +131,8 @@ class Program:
 def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset()) -> Program:
     """The program of a seed, on a mesh; `without`: features that it must not use."""
     program = _Draw(random.Random(seed), without).program(seed, shape)
+    if "ties" not in without:
+        program = _with_ties(program, random.Random(f"{seed}, ties"))
     program = _with_more(program, random.Random(f"{seed}, what came later"), without)
     if "others" not in without:
         program = _with_others(program, random.Random(f"{seed}, what came last"))
@@ -133,6 +141,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_factors(program, random.Random(f"{seed}, factors"))
     if "muon" not in without:
         program = _with_muon(program, random.Random(f"{seed}, muon"))
+    if "module hooks" not in without:
+        program = _with_module_hooks(program, random.Random(f"{seed}, module hooks"))
     if "saves" not in without:
         program = _with_saves(program, random.Random(f"{seed}, saves"))
     return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
@@ -359,6 +369,34 @@ def _with_factors(program: Program, rng: random.Random) -> Program:
     return replace(program, actions=tuple(actions))
 
 
+def _with_ties(program: Program, rng: random.Random) -> Program:
+    """Perhaps with names that share a parameter, in units that own all of them; again by themselves."""
+    if rng.random() > 0.2:
+        return program
+    ties = frozenset(rng.sample(TIES, rng.choice([1, 1, 2])))
+    if not ties.isdisjoint({"heads", "embedding"}):
+        program = replace(program, heads_are_units=False)
+    if "embedding" in ties:
+        program = replace(program, embedding_is_unit=False, max_norm=None)
+    first, *others = program.parts
+    if not ties.isdisjoint({"module", "weights"}) and others:
+        first = first if "module" in ties else replace(first, unit="")
+        program = replace(program, parts=(first, *others[:-1], first))
+    return replace(program, ties=ties)
+
+
+def _with_module_hooks(program: Program, rng: random.Random) -> Program:
+    """With hooks on modules, that come and go at any moment; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.2:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            hook = ("module hook", rng.choice(MODULE_HOOKS), rng.randrange(-1, 3))
+            actions.insert(rng.randrange(len(actions) + 1), hook)
+        if rng.random() < 0.5:
+            actions.insert(rng.randrange(len(actions) + 1), ("module unhook",))
+    return replace(program, actions=tuple(actions))
+
+
 def _with_muon(program: Program, rng: random.Random) -> Program:
     """Perhaps with an optimizer that steps matrices as a whole, shared out among replicas or not."""
     local = rng.choice(["", "over replicas"])
@@ -445,6 +483,7 @@ def smaller(program: Program) -> Iterator[Program]:
         ("optimizer", "sgd"),
         ("local", ""),
         ("options", frozenset()),
+        ("ties", frozenset()),
     ):
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})

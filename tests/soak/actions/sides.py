@@ -52,6 +52,7 @@ class Side:
         self.optimizer = self.optimizer_of([{"params": list(self.params.values())}])
         self.slots: dict[int, dict[int, tuple[Tensor, Tensor]]] = {}
         self.hooks: list[Any] = []
+        self.module_hooks: list[Any] = []
         self.averages: list[Tensor] = []
         self.held: list[tuple[str, Tensor]] = []
         self.saved: Any = None
@@ -454,6 +455,7 @@ class Side:
         self.saved = None
         state = {name: value * 0.95 for name, value in self.model.state_dict().items()}
         self.model.load_state_dict(state, assign=True)
+        self.model.tie(self.program.ties)  # which the assignment undid
         self.params = dict(self.model.named_parameters())
         self.optimizer = self.optimizer_of([{"params": list(self.params.values())}])
         return self.eval(at, {})  # nobody can tell what was assigned to the `.data` of a parameter that no forward has seen
@@ -468,6 +470,25 @@ class Side:
         return []
 
     def flush(self, at: int) -> Values:
+        return []
+
+    def module_hook(self, at: int, kind: str, who: int) -> Values:
+        parts = self.model.parts
+        module = self.model if who < 0 else parts[who % len(parts)]
+        if kind == "input":
+            self.module_hooks.append(module.register_forward_pre_hook(lambda _, args: _scaled(args)))
+        elif kind == "output":
+            self.module_hooks.append(module.register_forward_hook(lambda _, args, out: _scaled(out)))
+        elif kind == "gradient of output":
+            self.module_hooks.append(module.register_full_backward_pre_hook(lambda _, grads: _scaled(grads)))
+        else:
+            self.module_hooks.append(module.register_full_backward_hook(lambda _, grads, __: _scaled(grads)))
+        return []
+
+    def module_unhook(self, at: int) -> Values:
+        for handle in self.module_hooks:
+            handle.remove()
+        self.module_hooks.clear()
         return []
 
     def set(self, at: int, what: str, flag: bool) -> Values:
@@ -732,6 +753,13 @@ class Sharded(Side):
         return self.model if who < 0 or not parts else parts[who % len(parts)]
 
 
+def _scaled(value: Any) -> Any:
+    """What a hook on a module returns: the same with its floating-point tensors scaled."""
+    if isinstance(value, tuple):
+        return tuple(_scaled(one) for one in value)
+    return 0.9 * value if isinstance(value, Tensor) and value.is_floating_point() else value
+
+
 @functools.cache
 def _own_folder() -> tempfile.TemporaryDirectory[str]:
     """One for all programs that the process plays: a directory that it saves to stays its own."""
@@ -760,7 +788,8 @@ def _all_reduce(tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> 
 def units_of(program: Program, model: Net) -> list[nn.Module]:
     """The modules that are units beside the root, children first."""
     found: list[nn.Module] = []
-    for part, body in zip(program.parts, model.parts, strict=True):
+    bodies = dict(zip(model.parts, program.parts, strict=True))  # a part may stand there twice
+    for body, part in bodies.items():
         assert isinstance(body, Body)
         found += [body] if part.unit == "whole" else body.linears() if part.unit == "parts" else []
     if program.heads_are_units:
@@ -771,8 +800,8 @@ def units_of(program: Program, model: Net) -> list[nn.Module]:
 def sides_of(program: Program, env: RankEnv, sharded: type[Sharded] = Sharded) -> tuple[Sharded, Twin]:
     """Both sides, with equal weights."""
     torch.manual_seed(7)
-    plain = Net(program.parts, program.max_norm).double()
+    plain = Net(program.parts, program.max_norm, program.ties).double()
     teacher: Net | None = None
     if any(action[0] in ("distill", "follow") for action in program.actions):
-        teacher = Net(program.parts, None).double()
+        teacher = Net(program.parts, None, program.ties).double()
     return sharded(program, copy.deepcopy(plain), env, copy.deepcopy(teacher)), Twin(program, plain, env, teacher)

@@ -32,6 +32,7 @@ from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
+TOLERANCE_OF_FLOAT32 = 3e-5
 _OF_AUTOGRAD = "|".join(
     (
         "in-?place operation",
@@ -117,6 +118,7 @@ class _Play:
         self.always: set[str] = {"max_norm"} if program.max_norm else set()
         self.late = ""  # a difference of values, told at the next comparison, where all ranks meet
         self.doing = "the beginning"
+        self.tolerance = TOLERANCE_OF_FLOAT32 if program.reduces_in else TOLERANCE
 
     def all(self) -> None:
         for at, action in enumerate(self.program.actions):
@@ -312,7 +314,7 @@ class _Play:
         """Values of one action; told late, as other ranks may have no difference."""
         for (name, mine), (_, other) in zip(ours, theirs, strict=True):
             mine = (mine.full_tensor() if isinstance(mine, DTensor) else mine).cpu()
-            if not self.late and not _close(mine, other):
+            if not self.late and not self.close(mine, other):
                 self.late = f"{name} differs by {_off(mine, other)} in {self.doing}"
 
     def compare(self) -> None:
@@ -328,7 +330,7 @@ class _Play:
                 continue
             shard = self.sharded.shard_of(other.detach(), param)
             mine = param._local_tensor.cpu()  # type: ignore[attr-defined]
-            if not _close(mine, shard):
+            if not self.close(mine, shard):
                 wrong.append(f"value of {name} differs by {_off(mine, shard)}")
             wrong += self._grad_differs(name, param, other)
         alive = torch.tensor([bool(wrong)], dtype=torch.int64)
@@ -348,7 +350,7 @@ class _Play:
             zeros = torch.zeros_like(other) if grad is None else grad
             mine = 0.0 if param.grad is None else param.grad._local_tensor.abs().sum().item()
             off = max(mine, zeros.abs().max().item() if param.grad is None and zeros.numel() else 0.0)
-            return [f"gradient of {name} differs from none by {off}"] if not off <= TOLERANCE else []
+            return [f"gradient of {name} differs from none by {off}"] if not off <= self.tolerance else []
         if not isinstance(param.grad, DTensor):
             return [f"gradient of {name} is a {type(param.grad).__name__}"]
         if self.program.local == "over replicas" and param.grad.placements != param.placements:
@@ -358,7 +360,11 @@ class _Play:
             outside = param.grad.placements != param.placements
             shard = grad if outside else self.sharded.shard_of(grad, param)
             mine_now = param.grad._local_tensor.cpu()
-        return [] if _close(mine_now, shard) else [f"gradient of {name} differs by {_off(mine_now, shard)}"]
+        return [] if self.close(mine_now, shard) else [f"gradient of {name} differs by {_off(mine_now, shard)}"]
+
+    def close(self, mine: Tensor, other: Tensor) -> bool:
+        mine = mine.to(other.dtype) if self.program.reduces_in else mine
+        return mine.shape == other.shape and torch.allclose(mine, other, rtol=self.tolerance, atol=self.tolerance)
 
     def compare_replicas(self) -> None:
         """Ranks that hold the same shards hold the same bits of them, and of their gradients."""
@@ -401,10 +407,6 @@ def _class_of(wrong: str) -> str:
             kind = "is None" if "is None" in wrong else "is not None" if "a tensor, and" in wrong else "differs"
             return f"{told} {kind}" + (" (NaN)" if words[-1] == "nan" or " nan " in wrong else "")
     return "wrong values"
-
-
-def _close(mine: Tensor, other: Tensor) -> bool:
-    return mine.shape == other.shape and torch.allclose(mine, other, rtol=TOLERANCE, atol=TOLERANCE)
 
 
 def _off(mine: Tensor, other: Tensor) -> str:

@@ -59,6 +59,7 @@ SETTINGS = ("gradient_sync", "all_reduce", "last_backward", "reshard_after_forwa
 TUNES = ("scatter group", "bound", "hook", "replica reduce", "gather", "scatter", "prefetch")
 MODULE_HOOKS = ("input", "output", "gradient of output", "gradient of input")
 TIES = ("heads", "embedding", "module", "module", "weights")
+REDUCTIONS = ("float32", "float64", "default")
 CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
 OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
@@ -95,6 +96,7 @@ FEATURES = {
     "saves": "the model's and the optimizer's state, kept in one way or another and restored later",
     "ties": "names that share a parameter, and parts that are one module",
     "module hooks": "hooks on the model and on parts of it, before or behind a forward and a backward",
+    "mixed": "forwards in another precision than that of the parameters",
     "muon": "an optimizer that steps whole matrices",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
@@ -118,12 +120,14 @@ class Program:
     local: str = ""
     options: frozenset[str] = frozenset()
     ties: frozenset[str] = frozenset()
+    reduces_in: str = ""
+    """The dtype that gradients of forwards in float32 are reduced in; "": all is float64."""
 
     def __str__(self) -> str:
         optimizer = " ".join([self.optimizer, self.local, *sorted(self.options)])
         lines = [f"seed {self.seed}, mesh {self.shape}, {optimizer}, reshard {self.reshard}, policy {self.policy}"]
         units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
-        lines.append(f"  own units: {units}, max_norm {self.max_norm}, ties {sorted(self.ties)}")
+        lines.append(f"  own units: {units}, max_norm {self.max_norm}, ties {sorted(self.ties)}, mixed {self.reduces_in!r}")
         lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
         return "\n".join([*lines, *(f"    {action}" for action in self.actions)])
 
@@ -143,6 +147,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_muon(program, random.Random(f"{seed}, muon"))
     if "module hooks" not in without:
         program = _with_module_hooks(program, random.Random(f"{seed}, module hooks"))
+    if "mixed" not in without:
+        program = _with_mixed(program, random.Random(f"{seed}, mixed"))
     if "saves" not in without:
         program = _with_saves(program, random.Random(f"{seed}, saves"))
     return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
@@ -403,6 +409,12 @@ def _with_muon(program: Program, rng: random.Random) -> Program:
     return replace(program, optimizer="muon", local=local) if rng.random() < 0.1 else program
 
 
+def _with_mixed(program: Program, rng: random.Random) -> Program:
+    """Perhaps in mixed precision: float32 in float64's place, which the twin is not far from."""
+    chosen = rng.choice(REDUCTIONS)
+    return replace(program, reduces_in=chosen) if rng.random() < 0.2 and program.optimizer != "muon" else program
+
+
 def _with_saves(program: Program, rng: random.Random) -> Program:
     """With states that are kept, and restored some time later; again by themselves."""
     actions = list(program.actions)
@@ -484,6 +496,7 @@ def smaller(program: Program) -> Iterator[Program]:
         ("local", ""),
         ("options", frozenset()),
         ("ties", frozenset()),
+        ("reduces_in", ""),
     ):
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})

@@ -588,6 +588,9 @@ class Sharded(Side):
         options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
         reduction: Any = "tree" if "tree" in program.options else "any"
         options["comm_policy"] = hsdp.CommPolicy(**program.policy, reduction=reduction)
+        if program.reduces_in:
+            reduced: torch.dtype | None = getattr(torch, program.reduces_in, None)
+            options["mp_policy"] = hsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduced)
         if "parts" in program.options and program.shape[-1] == 4:
             options["reshard_after_forward"] = 2
         if "offloaded" in program.options and self.device == "cpu":  # else a penalty's graph would be on two devices

@@ -27,6 +27,7 @@ from hsdp.checkpoint.structure import assembled, leaves_of, put_together
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of
 from hsdp.torch_private import storage_key
+from hsdp.unit.lookup import units_below
 
 
 class ModelReading:
@@ -185,6 +186,8 @@ class Handover:
         hooks = [hook for module in model.modules() for hook in module._load_state_dict_post_hooks.values()]
         self.is_watched = not all(_is_ours(hook) for hook in hooks)
         self._own = _own_memory(model)
+        for unit in units_below(model):
+            unit.join_gather()
 
     def writes_to(self, value: Tensor) -> bool:
         """Whether an entry of the state dict is to be written itself: it is the model's, and no hook wants to see it."""

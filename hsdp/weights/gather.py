@@ -110,6 +110,7 @@ def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
 
 @torch.no_grad()
 def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
+    unit.join_gather()
     for group in unit.dtype_groups:
         for param, slot, piece in zip(group.params, group.slots, group.layout.pieces, strict=True):
             data_of(param.local).copy_(rows_of(wholes[slot], piece, group.rank))
@@ -146,6 +147,7 @@ def spread(unit: Unit) -> None:
     """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
     if unit.disturbed():
         unit.rebuild()
+    unit.join_gather()
     for group in unit.dtype_groups:
         broadcast(group.shard, unit, unit.replicate_comm)
         for param in group.params:

@@ -871,6 +871,33 @@ def _saved_in_the_background_and_resumed(env: RankEnv, shape: Shape) -> Found:
     return _state(again)
 
 
+@program()
+def _loaded_while_gathers_run(env: RankEnv, shape: Shape) -> Found:
+    """Whatever hsdp writes into shards comes behind the gathers that read them."""
+    model, case = _built(env, shape)
+    folders = [tempfile.mkdtemp() if env.rank == 0 else None]
+    dist.broadcast_object_list(folders, device=torch.device("cpu"))
+    hsdp.checkpoint.save(folders[0], model, step=1)
+
+    def written() -> None:
+        with hsdp.full_params(model, writeback="local"):
+            pass
+
+    loads = [
+        lambda: hsdp.checkpoint.load(folders[0], model),
+        lambda: hsdp.sync_module_states(model),
+        lambda: model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}),
+        written,
+    ]
+    for load in loads:
+        handles = [unit.unshard(async_op=True) for unit in model.blocks]
+        load()
+        for unit, handle in zip(model.blocks, handles, strict=True):
+            handle.wait()
+            unit.reshard()
+    return _trained(env, model, case)
+
+
 @program(tolerance=1e-4)
 def _gathered_in_8_bits(env: RankEnv, shape: Shape) -> Found:
     case = make_case("mlp", torch.float32)

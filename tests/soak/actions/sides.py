@@ -574,6 +574,7 @@ class Sharded(Side):
         self.device = env.device
         for one in (model,) if teacher is None else (model, teacher):
             one.to(env.device)
+            one.tie(program.ties)  # torch unties what it moves to a device of an extension
             self._shard(program, one)
         super().__init__(program, model, env, teacher)
         self.ranks, self.share = range(env.rank, env.rank + 1), 1.0

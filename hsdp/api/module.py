@@ -120,6 +120,16 @@ class HSDPModule(Setters):
         """
         return gathered_apply(cast(nn.Module, self), fn)
 
+    def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
+        """What `torch.nn.Module.named_parameters` gives, and `parameters()` with it: the sharded ones between passes.
+
+        On a device a backward that fails raises before the engine's thread has let go of it. Until then they would still be
+        the unsharded ones, and what is written to them lost.
+        """
+        if not torch.compiler.is_compiling() and (runtime := runtime_of(self._hsdp_state.unit)) is not None:
+            runtime.runs_elsewhere()
+        return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
+
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Zeroes gradients as `torch.nn.Module.zero_grad` does, inside the model's own forward too.
 

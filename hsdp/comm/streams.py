@@ -49,6 +49,7 @@ class Streams:
         self.home = self.before = self.current() if home is None else home
         self._streams: dict[StreamName, Any] = {}
         self._host_reads: dict[int, Event] = {}
+        self._compute: dict[int, Any] = {}
 
     def _module(self) -> Any:
         # Looked up when used, not when imported: a test can put a recording device module in its place.
@@ -100,6 +101,7 @@ class Streams:
             # which its allocator may have taken from work that is still enqueued. A gather is started before the compute
             # that it is to hide behind is enqueued, so it waits for nothing that would have to run beside it.
             self.before = module.current_stream(self.device)
+            self._compute[self.before.stream_id] = self.before
             stream.wait_stream(self.before)
         else:
             stream.wait_event(event)
@@ -138,6 +140,13 @@ class Streams:
         """The host waits for all streams of the device."""
         if self.active:
             self._module().synchronize(self.device)
+
+    def catch_up(self) -> None:
+        """The current stream waits for all compute streams: behind a backward that fails autograd does not see to it."""
+        if self.active:
+            here = self._module().current_stream(self.device)
+            for stream in (self.home, *self._compute.values()):
+                here.wait_stream(stream)
 
     def join(self, event: Event) -> None:
         """The current stream waits for `event`; the host does not."""

@@ -213,6 +213,7 @@ class Root:
 
     def reset(self) -> None:
         """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
+        self.streams.catch_up()
         # Gradients before the queue: `roll_back` marks the reductions that `abort` is not to land any more.
         self._roll_back()
         if self.backward is None or self.backward.reduces:  # that of `autograd.grad` had no gradients to give up

@@ -824,6 +824,29 @@ def _after_an_exception(env: RankEnv, shape: Shape) -> Found:
 
 
 @program()
+def _after_an_exception_on_another_stream(env: RankEnv, shape: Shape) -> Found:
+    """Nobody orders what the caller does next, to write to weights say, behind what ran on the stream of the forward."""
+    torch.manual_seed(3)
+    model: Any = shard(Fragile().double(), env.mesh(shape))
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    streams = [module.Stream() for _ in range(2)] if module else [None, None]
+    for where in ("backward before 0", "backward of 1", "backward of 0"):
+        with _behind(module, streams[0]):
+            loss = model(tokens(env.rank, 0).to(env.device)).square().sum()
+        with _behind(module, streams[1]):
+            fail(where, ValueError, loss.backward)
+            with pytest.warns(UserWarning, match="a backward pass failed"):
+                model.flush()
+            with torch.no_grad():
+                for param in model.parameters():
+                    param.mul_(1.01)
+        if module:
+            module.current_stream().wait_stream(streams[1])
+    model(tokens(env.rank, 1).to(env.device)).square().sum().backward()
+    return dict(full_grads(model))
+
+
+@program()
 def _a_model_that_goes_after_an_exception(env: RankEnv, shape: Shape) -> Found:
     """Its reductions are under way when its memory is there for the next model."""
 

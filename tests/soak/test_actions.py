@@ -44,7 +44,7 @@ def test_a_seed_tells_its_program() -> None:
 def test_programs_have_all_actions() -> None:
     drawn: list[Action] = [action for number in range(2000) for action in draw(f"all:{number}", (2,)).actions]
     kinds = {action[0] for action in drawn}
-    assert len(kinds) == 42, sorted(kinds)
+    assert len(kinds) == 43, sorted(kinds)
 
 
 def test_switches_leave_features_out() -> None:

@@ -10,12 +10,16 @@ import os
 import subprocess
 import sys
 import threading
+from typing import Any
 
 import pytest
 import torch
+from torch.distributed.tensor import DTensor
 
 from tests.soak.device_cases import CASES, Shape, run_case
 from tests.support.device import MODES, load, why_not
+from tests.support.fragile import Fragile, fail
+from tests.support.graphs import tokens
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
@@ -52,6 +56,23 @@ def _goes_on(env: RankEnv, shape: Shape) -> None:
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
 def test_the_host_does_not_wait_in_a_backward(device2: Pool, shape: Shape) -> None:
     device2.run(_goes_on, shape)
+
+
+def _lists_parameters_behind_a_failure(env: RankEnv) -> None:
+    model: Any = shard(Fragile().double(), env.mesh((2,)))
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(10.0)  # this thread keeps the interpreter, which the engine's needs to drop its callbacks
+    try:
+        for _ in range(10):
+            fail("backward of 1", ValueError, model(tokens(env.rank, 0).to(env.device)).sum().backward)
+            whole = [name for name, param in model.named_parameters() if not isinstance(param, DTensor)]
+            assert not whole, f"whole behind a backward that failed: {whole}"
+    finally:
+        sys.setswitchinterval(interval)
+
+
+def test_parameters_are_sharded_behind_a_backward_that_failed(device2: Pool) -> None:
+    device2.run(_lists_parameters_behind_a_failure)
 
 
 @pytest.mark.skipif(why_not() is not None, reason=str(why_not()))

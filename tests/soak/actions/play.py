@@ -12,7 +12,8 @@ import re
 import traceback
 import zlib
 from collections import Counter
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -99,12 +100,25 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     return verdict
 
 
-def _watched(env: RankEnv, program: Program) -> AbstractContextManager[None]:
-    """On the emulated device: delays that the program's seed chooses, and an AssertionError if there was a race."""
-    if env.device != emulator.NAME:
-        return nullcontext()
+@contextmanager
+def _watched(env: RankEnv, program: Program) -> Iterator[None]:
+    """On the emulated device: delays that the program's seed chooses, and an AssertionError if there was a race.
+
+    Behind it, a device's current stream is the one from before.
+    """
+    if env.device == "cpu":
+        yield
+        return
     seed = zlib.crc32(program.seed.encode())
-    return emulator.watched([*emulator.MODES][seed % len(emulator.MODES)], seed % 1000)
+    modes = [*emulator.MODES]
+    emulated = emulator.watched(modes[seed % len(modes)], seed % 1000) if env.device == emulator.NAME else nullcontext()
+    module: Any = torch.get_device_module(env.device)
+    before = module.current_stream()
+    try:
+        with emulated:
+            yield
+    finally:
+        module.set_stream(before)
 
 
 class _Play:

@@ -29,6 +29,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("factor", factor)                       what gradients of backwards from now on are multiplied with
     ("tune", what, who, on)                  one of `TUNES` of a unit: how it communicates, which changes no number
     ("module hook", kind, who) ("module unhook",)    a hook on the model or a part, one of `MODULE_HOOKS`; no hooks
+    ("stream", which)                        on a device: what follows is done on another stream of the user's
 
 What cannot be done where it stands (a backward of an empty slot) does nothing, so that any part of a program is one too.
 """
@@ -96,6 +97,7 @@ FEATURES = {
     "saves": "the model's and the optimizer's state, kept in one way or another and restored later",
     "ties": "names that share a parameter, and parts that are one module",
     "module hooks": "hooks on the model and on parts of it, before or behind a forward and a backward",
+    "streams": "training that moves from one stream of a device to another",
     "mixed": "forwards in another precision than that of the parameters",
     "muon": "an optimizer that steps whole matrices",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
@@ -149,6 +151,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_module_hooks(program, random.Random(f"{seed}, module hooks"))
     if "mixed" not in without:
         program = _with_mixed(program, random.Random(f"{seed}, mixed"))
+    if "streams" not in without:
+        program = _with_streams(program, random.Random(f"{seed}, streams"))
     if "saves" not in without:
         program = _with_saves(program, random.Random(f"{seed}, saves"))
     return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
@@ -413,6 +417,15 @@ def _with_mixed(program: Program, rng: random.Random) -> Program:
     """Perhaps in mixed precision: float32 in float64's place, which the twin is not far from."""
     chosen = rng.choice(REDUCTIONS)
     return replace(program, reduces_in=chosen) if rng.random() < 0.2 and program.optimizer != "muon" else program
+
+
+def _with_streams(program: Program, rng: random.Random) -> Program:
+    """Perhaps with changes of stream between any two actions; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.15:
+        for _ in range(rng.choice([1, 2, 4])):
+            actions.insert(rng.randrange(len(actions) + 1), ("stream", rng.randrange(3)))
+    return replace(program, actions=tuple(actions))
 
 
 def _with_saves(program: Program, rng: random.Random) -> Program:

@@ -491,6 +491,9 @@ class Side:
         self.module_hooks.clear()
         return []
 
+    def stream(self, at: int, which: int) -> Values:
+        return []
+
     def set(self, at: int, what: str, flag: bool) -> Values:
         return []
 
@@ -571,6 +574,7 @@ class Sharded(Side):
 
     def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
         self.mesh = env.mesh(program.shape)
+        self.streams: list[Any] = []
         self.device = env.device
         for one in (model,) if teacher is None else (model, teacher):
             one.to(env.device)
@@ -737,6 +741,15 @@ class Sharded(Side):
         elif not (self.stays and what == "reshard_after_backward"):
             name = f"set_{'requires_' if what in ('gradient_sync', 'all_reduce') else ''}{what}"
             getattr(self.model, name)(flag)
+        return []
+
+    def stream(self, at: int, which: int) -> Values:
+        if self.device != "cpu":
+            module: Any = torch.get_device_module(self.device)
+            self.streams = self.streams or [module.current_stream(), module.Stream(), module.Stream()]
+            chosen = self.streams[which]
+            chosen.wait_stream(module.current_stream())
+            module.set_stream(chosen)
         return []
 
     def unshard(self, at: int, who: int, asynchronous: bool) -> Values:

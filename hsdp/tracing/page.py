@@ -39,8 +39,8 @@ def page_of(files: Sequence[Path]) -> str:
         "ranks": ranks,
     }
     title = ", ".join(path.name for path in files)
-    # "</script>" in a name would end the script.
-    text = json.dumps(data, separators=(",", ":")).replace("</", "<\\/")
+    # "</script>" in a name would end the script, and "<!--<script>" would keep it open.
+    text = json.dumps(data, separators=(",", ":")).replace("<", "\\u003c")
     return (
         f'<!DOCTYPE html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f"<style>{STYLE}</style></head><body>\n"

@@ -25,7 +25,9 @@ const canvas = document.getElementById('canvas'), pen = canvas.getContext('2d');
 const tip = document.getElementById('tip'), find = document.getElementById('find');
 const LEFT = 118, TOP = 26, TALL = 30, LOW = 20, WAIT = '#d1382c', OTHER = '#b9c0c7', INK = '#24292f';
 const all = data.ranks.flatMap(rank => rank.rows.flatMap(row => row.spans));
-const end = Math.max(...all.map(span => span[START] + span[LENGTH]));
+// Not Math.max(...): a call takes some 100,000 arguments, and a long trace has more spans.
+const largest = (least, values) => values.reduce((most, value) => Math.max(most, value), least);
+const end = largest(0, all.map(span => span[START] + span[LENGTH]));
 let from = 0, to = end, followed = -1, dragged = null, boxes = [];
 
 function time(us) { return us >= 1e6 ? (us / 1e6).toFixed(3) + ' s' : us >= 1e3 ? (us / 1e3).toFixed(3) + ' ms'
@@ -98,7 +100,7 @@ function box(span, y, height) {
   boxes.push([left, y, Math.max(width, 3), height, span]);
 }
 function memory(points, y, height) {
-  const most = Math.max(1, ...points.map(point => point[1]));
+  const most = largest(1, points.map(point => point[1]));
   pen.textAlign = 'right'; pen.fillStyle = INK; pen.fillText('buffers', LEFT - 8, y + height / 2 - 6);
   pen.fillStyle = '#6a737d'; pen.fillText(size(most), LEFT - 8, y + height / 2 + 8);
   pen.save(); pen.beginPath(); pen.rect(LEFT, y, canvas.clientWidth - LEFT - 8, height); pen.clip();

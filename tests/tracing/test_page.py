@@ -17,10 +17,21 @@ from hsdp.__main__ import main
 from hsdp.tracing.chrome import chrome_trace
 from hsdp.tracing.page import page_of
 from hsdp.tracing.picture import draw, hues
+from hsdp.tracing.script import SCRIPT
 from hsdp.tracing.spans import Recording, Span
 from hsdp.tracing.summary import summarize
 
 CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+NODE = next(filter(None, map(shutil.which, ("node", "nodejs"))), None)
+
+STAGE = """
+const any = new Proxy(function () {}, {
+  get: (_, name) => name === Symbol.toPrimitive ? () => 1 : any, set: () => true, apply: () => any });
+const view = {}, found = { data: { textContent: require('fs').readFileSync(0, 'utf-8') }, view, find: { value: '' } };
+const document = { getElementById: name => found[name] || any, createElement: () => any };
+const window = {}, history = { replaceState() {} }, location = { hash: '' };
+"""
+"""A page's elements as far as its script needs them to begin, for JavaScript without a browser; data come from stdin."""
 
 
 def _recording(num_units: int, micro_batches: int = 1, steps: int = 1) -> Recording:
@@ -99,7 +110,8 @@ def _write(path: Path, recording: Recording, rank: int = 0) -> Path:
 
 def test_a_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     recording = _recording(3)
-    named = [replace(span, unit=span.unit.replace("blocks.2", "</script>")) for span in recording.spans]
+    called = {"blocks.1": "<!--<script>", "blocks.2": "</script>"}
+    named = [replace(span, unit=called.get(span.unit, span.unit)) for span in recording.spans]
     files = [_write(tmp_path / "a.json", replace(recording, spans=named)), _write(tmp_path / "b.json", recording, 1)]
     assert main(["trace", *map(str, files)]) == 0
     page = tmp_path / "a.html"
@@ -107,7 +119,9 @@ def test_a_page_needs_nothing_else(tmp_path: Path, capsys: pytest.CaptureFixture
     text = page.read_text()
     assert not re.search(r"https?:|src=|@import|<link|fetch\(", text), "it would ask the network"
     assert text.count("</script>") == 2, "a name ended the script"
-    data = json.loads(re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1])  # type: ignore[index]
+    held = re.search(r'<script id="data"[^>]*>(.*?)</script>', text, re.DOTALL)[1]  # type: ignore[index]
+    assert "<" not in held, "a name opened a script or a comment"
+    data = json.loads(held)
     assert [rank["rank"] for rank in data["ranks"]] == [0, 1]
     assert [row["name"] for row in data["ranks"][0]["rows"]] == ["compute", "all-gather"]
     assert sum(len(row["spans"]) for row in data["ranks"][1]["rows"]) == len(recording.spans)
@@ -127,6 +141,19 @@ def test_what_is_no_trace_is_refused_in_a_line(
     told = capsys.readouterr().err
     assert re.fullmatch(r"python -m hsdp trace: error: .*some\.json is no trace of hsdp: .*\n", told), told
     assert not (tmp_path / "some.html").exists()
+
+
+@pytest.mark.skipif(NODE is None, reason="needs node")
+def test_a_long_trace_is_drawn_too() -> None:
+    """A call of JavaScript takes some 100,000 arguments."""
+    count = 200_000
+    row = {"name": "compute", "spans": [[at, 1, 0, 0, 0, 0, 0] for at in range(count)]}
+    rank = {"rank": 0, "rows": [row], "starts": [], "memory": [[at, at] for at in range(count)]}
+    fields = ["start", "length", "kind", "unit", "bytes", "sent", "calls"]
+    data = json.dumps({"fields": fields, "kinds": ["forward"], "units": [["a", 35]], "ranks": [rank]})
+    script = f"{STAGE}{SCRIPT}\nconsole.log(view.textContent);"
+    done = subprocess.run([str(NODE), "-e", script], input=data, capture_output=True, text=True, timeout=60, check=False)
+    assert done.stdout == "rank 0, 200.000 ms in view: forward 200.000 ms\n", done.stderr[-2000:]
 
 
 @pytest.mark.skipif(CHROMIUM is None, reason="needs chromium")

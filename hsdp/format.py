@@ -13,11 +13,15 @@ _MOST_LISTED = 12
 """Ranks, or kinds of them, that a message lists: a person reads no thousand."""
 
 
+_ROUNDED = 0.9995
+"""From here on three digits are those of 1, which the next larger unit writes shorter than "1e+03" of this one."""
+
+
 def bytes_of(nbytes: float) -> str:
     """With three digits: "1.25 GiB"."""
     for unit in ("B", "KiB", "MiB", "GiB", "TiB"):
-        if abs(nbytes) < 1000 or unit == "TiB":
-            return f"{nbytes:.0f} B" if unit == "B" else f"{nbytes:.3g} {unit}"
+        if abs(nbytes) < 1000 * _ROUNDED or unit == "TiB":
+            return f"{nbytes:.0f} B" if unit == "B" else f"{_three_digits(nbytes)} {unit}"
         nbytes /= 1024
     raise AssertionError("TiB takes whatever is left")
 
@@ -25,17 +29,22 @@ def bytes_of(nbytes: float) -> str:
 def seconds_of(seconds: float) -> str:
     """With three digits: "12.5 ms"."""
     for scale, unit in ((1.0, "s"), (1e-3, "ms"), (1e-6, "us")):
-        if seconds >= scale or unit == "us":
-            return f"{seconds / scale:.3g} {unit}"
+        if seconds >= scale * _ROUNDED or unit == "us":
+            return f"{_three_digits(seconds / scale)} {unit}"
     raise AssertionError("microseconds take whatever is left")
 
 
 def count_of(count: float) -> str:
     """With three digits: "70.6 B"."""
     for scale, unit in ((1e9, " B"), (1e6, " M"), (1e3, " K")):
-        if count >= scale:
-            return f"{count / scale:.3g}{unit}"
+        if count >= scale * _ROUNDED:
+            return f"{_three_digits(count / scale)}{unit}"
     return f"{count:.0f}"
+
+
+def _three_digits(value: float) -> str:
+    """Or more, where no unit is larger: "12,345"."""
+    return f"{value:.3g}" if abs(value) < 1000 * _ROUNDED else f"{value:,.0f}"
 
 
 def several(count: int, noun: str, plural: str = "s") -> str:

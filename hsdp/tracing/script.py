@@ -32,8 +32,8 @@ let from = 0, to = end, followed = -1, dragged = null, boxes = [];
 
 function time(us) { return us >= 1e6 ? (us / 1e6).toFixed(3) + ' s' : us >= 1e3 ? (us / 1e3).toFixed(3) + ' ms'
   : us.toFixed(1) + ' us'; }
-function size(n) { for (const unit of ['B', 'KiB', 'MiB', 'GiB']) { if (n < 1000 || unit === 'GiB')
-  return (unit === 'B' ? n : n.toPrecision(3)) + ' ' + unit; n /= 1024; } }
+function size(n) { for (const unit of ['B', 'KiB', 'MiB', 'GiB']) { if (n < 999.5 || unit === 'GiB')
+  return (unit === 'B' || n >= 999.5 ? Math.round(n) : n.toPrecision(3)) + ' ' + unit; n /= 1024; } }
 function named(unit) { const words = find.value.trim().toLowerCase();
   return (followed < 0 || data.units[unit][0].split(' + ').includes(data.units[followed][0]))
     && (!words || data.units[unit][0].toLowerCase().includes(words)); }

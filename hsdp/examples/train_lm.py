@@ -54,7 +54,7 @@ from hsdp.examples.report import Baselines, Progress, Report, peak_memory_bytes,
 NUM_QUICK_WINDOWS = 128  # held-out windows behind each progress line; the last figure takes all of them
 EVAL_WINDOWS_PER_RANK = 32  # in one forward
 MAX_GRAD_NORM = 1.0
-STEPS_BEFORE_TRACE = 5  # the first ones record orders and ask other ranks
+STEPS_BEFORE_TRACE = 5  # the first ones record orders and ask other ranks; of fewer steps the last one is traced
 NUM_SAMPLE_BYTES = 240
 SAMPLE_TEMPERATURE = 0.8
 
@@ -162,12 +162,13 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
     losses: list[float] = []
     since = time.perf_counter()
     step, num_attempts, num_replicas = first_step, 0, 1
+    attempt_to_trace = min(STEPS_BEFORE_TRACE, options.steps - first_step - 1)
     while step < options.steps:
         share = options.share_of_lr(step)
         for group, peak_lr in zip(job.optimizer.param_groups, options.peak_lrs, strict=True):
             group["lr"] = share * peak_lr
         rows = _rank_rows(job, _begin_step(job, step)).to(device)
-        if options.trace is not None and num_attempts == STEPS_BEFORE_TRACE:
+        if options.trace is not None and num_attempts == attempt_to_trace:
             loss, grad_norm, took = _traced_step(job, rows, options.trace)
         else:
             loss, grad_norm, took = train_step(model, job.replicas or job.optimizer, rows)
@@ -374,7 +375,7 @@ def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
 
     def measure() -> Baselines:
         # Folders first: a path that cannot be written should not cost the user a run.
-        for folder in filter(None, (options.out, options.checkpoint_dir)):
+        for folder in filter(None, (options.out, options.checkpoint_dir, options.trace)):
             prepare_folder(folder)
         logs.extend(open_log(name, options.out, asdict(options)) for name in options.log)
         return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))

@@ -15,6 +15,7 @@ from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ import hsdp.tracing
 from hsdp.comm.replica_reduce import AllReduceStage
 from hsdp.comm.work import CommWork
 from hsdp.examples import train_lm
+from hsdp.examples.launch import JobError
 from hsdp.examples.options import parse_options
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing.spans import intersection, length, union
@@ -532,17 +534,18 @@ def test_the_tracer_assigns_to_nothing_but_its_own() -> None:
             )
 
 
-def _train(env: RankEnv, folder: str) -> int:
+def _train(env: RankEnv, folder: str, steps: int) -> int:
     flags = (
-        f"--steps 7 --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000 --no-sample "
-        f"--device cpu --out {folder}/run --trace {folder}/trace"
+        f"--steps {steps} --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000 "
+        f"--no-sample --device cpu --out {folder}/run --trace {folder}/trace"
     )
     stop: Any = SimpleNamespace(requested=False)
     return train_lm.run(parse_options(flags.split(), env.world_size), torch.device("cpu"), stop)
 
 
-def test_the_main_job_draws_a_step(pool2: Pool, tmp_path: Path) -> None:
-    assert pool2.run(_train, str(tmp_path)) == [0, 0]
+@pytest.mark.parametrize("steps", [7, 3])
+def test_the_main_job_draws_a_step(pool2: Pool, tmp_path: Path, steps: int) -> None:
+    assert pool2.run(_train, str(tmp_path), steps) == [0, 0]
     assert sorted(path.name for path in (tmp_path / "trace").iterdir()) == [
         "rank0.json",
         "rank0.svg",
@@ -550,6 +553,17 @@ def test_the_main_job_draws_a_step(pool2: Pool, tmp_path: Path) -> None:
         "rank1.svg",
     ]
     assert "optimizer" in (tmp_path / "trace/rank1.svg").read_text()
+
+
+def _no_folder_for_a_trace(env: RankEnv, folder: str) -> None:
+    with pytest.raises(JobError, match=r"make the folder .*trace"), mock.patch.object(train_lm, "train_step") as step:
+        _train(env, folder, 7)
+    assert not step.called, "training began though its trace cannot be written"
+
+
+def test_the_main_job_looks_for_the_folder_of_its_trace_before_it_trains(pool2: Pool, tmp_path: Path) -> None:
+    (tmp_path / "trace").write_text("")
+    pool2.run(_no_folder_for_a_trace, str(tmp_path))
 
 
 def test_a_trace_of_no_forward_is_beside_no_plan() -> None:

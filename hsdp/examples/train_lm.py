@@ -186,14 +186,15 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
             step = manager.current_step() - 1  # a replica that joined has come to where the others are
         losses.append(loss_sum / options.world_size)
         job.report.step(step + 1, losses[-1])
-        if not math.isfinite(losses[-1]):
-            raise JobError(f"the loss is {losses[-1]} in step {step + 1}; try a lower --lr than {options.lr}")
+        _check_finite("loss", losses[-1], step + 1, options)
         step = num_done = step + 1
         if num_done % options.log_every == 0 or num_done == options.steps:
             num_tokens = len(losses) * options.batch * options.seq_len
             tokens_per_second = num_tokens / (time.perf_counter() - since)
             held_out_loss = evaluate(model, quick_windows, device)
             assert held_out_loss is not None, "without a signal to look for it goes on to the end"
+            # Weights may be lost in a step whose own loss, taken before it, was finite still.
+            _check_finite("held-out loss", held_out_loss, num_done, options)
             progress = Progress(
                 step=num_done,
                 train_loss=sum(losses) / len(losses),
@@ -210,6 +211,12 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
         if options.checkpoint_dir is not None and num_done % options.save_every == 0 and num_done < options.steps:
             _save(job, num_done, options.async_save)
     return options.steps
+
+
+def _check_finite(what: str, loss: float, num_done: int, options: Options) -> None:
+    """Every rank calls it with the loss of all ranks, so that they end together."""
+    if not math.isfinite(loss):
+        raise JobError(f"the {what} is {loss} in step {num_done}; try a lower --lr than {options.lr}")
 
 
 def train_step(

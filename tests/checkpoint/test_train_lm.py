@@ -127,6 +127,13 @@ def test_a_checkpoint_of_another_run_is_refused(pool2: Pool, tmp_path: Path) -> 
         assert "manifest.json is damaged" in text
 
 
+def test_weights_that_are_lost_are_one_line_on_all_ranks(pool2: Pool, tmp_path: Path) -> None:
+    """The loss of the step that loses them is finite; only the evaluation behind it is not."""
+    for text in pool2.run(refused, str(tmp_path), "--lr 1e38 --warmup 0"):
+        assert text == "the held-out loss is nan in step 1; try a lower --lr than 1e+38"
+    assert not (tmp_path / "metrics.jsonl").read_text(), "NaN is no JSON"
+
+
 def _stop_late(env: RankEnv, out: str, sampling: bool) -> list[str]:
     """What rank 0 says of a run on which a signal came behind its last step, in the evaluation or in the sample."""
     said: list[str] = []

@@ -24,6 +24,7 @@ from hsdp.tracing.picture import draw
 from hsdp.tracing.recorder import Recorder
 from hsdp.tracing.spans import Recording, Span
 from hsdp.tracing.summary import Summary, summarize
+from hsdp.unit.unit import Unit
 
 __all__ = ["Span", "Summary", "Trace", "trace"]
 
@@ -80,16 +81,20 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     streams, read once, when the block ends: it waits for the device.
 
     Args:
-        model: a sharded module, or one that holds some.
+        model: a sharded module, or one that holds some. Where units of several models in it have the same name, units are
+            called by their paths in it.
 
     Raises:
         ValueError: nothing in the model is sharded.
         RuntimeError: the model is being traced already.
     """
-    units = dict.fromkeys(state.unit for module in model.modules() if (state := state_of(module)) is not None)
+    units: dict[Unit, str] = {}
+    for path, module in model.named_modules():
+        if (state := state_of(module)) is not None:
+            units.setdefault(state.unit, path)
     if not units:
         raise ValueError(f"trace({type(model).__name__}): nothing in it is sharded; call fully_shard first")
-    recorder = Recorder(list(units))
+    recorder = Recorder(units)
     result = Trace(recorder)
     recorder.start()
     try:

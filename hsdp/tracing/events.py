@@ -9,6 +9,7 @@ from typing import Any
 from hsdp.comm.observer import Point
 from hsdp.comm.streams import Event
 from hsdp.tracing.spans import COLLECTIVES, Track
+from hsdp.unit.unit import Unit
 
 Moment = tuple[float, Event]
 """A time: by the host's clock, in seconds, and as an event on the stream that was current."""
@@ -30,14 +31,18 @@ Entry = tuple[float, Event, Op | Point, str, Any]
 
 
 class WorkRecord:
-    """A collective that was started. `wait`: what the compute track does while it waits for it."""
+    """A collective that was started. `wait`: what the compute track does while it waits for it.
 
-    __slots__ = ("_ends", "calls", "end", "kind", "nbytes", "sent", "start", "track", "unit", "wait", "waited")
+    `units` are those that share it, until the trace ends: only then is it known what they are called there.
+    """
+
+    __slots__ = ("_ends", "calls", "end", "kind", "nbytes", "sent", "start", "track", "unit", "units", "wait", "waited")
 
     def __init__(self, track: Track, kind: str, unit: str, start: Moment, nbytes: int, sent: float) -> None:
         self.track: Track = track
         self.kind = kind
         self.unit = unit
+        self.units: list[Unit] = []
         self.start = start
         self.nbytes = nbytes
         self.sent = sent

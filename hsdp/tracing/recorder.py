@@ -50,12 +50,13 @@ class Recorder:
     """Records what some units do: an `Observer`, see `comm/observer.py`.
 
     Args:
-        units: on one device.
+        paths: the units, on one device, and where each is in what is traced.
     """
 
-    def __init__(self, units: list[Unit]) -> None:
-        self._units = units
-        device = units[0].axes.device
+    def __init__(self, paths: dict[Unit, str]) -> None:
+        self._paths = paths
+        self._units = list(paths)
+        device = self._units[0].axes.device
         self._device = device.type
         self._streams = Streams(device)
         self._stamp = self._streams.stamp if self._streams.active else None
@@ -102,10 +103,11 @@ class Recorder:
             hook.remove()
         late_listeners.remove(self._late.append)
         self._end = self.now()
-        self._names = [unit.name for unit in self._units]
-        self._marks = replay(self._log, self._held)
+        names = self._name_units()
+        self._names = list(names.values())
+        self._marks = replay(self._log, names)
         # A trace that is kept must not keep the model.
-        self._log, self._hooks, self._units, self._held = [], [], [], {}
+        self._log, self._hooks, self._units, self._held, self._paths = [], [], [], {}, {}
         self._under_way.clear()
         self._streams.synchronize()
 
@@ -151,6 +153,7 @@ class Recorder:
         sent = _sent(comm, comm_work.kind, once) + 2 * _nbytes(twice)
         share = (comm.size - 1) / comm.size
         record = WorkRecord(*stage, owner.name, start, _nbytes(once) + _nbytes(twice), share * sent)
+        record.units = _units_of(owner)
         self._works.append(record)
         self._under_way[comm_work] = record
         works = [work for work in calls if work is not None]
@@ -197,6 +200,17 @@ class Recorder:
         return any(unit_of(param) in self._held for group in optimizer.param_groups for param in group["params"])
 
     # -- the end -------------------------------------------------------------------------------------------------
+
+    def _name_units(self) -> dict[Unit, str]:
+        """What units are called: as their model calls them, or by their paths if that is what units of several share."""
+        names = {unit: unit.name for unit in self._units}
+        if len(set(names.values())) < len(names):
+            names = {unit: path or unit.name for unit, path in self._paths.items()}
+        for record in self._works:
+            if record.units:
+                record.unit = " + ".join(names.get(unit, unit.name) for unit in record.units)
+                record.units = []
+        return names
 
     def finish(self) -> Recording:
         """What was recorded, as spans."""
@@ -271,6 +285,12 @@ def _stage(comm: Comm, owner: Named, kind: str) -> tuple[Track, str] | None:
     if isinstance(owner, Unit) and comm is owner.replicate_comm:
         return "replicate", kind  # parameters that an optimizer stepped on one of the replicas
     return _STAGES.get(kind)
+
+
+def _units_of(owner: Named) -> list[Unit]:
+    if isinstance(owner, ReductionBucket):
+        return [reduction.unit for reduction in owner.items]
+    return [owner] if isinstance(owner, Unit) else []
 
 
 def _sent(comm: Comm, kind: str, operands: list[Tensor]) -> int:

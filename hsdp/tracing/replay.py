@@ -8,7 +8,7 @@ A stack says what to go back to. The replay runs when the trace has ended, so th
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from typing import Any
 
 from hsdp.comm.observer import Point
@@ -18,23 +18,23 @@ from hsdp.unit.unit import Unit
 _Doing = tuple[str, Any]
 
 
-def replay(log: list[Entry], units: Collection[Unit]) -> list[Mark]:
-    """The marks of a log of these units: others, which may be their parents, did nothing that it tells."""
+def replay(log: list[Entry], names: Mapping[Unit, str]) -> list[Mark]:
+    """The marks of a log of these units, by these names: others, which may be their parents, did nothing that it tells."""
     stack: list[_Doing] = []
     heights: dict[Any, int] = {}
     marks: list[Mark] = []
     for host, event, op, kind, what in log:
-        _apply(stack, heights, op, kind, what, units)
+        _apply(stack, heights, op, kind, what, names.keys())
         if op is not Point.FORWARD_BEGINS:
-            marks.append((host, event, *_told(stack)))
+            marks.append((host, event, *_told(stack, names)))
     return marks
 
 
-def _told(stack: list[_Doing]) -> tuple[str, str, WorkRecord | None]:
+def _told(stack: list[_Doing], names: Mapping[Unit, str]) -> tuple[str, str, WorkRecord | None]:
     kind, what = stack[-1] if stack else ("", "")
     if isinstance(what, str):
         return kind, what, None
-    return (kind, what.name, None) if isinstance(what, Unit) else (kind, what.unit, what)
+    return (kind, names[what], None) if isinstance(what, Unit) else (kind, what.unit, what)
 
 
 def _apply(

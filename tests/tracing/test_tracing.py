@@ -458,6 +458,23 @@ def test_traces_of_two_models_and_of_parts_do_not_mix() -> None:
         assert sum(span.seconds for span in part.recording.track("compute")) < part.recording.end - 0.04
 
 
+def test_units_of_two_models_in_one_trace_are_told_apart() -> None:
+    """Both models call their units alike: sums of both under one name would belong to neither."""
+    with fake_world(2) as env:
+        models = nn.ModuleList(shard(_Chain(), env.mesh((2,))) for _ in range(2))
+        with hsdp.trace(models) as t:
+            for model in models:
+                model(torch.randn(2, 4)).sum().backward()
+        with hsdp.trace(models[1]) as alone:
+            models[1](torch.randn(2, 4)).sum().backward()
+    told = {unit.name: unit.by_kind for unit in t.summary().units}
+    blocks = {f"{at}.blocks.{block}" for at in (0, 1) for block in range(4)}
+    assert set(told) == set(t.recording.units) == {"0", "1"} | blocks
+    assert all({"forward", "backward"} <= told[name].keys() for name in blocks), told
+    assert {span.unit for span in t.recording.started()} == blocks
+    assert set(alone.recording.units) == {"_Chain (root)", *(f"blocks.{block}" for block in range(4))}
+
+
 @by_sockets
 def _trace_what_optimizers_send(env: RankEnv) -> None:
     """An exchange of stepped shares between replicas is a gather, beside the all-reduces of gradients."""

@@ -1,10 +1,11 @@
 """Where the figures of a run go beside `metrics.jsonl`: one small protocol, and a class for each service.
 
-    log = open_log("tensorboard", folder, {"lr": 5e-3})
+    log = open_log("tensorboard", folder, {"lr": 5e-3}, resumed=False)
     log.write(20, {"train_loss": 2.5})
     log.close()
 
-Another service is another class with these two methods and an entry in `LOGS`.
+Another service is another class with these two methods and an entry in `LOGS`. A run that is resumed goes on in the log
+that it finds; any other begins a new one.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class Log(Protocol):
 class JsonLines:
     """`log.jsonl`: an object per line, with "step" and the figures."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._file = (folder / "log.jsonl").open("a", encoding="utf-8")
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: bool) -> None:
+        self._file = (folder / "log.jsonl").open("a" if resumed else "w", encoding="utf-8")
 
     def write(self, step: int, figures: Figures) -> None:
         """See `Log`."""
@@ -49,10 +50,11 @@ class JsonLines:
 
 
 class TensorBoard:
-    """Event files in `tensorboard/`, for `tensorboard --logdir`."""
+    """Event files in `tensorboard/`, for `tensorboard --logdir`, which shows none of an earlier run's behind a new one."""
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
-        self._writer = _package("tensorboard", "torch.utils.tensorboard").SummaryWriter(str(folder / "tensorboard"))
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: bool) -> None:
+        package = _package("tensorboard", "torch.utils.tensorboard")
+        self._writer = package.SummaryWriter(str(folder / "tensorboard"), purge_step=None if resumed else 0)
         self._writer.add_text("config", json.dumps(dict(config), indent=1, default=str))
 
     def write(self, step: int, figures: Figures) -> None:
@@ -68,11 +70,14 @@ class TensorBoard:
 
 class WandB:
     """A run of Weights & Biases, which its own variables (WANDB_MODE, WANDB_PROJECT, ...) steer; it goes on when
-    resumed."""
+    resumed.
 
-    def __init__(self, folder: Path, config: Mapping[str, Any]) -> None:
+    A new run must not go on in an old one: wandb drops figures of steps that it has seen.
+    """
+
+    def __init__(self, folder: Path, config: Mapping[str, Any], resumed: bool) -> None:
         name = folder / "wandb_run_id"
-        before = name.read_text(encoding="utf-8").strip() if name.is_file() else None
+        before = name.read_text(encoding="utf-8").strip() if resumed and name.is_file() else None
         self._run = _package("wandb", "wandb").init(dir=str(folder), config=dict(config), id=before, resume="allow")
         name.write_text(self._run.id, encoding="utf-8")
 
@@ -93,7 +98,7 @@ def _package(name: str, module: str) -> Any:
         raise JobError(f"--log {name} needs the package of that name: pip install 'hsdp[{name}]'") from None
 
 
-LOGS: dict[str, Callable[[Path, Mapping[str, Any]], Log]] = {
+LOGS: dict[str, Callable[[Path, Mapping[str, Any], bool], Log]] = {
     "tensorboard": TensorBoard,
     "wandb": WandB,
     "jsonl": JsonLines,
@@ -101,10 +106,10 @@ LOGS: dict[str, Callable[[Path, Mapping[str, Any]], Log]] = {
 """Services by the names that `--log` knows."""
 
 
-def open_log(name: str, folder: Path, config: Mapping[str, Any]) -> Log:
-    """Begins to log below `folder`, which exists.
+def open_log(name: str, folder: Path, config: Mapping[str, Any], *, resumed: bool) -> Log:
+    """Begins to log below `folder`, which exists; a run that is `resumed` goes on in what was logged before.
 
     Raises:
         JobError: the service's package is not installed.
     """
-    return LOGS[name](folder, config)
+    return LOGS[name](folder, config, resumed)

@@ -384,7 +384,7 @@ def _open_report(options: Options, corpus: Corpus, first_step: int) -> Report:
         # Folders first: a path that cannot be written should not cost the user a run.
         for folder in filter(None, (options.out, options.checkpoint_dir, options.trace)):
             prepare_folder(folder)
-        logs.extend(open_log(name, options.out, asdict(options)) for name in options.log)
+        logs.extend(open_log(name, options.out, asdict(options), resumed=first_step > 0) for name in options.log)
         return Baselines(ngram_cross_entropy(corpus, 2), ngram_cross_entropy(corpus, 3))
 
     baselines = on_rank_zero(measure)

@@ -450,8 +450,8 @@ class TestLogs:
     FIGURES: ClassVar = {"train_loss": 2.5, "held_out_loss": 2.75}
 
     def test_json_lines(self, tmp_path: Path) -> None:
-        for step in (20, 40):  # a resumed run goes on in the same file
-            log = open_log("jsonl", tmp_path, {})
+        for step, resumed in ((10, False), (20, False), (40, True)):  # only a resumed run goes on in the same file
+            log = open_log("jsonl", tmp_path, {}, resumed=resumed)
             log.write(step, self.FIGURES)
             log.close()
         lines = (tmp_path / "log.jsonl").read_text().splitlines()
@@ -461,10 +461,10 @@ class TestLogs:
         writer = mock.MagicMock()
         package = SimpleNamespace(SummaryWriter=mock.Mock(return_value=writer))
         monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", package)
-        log = open_log("tensorboard", tmp_path, {"lr": 1})
+        log = open_log("tensorboard", tmp_path, {"lr": 1}, resumed=False)
         log.write(20, self.FIGURES)
         log.close()
-        package.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"))
+        package.SummaryWriter.assert_called_once_with(str(tmp_path / "tensorboard"), purge_step=0)
         assert writer.add_scalar.call_args_list == [mock.call(name, value, 20) for name, value in self.FIGURES.items()]
         writer.close.assert_called_once_with()
 
@@ -472,13 +472,13 @@ class TestLogs:
         package = mock.MagicMock()
         package.init.return_value.id = "abc"
         monkeypatch.setitem(sys.modules, "wandb", package)
-        for before in (None, "abc"):
-            log = open_log("wandb", tmp_path, {"lr": 1})
+        for resumed, before in ((False, None), (True, "abc"), (False, None)):
+            log = open_log("wandb", tmp_path, {"lr": 1}, resumed=resumed)
             package.init.assert_called_with(dir=str(tmp_path), config={"lr": 1}, id=before, resume="allow")
             log.write(20, self.FIGURES)
             log.close()
         package.init.return_value.log.assert_called_with(self.FIGURES, step=20)
-        assert package.init.return_value.finish.call_count == 2
+        assert package.init.return_value.finish.call_count == 3
 
     @pytest.mark.parametrize(("name", "module"), [("tensorboard", "torch.utils.tensorboard"), ("wandb", "wandb")])
     def test_a_package_that_is_missing_is_named(
@@ -486,7 +486,7 @@ class TestLogs:
     ) -> None:
         monkeypatch.setitem(sys.modules, module, None)
         with pytest.raises(JobError, match=rf"pip install 'hsdp\[{name}\]'"):
-            open_log(name, tmp_path, {})
+            open_log(name, tmp_path, {}, resumed=False)
 
     def test_a_report_sends_its_figures(self, tmp_path: Path) -> None:
         log = mock.Mock()

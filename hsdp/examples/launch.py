@@ -179,12 +179,15 @@ def say_step(step: int, num_steps: int, words: str) -> None:
 
 
 def leave(exit_code: int) -> NoReturn:
-    """Ends this process at once, without tearing the interpreter down.
+    """Ends this process without tearing the interpreter down, once its own threads are done: one may save a checkpoint.
 
     A worker thread of gloo may still be letting go of the tensors of the last collective. It needs the GIL for
     that, and in an interpreter that is going away this aborts the process after all work was done (PyTorch issue
     190489). `destroy_process_group` does not join those threads while a mesh refers to their group.
     """
+    for thread in threading.enumerate():
+        if thread is not threading.current_thread() and not thread.daemon:
+            thread.join()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(exit_code)

@@ -9,6 +9,7 @@ import math
 import os
 import re
 import signal
+import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ElementTree
@@ -349,6 +350,16 @@ class TestEnding:
         again = "press again" if number == signal.SIGINT else "send it again"
         assert told == [f"\nstopping after this step, {again} to stop now\n"], "at once, before the job looks"
         assert capfd.readouterr().err == "train_lm: interrupted\n"
+
+    def test_a_save_in_the_background_is_completed(self, tmp_path: Path) -> None:
+        script = (
+            "import pathlib, sys, threading, time\nfrom hsdp.examples.launch import leave\n"
+            "def save():\n    time.sleep(0.5)\n    pathlib.Path(sys.argv[1]).touch()\n"
+            "threading.Thread(target=save).start()\nleave(3)\n"
+        )
+        command = [sys.executable, "-c", script, str(tmp_path / "saved")]
+        assert subprocess.run(command, timeout=120, check=False).returncode == 3
+        assert (tmp_path / "saved").exists()
 
     def test_a_bug_keeps_its_traceback(self) -> None:
         def job(stop: StopSignal) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -129,6 +129,8 @@ def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Compari
         meshes: each as `mesh` in `plan`.
         options: the other arguments of `plan`.
     """
+    # An iterator would be used up by the first plan, and the others would be those of a model with other units.
+    options = {name: list(value) if isinstance(value, Iterator) else value for name, value in options.items()}
     return Comparison(tuple(plan(model, mesh=mesh, **options) for mesh in meshes))
 
 

@@ -249,6 +249,17 @@ def test_arguments_that_make_no_sense_are_refused(what: str) -> None:
         _plan(**options)
 
 
+def test_all_plans_of_a_comparison_get_what_iterators_have() -> None:
+    model, meshes = _meta(), [(2, 8), (1, 16)]
+    given: dict[str, list[Any]] = {
+        "ignored_params": list(model.embedding.parameters()),  # type: ignore[union-attr,operator]
+        "replicate_params": list(model.norm.parameters()),  # type: ignore[union-attr,operator]
+        "units": ["blocks.*", "head"],
+    }
+    once = compare(model, iter(meshes), tokens_per_rank=8, **{name: iter(value) for name, value in given.items()})
+    assert once == compare(model, meshes, tokens_per_rank=8, **given)
+
+
 def test_a_model_must_be_one_and_units_of_a_sharded_one_are_given() -> None:
     with pytest.raises(TypeError, match=r"nn\.Module"):
         hsdp.plan("llama3-8b", mesh=8, tokens_per_rank=1)  # type: ignore[arg-type]

@@ -46,6 +46,8 @@ class ParamFacts:
         looked_up: it is an embedding's table; tied to a layer, it is a weight as well.
         convolution: it is the kernel of a convolution, and not a stack of experts.
         extension: a tensor subclass that says itself what of it is gathered; that is counted in the compute dtype.
+        behind: how many units begin before it is used, its own among them: by the order in which modules are registered, a
+            head at the model's end is used behind all blocks. 0: not known, before all.
         cut: chooses `dim` and `merged` for a number of shard ranks; None: they are what they are.
     """
 
@@ -60,6 +62,7 @@ class ParamFacts:
     looked_up: bool = False
     convolution: bool = False
     extension: bool = False
+    behind: int = 0
     cut: Cut | None = field(default=None, compare=False, repr=False)
 
     def on(self, shards: int) -> ParamFacts:
@@ -162,6 +165,7 @@ def facts_of(
 def _of_sharded(model: nn.Module) -> list[UnitFacts]:
     found: dict[Unit, UnitFacts] = {}
     order: list[Unit] = []
+    begun = _units_begun(model, lambda module: None if (state := state_of(module)) is None else state.unit)
 
     def visit(module: nn.Module, name: str, parent: Unit | None) -> None:
         state = state_of(module)
@@ -171,7 +175,7 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
                 order.append(unit)
                 found[unit] = UnitFacts(
                     name or f"{class_name(module)} (root)",
-                    tuple(_sharded_param(unit, slot) for slot in range(len(unit.params))),
+                    tuple(_sharded_param(unit, slot, begun) for slot in range(len(unit.params))),
                     None if parent is None else order.index(parent),
                     unit.mp_policy,
                     unit.comm_policy,
@@ -192,7 +196,22 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
     return list(found.values())
 
 
-def _sharded_param(unit: Unit, slot: int) -> ParamFacts:
+def _units_begun(model: nn.Module, unit_of_module: Callable[[nn.Module], Any]) -> dict[int, int]:
+    """By the identity of each module, how many units have begun when its forward does, as modules are registered."""
+    units: set[Any] = set()
+    begun: dict[int, int] = {}
+    for module in model.modules():
+        if (unit := unit_of_module(module)) is not None:
+            units.add(unit)
+        begun[id(module)] = len(units)
+    return begun
+
+
+def _behind(places: list[ParamName], begun: dict[int, int]) -> int:
+    return min(begun.get(id(place.module()), 0) for place in places)
+
+
+def _sharded_param(unit: Unit, slot: int, begun: dict[int, int]) -> ParamFacts:
     param = unit.params[slot]
     spec = param.spec
     return ParamFacts(
@@ -205,6 +224,7 @@ def _sharded_param(unit: Unit, slot: int) -> ParamFacts:
         param.sharded.requires_grad,
         *_use(param.places),
         param.wrapper is not None,
+        _behind(param.places, begun),
         # On other meshes, too, its first dims go together if they can.
         cut_by(least_padding, spec.shape, param.fqn, unit.name) if spec.merged > 1 else None,
     )
@@ -240,6 +260,7 @@ def _of_plain(
         blocks = {id(block) for block in _blocks(model)}
         units = [lambda module: id(module) in blocks] if blocks else []
     chosen = {id(unit.module): unit for unit in choose_units(model, units, True, ignored)}
+    begun = _units_begun(model, lambda module: id(module) if id(module) in chosen else None)
     found: list[UnitFacts] = []
     above: list[tuple[str, int]] = []  # units around the module at hand: (prefix of what is inside, index)
     for name, module in model.named_modules():
@@ -249,7 +270,10 @@ def _of_plain(
             above.pop()
         nested = chosen.keys() - {id(module)}
         owned = collect_params([module], ignored, lambda m: id(m) in nested)
-        params = tuple(_plain_param(param, places, name, placement, id(param) in replicated) for places, param in owned)
+        params = tuple(
+            _plain_param(param, places, name, placement, id(param) in replicated, _behind(places, begun))
+            for places, param in owned
+        )
         shown = name or f"{type(model).__name__} (root)"
         found.append(UnitFacts(shown, params, above[-1][1] if above else None))
         above.append((f"{name}." if name else "", len(found) - 1))
@@ -257,7 +281,7 @@ def _of_plain(
 
 
 def _plain_param(
-    param: nn.Parameter, places: list[ParamName], unit: str, placement: PlacementFn | None, replicated: bool
+    param: nn.Parameter, places: list[ParamName], unit: str, placement: PlacementFn | None, replicated: bool, behind: int
 ) -> ParamFacts:
     fqn = places[0].fqn
     check_param(param, places[0].module(), fqn, unit)
@@ -273,6 +297,7 @@ def _plain_param(
         looked_up=looked_up,
         convolution=convolution,
         extension=extends(param),
+        behind=behind,
         cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
     )
 

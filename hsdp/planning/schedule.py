@@ -83,9 +83,12 @@ class _Rehearsal:
         for index, unit in enumerate(units):
             if unit.facts.parent is not None:
                 self._children[unit.facts.parent].append(index)
-        # Gradients flow through a unit if something trains that runs before it, or in it.
-        first = next((index for index, unit in enumerate(units) if unit.trains), len(units))
-        self._in_backward = [first <= self._last_in(index) for index in range(len(units))]
+        # Gradients flow through a unit if something trains that is used before it begins, or in it.
+        first = min((p.behind for unit in units for p in unit.facts.params if p.trainable), default=len(units))
+        self._in_backward = [
+            index >= first or any(inner.trains for inner in units[index : self._last_in(index) + 1])
+            for index in range(len(units))
+        ]
         self._whole: set[int] = set()  # gathered, or being gathered
         self._waiting: set[int] = set()  # being gathered
         self._parted: set[int] = set()

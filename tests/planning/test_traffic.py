@@ -105,6 +105,8 @@ SETUPS = {
     "no prefetch": Setup(options={"comm_policy": CommPolicy(prefetch=0)}),
     "a frozen bias": Setup(_wide, freeze=("blocks.1.bias",)),
     "a frozen first block": Setup(_wide, freeze=("blocks.0.weight", "blocks.0.bias")),
+    "a trained head": Setup(freeze=("embedding", "blocks")),
+    "a trained head and last block": Setup(freeze=("embedding", "blocks.0"), micro_batches=2),
     "nested units": Setup(units=("blocks.*", "blocks.*.q", "head")),
     "one trained layer": Setup(units=("blocks.*", "blocks.1.q"), freeze=ALL_BUT_Q),
     "tree": Setup(_wide, {"comm_policy": TREE}),

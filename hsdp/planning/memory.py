@@ -113,6 +113,7 @@ class _Ledger:
         self._replaced = 0  # bytes of deferred sums that are kept until their backward has ended, in case it fails
         self._packed: set[int] = set()  # being gathered from all ranks: packed ones by way of staging
         self._parted: set[int] = set()
+        self._apart: set[int] = set()  # of those, what has not been gathered from its parts again
         self._verbs: dict[Verb, Callable[[UnitPlan, int], None]] = {
             Verb.GATHER: self._gather,
             Verb.REGATHER: self._regather,
@@ -165,6 +166,7 @@ class _Ledger:
         self._for_a_moment("staging", unit.total("arriving_bytes"))
 
     def _regather(self, unit: UnitPlan, index: int) -> None:
+        self._apart.discard(index)
         self._add("gathered", unit.total("whole_bytes"))
 
     def _open(self, unit: UnitPlan, index: int) -> None:
@@ -180,11 +182,14 @@ class _Ledger:
         self.note(self._here)
         self._add("gathered", -unit.total("whole_bytes"))
         self._parted.add(index)
+        self._apart.add(index)
 
     def _free(self, unit: UnitPlan, index: int) -> None:
         part = unit.total("part_bytes") if index in self._parted else 0
+        whole = 0 if index in self._apart else unit.total("whole_bytes")  # without a backward there is its part alone
         self._parted.discard(index)
-        self._add("gathered", -unit.total("whole_bytes") - part)
+        self._apart.discard(index)
+        self._add("gathered", -whole - part)
 
     def _forward(self, unit: UnitPlan, index: int) -> None:
         self._add("activations", self.activations[index].kept)

@@ -107,6 +107,7 @@ SETUPS = {
     "a frozen first block": Setup(_wide, freeze=("blocks.0.weight", "blocks.0.bias")),
     "a trained head": Setup(freeze=("embedding", "blocks")),
     "a trained head and last block": Setup(freeze=("embedding", "blocks.0"), micro_batches=2),
+    "frozen blocks in parts": Setup(options={"reshard_after_forward": 2}, freeze=("embedding", "blocks")),
     "nested units": Setup(units=("blocks.*", "blocks.*.q", "head")),
     "one trained layer": Setup(units=("blocks.*", "blocks.1.q"), freeze=ALL_BUT_Q),
     "tree": Setup(_wide, {"comm_policy": TREE}),

@@ -17,7 +17,7 @@ from hsdp.params.param import PlacementFn
 from hsdp.planning.activations import Recompute, UnitActivations, estimate, scaled
 from hsdp.planning.facts import UnitFacts, placed
 from hsdp.planning.layouts import UnitPlan, plan_unit
-from hsdp.planning.machines import MACHINES
+from hsdp.planning.machines import MACHINES, machine_of
 from hsdp.planning.memory import MemoryPlan, replay
 from hsdp.planning.optimizers import KINDS, Kind, OptimizerPlan
 from hsdp.planning.schedule import Event, rehearse
@@ -179,9 +179,16 @@ class PlanData(ABC):
         Args:
             mesh: another `(replicas, shards)`.
             reshard_after_forward, shard_placement_fn: of all units, as for `fully_shard`; None: as they are.
-            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank.
+            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank; `machine`, as
+                for `plan`, brings its link, flops and bandwidth, and `backend` whether streams order the work.
         """
         told = self.assumptions
+        if "machine" in assumptions:
+            rates = machine_of(assumptions["machine"])
+            own = {"link": rates.link, "flops": rates.flops, "bandwidth": rates.bandwidth}
+            assumptions = {**own, **assumptions, "machine": rates.title}
+        if "backend" in assumptions:
+            assumptions = {"streams": assumptions["backend"] != "gloo", **assumptions}
         if told.activations is not None and "tokens_per_rank" in assumptions:
             grown = told.activations * assumptions["tokens_per_rank"] // told.tokens_per_rank
             assumptions = {"activations": grown, **assumptions}

@@ -114,6 +114,17 @@ def test_on_gloo_times_are_not_those_of_a_gpu() -> None:
         hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine="abacus")
 
 
+def test_a_plan_that_is_changed_to_another_machine_has_its_rates() -> None:
+    layers = nn.Sequential(*(nn.Linear(64, 64, device="meta") for _ in range(2)))
+    on_h100, on_a100 = (hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine=machine) for machine in ("h100", "a100"))
+    assert on_h100.changed(machine="a100") == on_a100
+    assert on_h100.changed(machine="a100", flops=1.0).assumptions.flops == 1.0
+    on_gloo = hsdp.plan(layers, mesh=4, tokens_per_rank=8, backend="gloo")
+    assert on_h100.changed(machine="cpu", backend="gloo") == on_gloo
+    with pytest.raises(ValueError, match=r"machine='abacus'.*h100"):
+        on_h100.changed(machine="abacus")
+
+
 def test_tiers_follow_the_mesh() -> None:
     link = Link(ranks_per_node=8)
     assert [link.members("shard", 8, shards) for shards in (2, 8, 16, 12)] == [2, 8, 8, 4]

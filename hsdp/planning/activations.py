@@ -1,8 +1,8 @@
 """What autograd keeps between forward and backward, estimated from the shapes of weights.
 
 A product keeps what it reads, and what follows it (an activation function, attention, a sum) keeps what it makes: rows +
-columns of its weight, per token, in the compute dtype. Where the root ends in logits over the rows of an embedding, the
-backward of cross-entropy holds 12 bytes of each.
+columns of its weight, per token, in the compute dtype. Where the root, or a unit of the head alone, ends in logits over the
+rows of an embedding, the backward of cross-entropy holds 12 bytes of each.
 
 That is what fused kernels for norms and rotary embeddings leave. Written out in plain operations these keep more: the
 example's Llama on the CPU holds 1.4 times as much (`tests/planning/test_activations.py`).
@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from hsdp.planning.facts import ParamFacts
-from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.layouts import UnitPlan, head_of, tables_of
 
 Recompute = bool | Literal["selective"]
 """Whether backward runs forward again: not, wholly (only the inputs of blocks are kept), or in part: "selective" keeps the
@@ -45,17 +45,18 @@ def estimate(units: Sequence[UnitPlan], tokens: int, recompute: Recompute) -> li
     Args:
         units: of a model, the root first.
         tokens: of the micro-batch on this rank.
-        recompute: of the units directly below the root; the root itself (embedding, head and loss) is never recomputed.
+        recompute: of the units directly below the root; embedding, head and loss are never recomputed.
     """
-    tables = {param.shape[0] for unit in units for param in unit.facts.params if param.looked_up}
-    whole = [int(tokens * _unit_bytes(unit, tables)) for unit in units]
+    tables, head = tables_of(units), head_of(units)
+    around = [index == 0 or unit is head for index, unit in enumerate(units)]
+    whole = [int(tokens * _unit_bytes(unit, tables if out else set())) for unit, out in zip(units, around, strict=True)]
     if recompute is False:
         return [UnitActivations(nbytes) for nbytes in whole]
     blocks = [_block_of(units, index) for index in range(len(units))]
     found = []
     for index, unit in enumerate(units):
-        if index == 0:
-            found.append(UnitActivations(whole[0]))
+        if around[index]:
+            found.append(UnitActivations(whole[index]))
             continue
         kept = int(tokens * _kept_bytes(unit, recompute, inputs=blocks[index] == index))
         below = [at for at, block in enumerate(blocks) if block == index]
@@ -85,12 +86,12 @@ def _products(unit: UnitPlan) -> list[tuple[ParamFacts, int]]:
 
 
 def _unit_bytes(unit: UnitPlan, tables: set[int]) -> float:
-    """Per token, when nothing is recomputed."""
+    """Per token, when nothing is recomputed; `tables`: numbers of rows over which it may make logits."""
     total = 0.0
     for param, itemsize in _products(unit):
         inputs, outputs = param.widths
         total += ((inputs if param.trainable else 0) + outputs) * itemsize  # a frozen weight's gradient needs no input
-        if unit.facts.parent is None and param.shape[0] in tables:
+        if param.shape[0] in tables:
             total += outputs * (LOSS_BYTES - itemsize)
     return total
 

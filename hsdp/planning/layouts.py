@@ -6,7 +6,7 @@ This is the planner that `fully_shard` itself uses; nothing is estimated here. A
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 from hsdp.buffers.layout import Layout, ParamSpec, Piece, Thresholds, plan
@@ -302,6 +302,21 @@ class UnitPlan:
         """The sum of a size over its dtype groups."""
         values = (getattr(group, name) for group in self.dtype_groups)
         return sum(sum(value) if isinstance(value, list) else value for value in values)
+
+
+def tables_of(units: Sequence[UnitPlan]) -> set[int]:
+    """The numbers of rows of a model's embeddings."""
+    return {param.shape[0] for unit in units for param in unit.facts.params if param.looked_up}
+
+
+def head_of(units: Sequence[UnitPlan]) -> UnitPlan | None:
+    """The unit that has a model's head and no block's layers: the last one below the root, if all that multiplies in it makes
+    logits over the rows of an embedding. Heads of most models are in the root's unit instead.
+    """
+    last = units[-1]
+    products = [param for param in last.facts.params if any(param.widths)]
+    is_head = last.facts.parent == 0 and len(products) == 1 and products[0].shape[0] in tables_of(units)
+    return last if is_head else None
 
 
 def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device: bool) -> UnitPlan:

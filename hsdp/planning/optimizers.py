@@ -3,7 +3,7 @@
     elementwise     reads parameters, gradients and states, writes all but gradients; other replicas get what was stepped
     Muon            momentum on shards (or shares); pieces to owners, iterations there, pieces back (hsdp/optim/exchange.py)
 
-Muon steps the matrices of blocks, an elementwise optimizer beside it what is none, and the root's embedding and head.
+Muon steps the matrices of blocks, an elementwise optimizer beside it what is none, and the embedding and the head.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Literal, NamedTuple
 from hsdp.optim.matrices import owners_of
 from hsdp.optim.whole_matrix import BUCKET_BYTES
 from hsdp.planning.facts import ParamFacts
-from hsdp.planning.layouts import GroupPlan, UnitPlan
+from hsdp.planning.layouts import GroupPlan, UnitPlan, head_of
 from hsdp.planning.traffic import Collective, Wires
 
 Kind = Literal["elementwise", "muon"]
@@ -74,8 +74,13 @@ class OptimizerPlan:
         return matrices, group.local_bytes - matrices
 
     def _is_matrix(self, unit: UnitPlan, param: ParamFacts) -> bool:
-        in_block = unit.facts.parent is not None and not param.looked_up and not param.name.endswith("bias")
-        return self.kind == "muon" and in_block and len(param.shape) > 1
+        if self.kind != "muon" or unit.facts.parent is None or unit is self._head:
+            return False
+        return len(param.shape) > 1 and not param.looked_up and not param.name.endswith("bias")
+
+    @cached_property
+    def _head(self) -> UnitPlan | None:
+        return head_of(self.units)
 
     # -- bytes ---------------------------------------------------------------------------------------------------
 

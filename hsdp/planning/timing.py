@@ -4,10 +4,11 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import Protocol
 
 from hsdp.planning.activations import Recompute
-from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.layouts import UnitPlan, head_of
 from hsdp.planning.schedule import Event, Verb
 from hsdp.planning.traffic import Wires
 
@@ -137,7 +138,7 @@ class Predicted:
         tokens: of a micro-batch on a rank.
         seq_len: tokens of a sequence.
         flops: per second, as achieved.
-        recompute: whether backward runs forward again (activation checkpointing), in all units but the root.
+        recompute: whether backward runs forward again (activation checkpointing), in all units but the root and the head.
     """
 
     units: Sequence[UnitPlan]
@@ -154,16 +155,22 @@ class Predicted:
         shard, replicate = (wires.link.members(axis, wires.replicas, wires.shards) for axis in ("shard", "replicate"))
         return shard < wires.shards and replicate < wires.replicas
 
+    @cached_property
+    def head(self) -> UnitPlan | None:
+        """The unit of the head alone, which is not recomputed."""
+        return head_of(self.units)
+
     def compute(self, verb: Verb, unit: int) -> float:
         """See `Durations`."""
         facts = self.units[unit].facts
+        in_block = facts.parent is not None and self.units[unit] is not self.head
         forward = 2 * sum(param.numel * param.active for param in facts.params)
         attention = 4 * facts.attention * self.seq_len / 2
         if verb is Verb.FORWARD:
             return (forward + attention) * self.tokens / self.flops
         trained = 2 * sum(param.numel * param.active for param in facts.params if param.trainable)
         again = 0.0
-        if self.recompute is not False and facts.parent is not None:
+        if self.recompute is not False and in_block:
             again = forward / 2 if self.recompute == "selective" else forward + attention
         return (forward + trained + 2.5 * attention + again) * self.tokens / self.flops
 

@@ -122,8 +122,10 @@ def _step(plan: PlanData) -> Diagnosis:
             trouble = f"the optimizer is the bottleneck: {seconds_of(time.optimizer)} of a step of {seconds_of(time.step)}"
         return Diagnosis(trouble, _offers(plan, _without_waits(plan)), "more or faster ranks are what makes it shorter")
     visits = sum(1 for unit in plan.units if unit.numel) * plan.assumptions.micro_batches
+    # Shared among replicas, gradients are reduce-scattered over them instead.
+    shown = "reduce-scatter over replicas" if kind == "all-reduce" and plan.assumptions.over_replicas else kind
     trouble = (
-        f"{kind} is exposed by {seconds_of(wait / visits)} per unit ({wait / time.step:.0%} of a step of "
+        f"{shown} is exposed by {seconds_of(wait / visits)} per unit ({wait / time.step:.0%} of a step of "
         f"{seconds_of(time.step)})"
     )
     otherwise = "no other mesh, batch or policy that fits does better, faster links do"
@@ -244,7 +246,7 @@ def _in_words(plan: PlanData, options: dict[str, Any]) -> str:
         elif name == "tokens_per_rank":
             said.append(f"{'raise' if value > plan.assumptions.tokens_per_rank else 'lower'} tokens per rank to {value:,}")
         elif name == "micro_batches":
-            said.append(f"accumulate {value} micro-batches per step, which share one all-reduce")
+            said.append(f"accumulate {value} micro-batches per step, whose sums are sent between replicas once")
         elif name == "over_replicas":
             by = "hsdp.optim.Muon" if plan.assumptions.optimizer == "muon" else "hsdp.optim.local"
             shared = f"share the optimizer's step out among replicas with {by}(..., over_replicas=True)"

@@ -44,7 +44,7 @@ def as_text(plan: PlanData) -> str:
         f"{seconds_of(sum(plan.time.exposed.values()))} ({plan.time.exposed_share:.1%}), optimizer "
         f"{seconds_of(plan.time.optimizer)}; {_rate(plan.tokens_per_second)} tokens/s in all\n",
         "assumed",
-        *(f"  {line}" for line in _assumed(plan)),
+        *(f"  {line}" for line in _assumed([plan])),
         "",
         plan.bottleneck[0].upper() + plan.bottleneck[1:],
     ]
@@ -70,8 +70,9 @@ _RECOMPUTED: dict[Recompute, str] = {
 }
 
 
-def _assumed(plan: PlanData) -> Iterable[str]:
-    """What the figures rest on, one thing a line."""
+def _assumed(plans: Sequence[PlanData]) -> Iterable[str]:
+    """What the figures rest on, one thing a line; of plans that differ in their meshes alone."""
+    plan = plans[0]
     told, link = plan.assumptions, plan.assumptions.link
     yield (
         f"{told.machine}: a rank achieves {told.flops / 1e12:.4g} Tflop/s and {told.bandwidth / 1e9:.4g} GB/s of memory, "
@@ -92,7 +93,8 @@ def _assumed(plan: PlanData) -> Iterable[str]:
     if any(unit.in_tree for unit in plan.units):
         yield "sums: in one binary order of ranks (reduction='tree'), the time of adding them not counted"
     states = several(told.optimizer_states, "state")
-    shares = f", shared out among {plan.replicas} replicas" if told.over_replicas and plan.replicas > 1 else ""
+    sharers = sorted({one.replicas for one in plans if told.over_replicas and one.replicas > 1})
+    shares = f", shared out among {' or '.join(map(str, sharers))} replicas" if sharers else ""
     if told.optimizer == "muon":
         yield (
             "optimizer: Muon for the matrices of blocks, 1 state in their dtype, 5 iterations in bf16 on owners dealt by "
@@ -156,8 +158,9 @@ def direct_share(unit: UnitPlan, what: str) -> float:
 
 
 def _collective_row(plan: PlanData, one: Collective) -> Row:
-    # Waits are known by kind: the first row of a kind shows them.
-    first = next(other for other in plan.collectives if other.kind == one.kind) is one
+    # Waits are known by what is waited for: the first row of it shows them.
+    waits = _waits_of(one)
+    first = next(other for other in plan.collectives if _waits_of(other) == waits) is one
     return (
         one.kind,
         one.axis,
@@ -169,8 +172,13 @@ def _collective_row(plan: PlanData, one: Collective) -> Row:
         bytes_of(one.slow),
         seconds_of(one.seconds),
         # Of all-to-alls the optimizer's time tells.
-        seconds_of(plan.time.exposed[one.kind]) if first and one.kind in plan.time.exposed else "",
+        seconds_of(plan.time.exposed[waits]) if first and waits in plan.time.exposed else "",
     )
+
+
+def _waits_of(one: Collective) -> str:
+    """Whose waits are those for a collective: shared among replicas, gradients are reduce-scattered for an all-reduce."""
+    return "all-reduce" if one.axis == "replicate" and one.kind == "reduce-scatter" else one.kind
 
 
 def _memory_rows(plan: PlanData) -> Iterable[Row]:
@@ -198,7 +206,7 @@ def comparison_as_text(comparison: ComparisonData) -> str:
         f"{plans[0].name}: {count_of(plans[0].numel)} parameters, {plans[0].assumptions.tokens_per_rank:,} tokens per rank",
         _table(("", "mesh", *shown, "optimizer", "tokens/s"), rows, left=2),
         "assumed",
-        *(f"  {line}" for line in _assumed(plans[0])),
+        *(f"  {line}" for line in _assumed(plans)),
         "",
         "no mesh fits"
         if best is None

@@ -12,10 +12,11 @@ from torch import nn
 from torch.distributed.tensor import DTensor
 
 import hsdp
+from hsdp.format import seconds_of
 from hsdp.optim import Muon, local
 from hsdp.optim.matrices import Bucket, MatrixParam, deal
 from hsdp.optim.replicas import share_of_param
-from hsdp.planning import Link, Plan
+from hsdp.planning import Link, Plan, compare
 from hsdp.planning.command import main
 from hsdp.planning.schedule import Event, Verb, rehearse
 from hsdp.planning.timing import clock
@@ -177,6 +178,16 @@ def test_what_travels_behind_the_step_is_hidden() -> None:
     assert shared.time.exposed["all-gather"] - plan.time.exposed["all-gather"] < gather / 4
     told = sum(one.sent for unit in shared.by_unit for one in unit)
     assert told == pytest.approx(sum(one.sent for one in shared.collectives))
+
+
+def test_waits_for_sums_over_replicas_are_told_where_they_are() -> None:
+    plan = _layers(over_replicas=True, optimizer="muon", tokens_per_rank=50, mesh=(8, 1))
+    rows = [line for line in str(plan).splitlines() if line.split()[:2] == ["reduce-scatter", "replicate"]]
+    assert max(plan.time.exposed, key=plan.time.exposed.__getitem__) == "all-reduce"
+    assert len(rows) == 1 and rows[0].endswith(f"  {seconds_of(plan.time.exposed['all-reduce'])}"), rows
+    assert "reduce-scatter over replicas is exposed" in plan.bottleneck and "all-reduce" not in plan.bottleneck
+    several = str(compare(nn.Linear(64, 64), [(1, 8), (2, 4), (4, 2)], tokens_per_rank=8, over_replicas=True))
+    assert "shared out among 2 or 4 replicas" in several
 
 
 @pytest.mark.parametrize("kind", ["elementwise", "muon"])

@@ -79,8 +79,10 @@ class ParamFacts:
 
     @property
     def widths(self) -> tuple[float, float]:
-        """Elements that its product reads and makes per token; (0, 0) for what multiplies nothing, a vector or a table."""
-        if len(self.shape) < 2 or not self.active:
+        """Elements that its product reads and makes per token; (0, 0) for what multiplies nothing: a vector, a table, the
+        stacked biases of experts.
+        """
+        if len(self.shape) < 2 or not self.active or self.name.endswith("bias"):
             return 0, 0
         if self.convolution or len(self.shape) == 2:
             return self.shape[1], self.shape[0]

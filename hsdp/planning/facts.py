@@ -325,7 +325,7 @@ def _use(places: list[ParamName]) -> tuple[float, bool, bool]:
 
 
 _QUERIES = ("q_proj", "wq", "query", "to_q", "q", "q_b_proj", "q_b")
-_TOGETHER = ("qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv", "query_key_value", "in_proj")
+_TOGETHER = ("qkv", "qkv_proj", "c_attn", "wqkv", "Wqkv", "query_key_value")
 
 
 def _attention_width(module: nn.Module) -> int:
@@ -337,10 +337,10 @@ def _attention_width(module: nn.Module) -> int:
         if name in layers and len(layers) > 1:
             return layers[name].out_features
     for name in _TOGETHER:
-        # Queries, keys and values in one: what leaves attention is as wide as the other layer's input.
-        widths = [layer.in_features for other, layer in layers.items() if other != name]
-        if name in layers and widths:
-            return widths[-1]
+        # Queries, keys and values in one: what leaves attention is as wide as the input of the layer behind it.
+        behind = list(layers)[list(layers).index(name) + 1 :] if name in layers else []
+        if behind:
+            return layers[behind[0]].in_features
     return 0
 
 

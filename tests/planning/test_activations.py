@@ -101,7 +101,22 @@ def test_attention_is_recognised_by_the_names_of_its_layers() -> None:
             super().__init__()
             self.q_proj, self.k_proj, self.v_proj, self.o_proj = (nn.Linear(32, n) for n in (64, 8, 8, 32))
 
-    for module, width in ((Fused(), 32), (Separate(), 64), (nn.MultiheadAttention(48, 4), 48), (nn.Linear(3, 3), 0)):
+    class Beside(Fused):
+        """A block whose feed-forward layers are registered beside those of attention."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.up, self.down = nn.Linear(32, 128), nn.Linear(128, 32)
+
+    class StateSpace(nn.Module):
+        """Mamba's layers: no attention."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.in_proj, self.out_proj = nn.Linear(32, 128), nn.Linear(64, 32)
+
+    known = ((Fused(), 32), (Separate(), 64), (Beside(), 32), (nn.MultiheadAttention(48, 4), 48))
+    for module, width in (*known, (StateSpace(), 0), (nn.Linear(3, 3), 0)):
         model = nn.Sequential(module, nn.Linear(3, 3))
         plan = hsdp.plan(model, mesh=(1, 1), tokens_per_rank=1)
         assert sum(unit.facts.attention for unit in plan.units) == width, type(module)

@@ -198,7 +198,7 @@ def _offers(plan: PlanData, options: Iterator[dict[str, Any]]) -> tuple[Advice, 
     best: dict[tuple[str, ...], Advice] = {}
     for one in options:
         other = plan.changed(**one)
-        gain = _rate(other) / _rate(plan)
+        gain = _rate(other) / _rate(plan) if plan.time.step else 1.0
         key = tuple(one)
         if gain <= 1 + HIDDEN or not _affordable(plan, other) or (key in best and best[key].gain >= gain):
             continue

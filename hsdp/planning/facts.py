@@ -13,7 +13,7 @@ from torch import nn
 from torch.nn.modules.conv import _ConvNd
 
 from hsdp.api.fsdp2 import own_policy
-from hsdp.api.module import HSDPModule
+from hsdp.api.module import HSDPModule, has_forward
 from hsdp.api.select import check_param, choose_dim, collect_params
 from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
@@ -130,7 +130,8 @@ def facts_of(
     Args:
         model: the model; on the meta device it costs nothing.
         units: patterns as for `shard_units`. None: the blocks of the model, which are the elements of its outermost
-            `nn.ModuleList`s and `nn.ModuleDict`s (or of the model itself, if it is an `nn.Sequential`).
+            `nn.ModuleList`s and `nn.ModuleDict`s (or of the model itself, if it is an `nn.Sequential`). Elements without a
+            forward, which are lists or hold some, stand for the blocks in them.
         mp_policy, comm_policy, offload_policy, reshard_after_forward: as for `fully_shard`; for a sharded model, in place
             of its own.
         shard_placement_fn, ignored_params, replicate_params: as for `fully_shard`.
@@ -259,7 +260,7 @@ def _of_plain(
     ignored = {id(param) for param in ignored_params or ()}
     replicated = {id(param) for param in replicate_params or ()}
     if units is None:
-        blocks = {id(block) for block in _blocks(model)}
+        blocks = {id(block) for block in _blocks(model) if any(id(param) not in ignored for param in block.parameters())}
         units = [lambda module: id(module) in blocks] if blocks else []
     chosen = {id(unit.module): unit for unit in choose_units(model, units, True, ignored)}
     begun = _units_begun(model, lambda module: id(module) if id(module) in chosen else None)
@@ -304,16 +305,17 @@ def _plain_param(
     )
 
 
-def _blocks(model: nn.Module) -> list[nn.Module]:
-    """What people make units of: the elements of the outermost lists of modules."""
-    if isinstance(model, nn.Sequential):
-        return list(model)
+def _blocks(module: nn.Module) -> list[nn.Module]:
+    """What people make units of: the elements of the outermost lists of modules; of lists in such lists, theirs."""
+    if isinstance(module, nn.Sequential):
+        return list(module)
+    listed = isinstance(module, (nn.ModuleList, nn.ModuleDict))
     blocks: list[nn.Module] = []
-    for child in model.children():
-        if isinstance(child, (nn.ModuleList, nn.ModuleDict)):
-            blocks += child.children()
-        else:
-            blocks += _blocks(child) if not isinstance(child, nn.Sequential) else []
+    for child in module.children():
+        if listed and has_forward(child):
+            blocks.append(child)
+        elif not isinstance(child, nn.Sequential):
+            blocks += _blocks(child)
     return blocks
 
 

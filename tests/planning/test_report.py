@@ -107,6 +107,18 @@ def test_units_are_the_blocks_unless_told() -> None:
     assert sum(unit.numel for unit in nested.units) == _plan().numel == sum(p.numel() for p in _meta().parameters())
 
 
+def test_lists_of_lists_and_blocks_without_parameters_have_units() -> None:
+    stage = nn.Module()  # as in U-Nets: it holds blocks, and has no forward
+    stage.block = nn.ModuleList([nn.Linear(4, 4)])
+    model = nn.Module()
+    model.stages = nn.ModuleList([stage, nn.ModuleList([nn.Linear(4, 4), nn.ReLU()])])
+    plan = hsdp.plan(model, mesh=(2, 2), tokens_per_rank=1)
+    assert [unit.facts.name for unit in plan.units] == ["Module (root)", "stages.0.block.0", "stages.1.0"]
+    for empty in (nn.ReLU(), nn.Sequential(nn.ReLU())):
+        plan = hsdp.plan(empty, mesh=(2, 2), tokens_per_rank=1, recompute=True)
+        assert plan.numel == plan.time.step == plan.memory.total == 0 and "0 parameters" in str(plan)
+
+
 def test_ties_and_lookups_cost_what_they_compute() -> None:
     with torch.device("meta"):
         tied, untied = Transformer(tied=True), Transformer()

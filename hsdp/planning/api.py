@@ -85,6 +85,8 @@ def plan(
     Raises:
         TypeError, ValueError: an argument makes no sense, or is refused by `fully_shard` or `shard_units`.
     """
+    if link is not None and not isinstance(link, Link):
+        raise TypeError(f"plan(link={link!r}): expected a hsdp.planning.Link, e.g. Link(fast=450e9, slow=50e9)")
     facts = facts_of(
         model,
         units,
@@ -154,7 +156,7 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None, backend: str) -> _MeshFacts:
         return _facts_of(units[0].axes)
     if isinstance(mesh, DeviceMesh):
         return _facts_of(resolve_mesh(mesh))
-    sizes = (mesh,) if isinstance(mesh, int) else tuple(mesh)
+    sizes = tuple(mesh) if isinstance(mesh, Sequence) else (mesh,)
     if len(sizes) not in (1, 2) or not all(type(size) is int and size > 0 for size in sizes):
         raise ValueError(
             f"plan(mesh={mesh!r}): expected (replicas, shards), a number of shard ranks, or a DeviceMesh, e.g. mesh=(8, 64)"

@@ -45,13 +45,16 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
     meshes = list(args.mesh)
     if args.shard is not None or args.replicate is not None:
         meshes.append((args.replicate or 1, args.shard or 1))
+    parts = args.reshard if type(args.reshard) is int else 1
+    for _, shards in meshes:
+        if shards % parts:
+            parser.error(f"--reshard {parts} does not divide {shards} shard ranks")
     if args.world is not None:
-        meshes += meshes_of(args.world)
+        if args.world % parts:
+            parser.error(f"--reshard {parts} divides the shard ranks of no mesh of {args.world} ranks")
+        meshes += [mesh for mesh in meshes_of(args.world) if mesh[1] % parts == 0]
     if not meshes:
         parser.error("no mesh: pass --replicate 8 --shard 64, --mesh 8x64 16x32, or --world 512 for all of that size")
-    for _, shards in meshes:
-        if type(args.reshard) is int and shards % args.reshard:
-            parser.error(f"--reshard {args.reshard} does not divide {shards} shard ranks")
     facts = preset(
         args.preset,
         dtype=_DTYPES[args.storage],
@@ -82,7 +85,7 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
         ),
         flops=_told(args.flops, 1e12, machine.flops),
         bandwidth=_told(args.bandwidth, 1e9, machine.bandwidth),
-        memory=None if args.memory is None else int(args.memory * 2**30),
+        memory=None if args.memory is None else math.ceil(args.memory * 2**30),
         recompute={"no": False, "full": True}.get(args.recompute, args.recompute),
         backend="gloo" if on_host else "nccl",
         streams=not on_host,
@@ -112,7 +115,7 @@ def _parser() -> argparse.ArgumentParser:
     mesh.add_argument("--replicate", type=_count, metavar="R", help="replicas")
     mesh.add_argument("--shard", type=_count, metavar="S", help="shard ranks")
     mesh.add_argument("--mesh", type=_mesh, nargs="+", default=[], metavar="RxS", help="several, compared")
-    mesh.add_argument("--world", type=_count, metavar="N", help="every mesh of N ranks, compared")
+    mesh.add_argument("--world", type=_count, metavar="N", help="every mesh of N ranks (that --reshard fits), compared")
     step = parser.add_argument_group("step")
     step.add_argument("--tokens-per-rank", type=_count, default=8192, metavar="N", help="of a micro-batch")
     step.add_argument("--micro-batches", type=_count, default=1, metavar="N", help="per step")

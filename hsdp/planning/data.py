@@ -179,8 +179,8 @@ class PlanData(ABC):
         Args:
             mesh: another `(replicas, shards)`.
             reshard_after_forward, shard_placement_fn: of all units, as for `fully_shard`; None: as they are.
-            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank; `machine`, as
-                for `plan`, brings its link, flops and bandwidth, and `backend` whether streams order the work.
+            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank. `machine`,
+                as for `plan`, brings its link, flops and bandwidth, and `backend` whether streams order the work.
         """
         told = self.assumptions
         if "machine" in assumptions:

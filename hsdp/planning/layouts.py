@@ -310,8 +310,8 @@ def tables_of(units: Sequence[UnitPlan]) -> set[int]:
 
 
 def head_of(units: Sequence[UnitPlan]) -> UnitPlan | None:
-    """The unit that has a model's head and no block's layers: the last one below the root, if all that multiplies in it makes
-    logits over the rows of an embedding. Heads of most models are in the root's unit instead.
+    """The unit that has a model's head and no block's layers: the last one below the root, if all that multiplies in it
+    makes logits over the rows of an embedding. Heads of most models are in the root's unit instead.
     """
     last = units[-1]
     products = [param for param in last.facts.params if any(param.widths)]

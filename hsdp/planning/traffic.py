@@ -38,11 +38,12 @@ class Link:
     slow_step: float = 14e-6
 
     def __post_init__(self) -> None:
-        for name in ("fast", "slow", "ranks_per_node"):
+        if type(self.ranks_per_node) is not int or self.ranks_per_node < 1:
+            raise ValueError(f"Link(ranks_per_node={self.ranks_per_node!r}): expected an integer of at least 1")
+        for name in ("fast", "slow"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
-                unit = "a number of ranks" if name == "ranks_per_node" else "bytes per second"
-                raise ValueError(f"Link({name}={value!r}): expected {unit}, a number above 0")
+                raise ValueError(f"Link({name}={value!r}): expected bytes per second, a number above 0")
         for name in ("latency", "fast_step", "slow_step"):
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:

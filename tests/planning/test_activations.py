@@ -86,7 +86,7 @@ def test_shapes_that_are_not_matrices() -> None:
     experts = {unit.facts.name: unit for unit in Plan.of("", preset("mixtral-8x7b"), 1, 8, Assumptions(1)).units}
     gate = experts["layers.0.experts"].facts.params[0]
     assert gate.widths == (2 * 4096, 2 * 14336), "two of eight experts read a token"
-    stacked = [unit for unit in preset("gpt-oss-20b") if unit.name == "layers.0.experts"][0]
+    stacked = next(unit for unit in preset("gpt-oss-20b") if unit.name == "layers.0.experts")
     assert {p.name: p.widths for p in stacked.params if len(p.shape) == 2} == {"mlp1_bias": (0, 0), "mlp2_bias": (0, 0)}
 
 

@@ -196,11 +196,14 @@ def test_the_command_plans_compares_and_refuses(capsys: pytest.CaptureFixture[st
     assert len(json.loads(capsys.readouterr().out)["plans"]) == 2
     assert main([*small, "--world", "4", "--memory", "1", "--format", "csv"]) == 1
     assert [row["shards"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["4", "2", "1"]
+    assert main([*small, "--world", "4", "--reshard", "2", "--memory", "1e-12", "--format", "csv"]) == 1
+    assert [row["shards"] for row in csv.DictReader(io.StringIO(capsys.readouterr().out))] == ["4", "2"]
 
 
 WRONG = {
     "": "no mesh: pass --replicate 8 --shard 64",
     "--shard 6 --reshard 4": "--reshard 4 does not divide 6 shard ranks",
+    "--world 16 --reshard 3": "--reshard 3 divides the shard ranks of no mesh of 16 ranks",
     "--shard 8 --memory -3": "--memory: expected a number above 0, not -3",
     "--shard 8 --memory nan": "--memory: expected a number above 0, not nan",
     "--shard 8 --activations -1": "--activations: expected a number of at least 0, not -1",
@@ -243,6 +246,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
     "no mesh": ({"mesh": None}, ValueError, r"mesh=\(8, 64\)"),
     "three axes": ({"mesh": (2, 2, 2)}, ValueError, r"expected \(replicas, shards\)"),
     "no ranks": ({"mesh": (2, 0)}, ValueError, r"expected \(replicas, shards\)"),
+    "half a rank": ({"mesh": 8.0}, ValueError, r"expected \(replicas, shards\)"),
+    "a bandwidth for links": ({"link": 45e9}, TypeError, r"link=45000000000.0\).*Link\(fast"),
     "no tokens": ({"tokens_per_rank": 0}, ValueError, "tokens_per_rank=0"),
     "half a batch": ({"micro_batches": 0.5}, ValueError, "micro_batches=0.5"),
     "no flops": ({"flops": 0}, ValueError, "flops"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import pytest
 import torch
@@ -141,6 +142,12 @@ def test_tiers_follow_the_mesh() -> None:
     assert link.split(100.0, 8, 1) == (0.0, 100.0)
     # 16 ranks on 2 nodes: of the 15 shards that a rank needs, its node needs 8 from the other, and each rank brings one.
     assert link.split(15.0, 16, 8) == (14.0, 1.0)
+
+
+@pytest.mark.parametrize("ranks", [0, 2.5, True])
+def test_nodes_have_whole_ranks(ranks: Any) -> None:
+    with pytest.raises(ValueError, match=r"ranks_per_node=.*an integer of at least 1"):
+        Link(ranks_per_node=ranks)
 
 
 def test_latency_grows_with_the_ring() -> None:

@@ -62,7 +62,8 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
 
 def _describe_unit(unit: Unit, is_root: bool) -> list[str]:
     held = sum(group.shard.nbytes for group in unit.dtype_groups)
-    padding = sum(group.layout.padding * group.kind.storage.itemsize for group in unit.dtype_groups) // unit.axes.shard_size
+    # Of what every rank keeps whole all padding is each one's, of the rest its part.
+    padding = sum(group.layout.padding * group.kind.storage.itemsize // group.shards for group in unit.dtype_groups)
     count = several(len(unit.params), "parameter")
     head = f"{count}, {unit.axes}, {held:,} bytes per rank ({padding:,} of them padding), {_after_forward(unit, is_root)}"
     rows = []

@@ -40,6 +40,15 @@ def test_describe_shows_the_path_of_each_parameter() -> None:
     assert "kept whole" in lines["1.bias"]
 
 
+def test_describe_tells_the_padding_of_what_is_kept_whole() -> None:
+    with fake_world(8) as env:
+        model = nn.Linear(64, 5)
+        fully_shard(model, mesh=env.mesh((2, 4)), replicate_params=[model.bias])
+        told = describe(model)
+    # Of 5 rows on 4 ranks each has 3/4 of one as padding; the bias lies in 256 bytes, of which it takes 20.
+    assert f"{64 * 4 * 3 // 4 + 256 - 20:,} of them padding" in told, told
+
+
 def test_describe_shows_dtypes_and_what_is_frozen() -> None:
     with fake_world(4) as env:
         model = nn.Linear(8, 8)

@@ -274,6 +274,13 @@ def test_files_and_functions_stay_readable() -> None:
             assert lines <= MOST_FUNCTION_LINES, f"{name}: {function.name} has {lines} lines"
 
 
+@pytest.mark.parametrize("package", ["api", "optim", "weights", "schedule", "unit", "params", "comm", "buffers"])
+def test_the_engine_s_packages_name_their_files(package: str) -> None:
+    told = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    files = {path.name for path in (PACKAGE / package).glob("*.py")} - {"__init__.py"}
+    assert set(re.findall(r"\b\w+\.py\b", told)) == files
+
+
 @pytest.mark.parametrize("name", _sources())
 def test_every_file_says_what_it_owns(name: str) -> None:
     assert ast.get_docstring(ast.parse(_sources()[name])), f"{name} has no first lines that say what it owns"

@@ -2,6 +2,7 @@
 
     param.py              both of them: start reading here
     ownership.py          the table of who manages which parameter
+    memory.py             parameters that share memory without being one parameter
     placement.py          `least_padding`: which dim to cut
     shares.py             which rows of a parameter are a replica's share
     pending.py            what stands for a local tensor of which parts are on their way
@@ -12,5 +13,5 @@
     boxes.py              which part of a DTensor each rank holds
     dtensors.py           DTensors made without communication
 
-May import `comm.mesh`, `buffers`, `policies` and `errors`.
+May import `comm.mesh`, `buffers`, `policies`, `errors` and `torch_private`.
 """

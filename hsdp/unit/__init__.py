@@ -8,11 +8,12 @@
     replica_shares.py     how its sums become a replica's share of them; sharing.py: of which gradients replicas have shares
     replica_gather.py     and how a replica gets the others' shares of stepped parameters (pending_shards.py: until somebody
                           reads them)
-    gradients.py          this rank's gradients, from autograd to `.grad` (landing.py, rollback.py, zero_grad.py)
+    gradients.py          this rank's gradients, from autograd (arrivals.py) to `.grad` (landing.py, rollback.py,
+                          zero_grad.py)
     deferred_sums.py      sums over the shard group whose all-reduce comes later
-    write_guard.py        nobody but hsdp writes to unsharded parameters
+    write_guard.py        nobody but hsdp writes to unsharded parameters; readers.py: which streams read them
     state.py, settings.py what it is doing, and what users may change about it
     lookup.py             from a parameter or a module to its units
 
-A unit knows no other unit: what concerns several is `schedule`'s. May import `params`, `comm`, `buffers`.
+A unit knows no other unit: what concerns several is `schedule`'s. May import `params` and what is below it.
 """

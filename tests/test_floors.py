@@ -101,6 +101,12 @@ def _sources(*folders: str) -> dict[str, str]:
     return found
 
 
+def _path(name: str) -> Path:
+    """The file of a module, by its dotted name."""
+    path = ROOT / name.replace(".", "/")
+    return path / "__init__.py" if path.is_dir() else path.with_suffix(".py")
+
+
 def test_imports_only_go_down() -> None:
     assert _upward(_sources()) == []
 
@@ -257,7 +263,7 @@ def test_what_lives_as_long_as_the_process_is_told() -> None:
     for name, text in _sources().items():
         for found in _REGISTRY.finditer(text):
             registry = found["name"] or found["of_class"]
-            path = f"{name.removeprefix('hsdp.').replace('.', '/')}.py"
+            path = _path(name).relative_to(PACKAGE).as_posix()
             row = next((line for line in told.splitlines() if f"`{path}: " in line and registry in line), None)
             assert row is not None or registry.strip("_").isupper(), (
                 f"{path}: {registry} is in no row of docs/architecture.md"

@@ -116,6 +116,11 @@ def test_the_architecture_names_what_is_there() -> None:
     for owner, member in re.findall(r"\b([A-Z]\w+)\.([a-z_]\w+)", text):
         assert f"class {owner}" in sources, f"there is no {owner}"
         assert re.search(rf"\b(?:def {member}\b|{member}:)", sources), f"{owner} has no {member}"
+    for path, names in re.findall(r"`([\w/]+\.py): ([\w.]+)`", text):
+        source, last = (package / path).read_text(), names.split(".")[-1]
+        assert re.search(rf"^ *{last}\b", source, re.MULTILINE), f"{path} has no {names}"
+    for name in re.findall(r"`(?:\w+\.)?(_\w+|[a-z]+_\w+)`", text):
+        assert re.search(rf"\b{name}\b", sources), f"there is no {name}"
 
 
 def test_the_reference_has_every_public_name() -> None:

@@ -86,7 +86,7 @@ class DivergenceGuard:
         self._branches: dict[tuple[int, int], int] = {}
         self._state = 0
         self._begins = True
-        self._plan = 0
+        self._order = 0
         self._passes = 0
         self._events = 0
         self._users = 0
@@ -111,13 +111,13 @@ class DivergenceGuard:
         self._users += 1
         return self._users
 
-    def begin_pass(self, plan: int) -> None:
-        """A pass begins with the next op: what follows it depends on `plan` alone and not on what was before.
+    def begin_pass(self, order: int) -> None:
+        """A pass begins with the next op: what follows it depends on `order` alone and not on what was before.
 
-        `plan` stands for the order in which ranks mean to gather ahead; it is the same on all that agree so far.
+        `order` stands for that in which ranks mean to gather ahead; it is the same on all that agree so far.
         """
         self._begins = True
-        self._plan = plan
+        self._order = order
 
     def note_event(self, event: int) -> None:
         """This rank did something that all must do alike, though nothing is communicated: the next op tells of it."""
@@ -141,13 +141,13 @@ class DivergenceGuard:
         """
         self.count += 1
         state, begins, events = self._state, self._begins, self._events
-        expected = hash((op, self._plan if begins else 0, events)) if begins or events else op
+        expected = hash((op, self._order if begins else 0, events)) if begins or events else op
         known = self._branches.get((state, self._passes)) if self._branches else None
         known = known or self._follows.get(state)
         if known != expected:
             self._ask(Answer(self._rank, self.count, described(kind, name), expected), known is not None)
             self._learn(known is None, expected)
-        self._state = hash((self._plan if begins else state, op))
+        self._state = hash((self._order if begins else state, op))
         if events:
             self._passes = self._events = 0
         elif begins:

@@ -31,7 +31,7 @@ from hsdp.unit.sharing import share_gradients
 from hsdp.unit.unit import Unit
 
 _STEPPED = 1
-"""The plan of a step's gathers, for the ranks' divergence guards; a backward's is 0."""
+"""Stands for the order of a step's gathers, for the ranks' divergence guards; that of a backward is 0."""
 
 
 def share_of_param(param: Any) -> Share | None:

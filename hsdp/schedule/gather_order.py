@@ -34,7 +34,7 @@ class GatherOrder(Generic[UnitT]):
     """The order in which units were gathered in the last full pass, and where this pass is in it.
 
     Attributes:
-        plan: identifies the order; 0 before one was recorded.
+        identity: stands for the order, the same number on all ranks that have it; 0 before one was recorded.
     """
 
     def __init__(self) -> None:
@@ -42,7 +42,7 @@ class GatherOrder(Generic[UnitT]):
         self._windows: _Windows[UnitT] = _Windows([])
         self._seen: list[UnitT] = []
         self._follows = False
-        self.plan = 0
+        self.identity = 0
 
     def begin(self) -> None:
         """Starts a pass."""
@@ -71,7 +71,7 @@ class GatherOrder(Generic[UnitT]):
         """Ends a pass: what was seen is what the next one expects."""
         if self._seen and self._seen != self._expected:
             self._expected = self._seen
-            self.plan = hash(tuple(unit.op for unit in self._seen))
+            self.identity = hash(tuple(unit.op for unit in self._seen))
         self.leave()
 
 
@@ -82,13 +82,13 @@ class BackwardGatherOrder(Generic[UnitT]):
     what the last backward showed, and at first they are expected.
 
     Attributes:
-        plan: identifies the order of the last backward; 0 before the first one.
+        identity: as in `GatherOrder`, of the order of the last backward; 0 before the first one.
     """
 
     def __init__(self) -> None:
         self._absent: set[UnitT] = set()
         self._windows: _Windows[UnitT] = _Windows([])
-        self.plan = 0
+        self.identity = 0
 
     def begin(self, units: Iterable[tuple[UnitT, Moment | None]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered.
@@ -104,7 +104,7 @@ class BackwardGatherOrder(Generic[UnitT]):
         self._absent -= gathers.entered
         self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
         if gathers.expected:
-            self.plan = hash(tuple(unit.op for unit in gathers.expected))
+            self.identity = hash(tuple(unit.op for unit in gathers.expected))
 
 
 class BackwardGathers(Generic[UnitT]):

@@ -53,9 +53,9 @@ class Runtime(Backwards):
                 unit.check_opened()  # as this forward gathers the shards anew
                 unit.reshard()
         self._forward_order.begin()
-        plan = hash((self._forward_order.plan, self._backward_order.plan, torch.is_grad_enabled()))
+        orders = hash((self._forward_order.identity, self._backward_order.identity, torch.is_grad_enabled()))
         for divergence_guard in self._shard_guards:
-            divergence_guard.begin_pass(plan)
+            divergence_guard.begin_pass(orders)
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""

@@ -16,7 +16,7 @@ from hsdp.torch_private import storage_key
 from hsdp.unit.zero_grad import Standing, ZeroGradSentinel
 
 
-class _Shown(NamedTuple):
+class _Assigned(NamedTuple):
     """Gradients where there were none."""
 
     params: Sequence[ManagedParam]
@@ -37,11 +37,11 @@ class Undo:
     """The landings of the backward under way: `entries`, in order."""
 
     def __init__(self) -> None:
-        self.entries: list[_Shown | _Added] = []
+        self.entries: list[_Assigned | _Added] = []
 
     def note_assigned(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
         """Notes that these gradients, around these local tensors, came where there were none."""
-        self.entries.append(_Shown(params, grads, locals_))
+        self.entries.append(_Assigned(params, grads, locals_))
 
     def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
         """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
@@ -53,12 +53,12 @@ class Undo:
         """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
         late = self.entries[since:]
         for at, one in enumerate(late):
-            if isinstance(one, _Shown):
+            if isinstance(one, _Assigned):
                 still = [i for i, param in enumerate(one.params) if param.sharded.grad is one.grads[i]]
-                late[at] = _Shown(
+                late[at] = _Assigned(
                     [one.params[i] for i in still], [one.grads[i] for i in still], [one.locals[i] for i in still]
                 )
-        self.entries[since:] = [one for one in late if not isinstance(one, _Shown) or one.params]
+        self.entries[since:] = [one for one in late if not isinstance(one, _Assigned) or one.params]
 
     def clear(self) -> None:
         """The backward ended well."""
@@ -73,9 +73,9 @@ class Undo:
         able = True
         untouched: dict[int, bool] = {}
         for entry in reversed(self.entries):
-            if isinstance(entry, _Shown):
-                for shown in zip(*entry, strict=True):
-                    self._take_away(*shown)
+            if isinstance(entry, _Assigned):
+                for assigned in zip(*entry, strict=True):
+                    self._take_away(*assigned)
                 continue
             storage = storage_key(entry.memory.untyped_storage())
             if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):

@@ -46,8 +46,8 @@ class Reduction:
         replicas: ranks over which it is all-reduced; 0: replicas that are not in the mesh, which the all-reduce stage
             counts.
         parts: its operands, by dtype group, in one part each.
-        all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's partial sums. In a
-            tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
+        all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's deferred sums. In
+            a tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
         factor: what its sums are multiplied with.
         in_tree: its sums have the order of the tree over data ranks.
         offloads: its gradients leave the device.
@@ -241,7 +241,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             gradients = reduction.unit.gradients
             if gradients.sentinels.up:
                 gradients.heed_zero_grad()
-            if reduction.all_reduce and gradients.partial is not None:
+            if reduction.all_reduce and gradients.deferred_sums is not None:
                 deferred.append(reduction)
         if not self.ordered_by_streams:
             self._start_all_reduce(bucket, behind, deferred)
@@ -255,7 +255,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
 
     def _start_all_reduce(self, bucket: ReductionBucket, behind: ReductionBucket, deferred: list[Reduction]) -> None:
         for reduction in deferred:
-            reduction.unit.gradients.join_partial(reduction.parts)
+            reduction.unit.gradients.hand_over_deferred(reduction.parts)
             if not reduction.in_tree:
                 for part in reduction.parts:
                     join_deferred(part)

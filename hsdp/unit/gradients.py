@@ -2,7 +2,7 @@
 
     arrivals   unsharded gradients of the backward under way
     stash      whole sums of micro-batches that were not communicated              } pending: visible, cleared with the
-    partial    sharded sums whose all-reduce is deferred to a later micro-batch    } gradients by both kinds of zero_grad
+    deferred   sharded sums whose all-reduce is left to a later micro-batch        } gradients by both kinds of zero_grad
     .grad      sharded DTensors, or None: what users and the optimizer see
 
 Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a sentinel (see
@@ -46,7 +46,7 @@ from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
 
-Partial = list[list[Tensor]]
+DeferredSums = list[list[Tensor]]
 """Sharded sums that wait for their all-reduce: the operands of each dtype group."""
 
 
@@ -56,7 +56,7 @@ class Gradients:
     Attributes:
         arrivals: unsharded gradients of the backward under way.
         scatter_bytes: what a reduction of them gives to its reduce-scatter; every trainable parameter takes part.
-        partial: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
+        deferred_sums: per dtype group, sharded sums that wait for their all-reduce; None when nothing was deferred.
         stashed: some rank, perhaps not this one, holds whole sums of backwards that did not communicate. Equal on all
             ranks, as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
@@ -80,7 +80,7 @@ class Gradients:
         self._stash: dict[int, Tensor] = {}
         self._stash_factor = 1.0
         self.scatter_bytes = 0
-        self.partial: Partial | None = None
+        self.deferred_sums: DeferredSums | None = None
         self.stashed = self.deferred = self.lost = self.shared = False
         self.sentinels = Sentinels(params)
         self._running: list[GroupReduction] = []
@@ -88,7 +88,7 @@ class Gradients:
         self._open: list[GroupReduction] = []
         self._undo = Undo()
         self._owed_before: tuple[bool, bool, list[int]] | None = None
-        self._partial_before: tuple[Partial | None] | None = None
+        self._deferred_before: tuple[DeferredSums | None] | None = None
 
     def arrange(self, dtype_groups: list[DtypeGroup]) -> None:
         """New buffers: plans and sums made for the old ones are forgotten."""
@@ -111,7 +111,7 @@ class Gradients:
         self.arrivals.drop()
         self._stash.clear()
         self._running.clear()
-        self.partial = None
+        self.deferred_sums = None
         self.stashed = self.deferred = self.lost = False
         self.commit()
         self.sentinels.take_all_down()
@@ -204,27 +204,27 @@ class Gradients:
         for part in parts:
             if part.dropped:
                 zero(part.plan, part.operands, part.dropped)
-        before, sums = self.partial, [defer_sums(part) for part in parts]
+        before, sums = self.deferred_sums, [defer_sums(part) for part in parts]
         if before is not None:
             for mine, held in zip(sums, before, strict=True):
                 torch._foreach_add_(mine, held)
-        self._replace_partial(sums, undoable)
+        self._replace_deferred(sums, undoable)
         self._watch_all(part.plan for part in parts)
 
-    def join_partial(self, parts: list[GroupReduction]) -> None:
+    def hand_over_deferred(self, parts: list[GroupReduction]) -> None:
         """Hands what was deferred to the operands that it will be added to, by `join_deferred`.
 
         They hold it until they land: by then the compute stream, to which that memory belongs, is behind the sum.
         """
-        if self.partial is not None:
-            for held, part in zip(self.partial, parts, strict=True):
+        if self.deferred_sums is not None:
+            for held, part in zip(self.deferred_sums, parts, strict=True):
                 part.joined = held
-            self._replace_partial(None, parts[0].undoable)
+            self._replace_deferred(None, parts[0].undoable)
 
-    def _replace_partial(self, sums: Partial | None, undoable: bool) -> None:
-        if undoable and self._partial_before is None:
-            self._partial_before = (self.partial,)
-        self.partial = sums
+    def _replace_deferred(self, sums: DeferredSums | None, undoable: bool) -> None:
+        if undoable and self._deferred_before is None:
+            self._deferred_before = (self.deferred_sums,)
+        self.deferred_sums = sums
 
     def _note_owed(self) -> None:
         if self._owed_before is None:
@@ -272,7 +272,7 @@ class Gradients:
         self.heed_zero_grad()
         found = dict.fromkeys(self.sentinels.names(), "on other ranks") if self.stashed else {}
         found.update((self._params[slot].fqn, "on this rank") for slot in self._stash)
-        if self.partial is not None:
+        if self.deferred_sums is not None:
             for fqn in self.sentinels.names():
                 found[fqn] = f"{found[fqn]} and in the shard group" if fqn in found else "in the shard group"
         if self.lost:
@@ -298,22 +298,22 @@ class Gradients:
         if gone:
             for part in self._running:
                 part.dropped |= gone
-            if self.partial is not None:
-                self._drop_partial(gone)
+            if self.deferred_sums is not None:
+                self._drop_deferred(gone)
         if not self.sentinels.up:
             self.lost = False
             if gone:
-                self.partial = None
+                self.deferred_sums = None
 
-    def _drop_partial(self, gone: set[int]) -> None:
-        assert self.partial is not None, "checked by the caller"
-        for plan, held in zip(self._plans, self.partial, strict=True):
+    def _drop_deferred(self, gone: set[int]) -> None:
+        assert self.deferred_sums is not None, "checked by the caller"
+        for plan, held in zip(self._plans, self.deferred_sums, strict=True):
             zero(plan, held, gone)
         if len(gone) >= sum(len(plan.slots) for plan in self._plans):
-            self.partial = None
+            self.deferred_sums = None
 
     def _remove_sentinels(self) -> None:
-        if self.sentinels.up and not (self.partial or self._running or self.stashed or self.lost or self.deferred):
+        if self.sentinels.up and not (self.deferred_sums or self._running or self.stashed or self.lost or self.deferred):
             self.sentinels.take_all_down()
 
     # -- landing -------------------------------------------------------------------------------------------------
@@ -404,7 +404,7 @@ class Gradients:
             part.undoable = False
         self._open.clear()
         self._undo.clear()
-        self._owed_before = self._partial_before = None
+        self._owed_before = self._deferred_before = None
 
     @property
     def in_flight(self) -> bool:
@@ -426,9 +426,9 @@ class Gradients:
         if self._owed_before is not None:
             self.stashed, self.deferred, watched = self._owed_before
             self.sentinels.restore(watched)
-        if self._partial_before is not None:
-            self.partial = self._partial_before[0]
-        self._owed_before = self._partial_before = None
+        if self._deferred_before is not None:
+            self.deferred_sums = self._deferred_before[0]
+        self._owed_before = self._deferred_before = None
         self._stash.clear()
         if self.stashed or not able:
             self.lose()
@@ -436,7 +436,7 @@ class Gradients:
 
     def lose_all(self) -> None:
         """All pending sums are lost, also those that wait for their all-reduce."""
-        self.partial, self.deferred = None, False
+        self.deferred_sums, self.deferred = None, False
         self.lose()
 
     def lose(self, parts: Sequence[GroupReduction] = ()) -> None:

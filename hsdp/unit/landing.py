@@ -23,7 +23,7 @@ _accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
-    """Takes the parameters at `slots` out of reduced or partial sums."""
+    """Takes the parameters at `slots` out of reduced or deferred sums."""
     part = GroupReduction(plan, [], [], operands, [])
     flags = part.flags()
     for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):

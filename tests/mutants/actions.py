@@ -176,7 +176,7 @@ planted("pending sums not refused")(gives(Gradients, "refuse_pending"))
 planted("zeroing not heeded")(gives(Sentinels, "gone", frozenset()))
 planted("micro-batches forgotten")(lambda: mock.patch.object(Gradients, "stash", Gradients.drop))
 planted("flush does nothing")(gives(Runtime, "flush"))
-planted("zeroed parameters stay in partial sums", 4, "2d")(gives(hsdp.unit.gradients, "zero"))
+planted("zeroed parameters stay in deferred sums", 4, "2d")(gives(hsdp.unit.gradients, "zero"))
 planted("a sentinel of each parameter used on this rank only")(gives(Gradients, "_watch_all"))
 
 
@@ -226,7 +226,10 @@ def _no_copy() -> AbstractContextManager[Any]:
 
 @planted("deferred sums not put back", 4, "2d")
 def _no_partial() -> AbstractContextManager[Any]:
-    return mock.patch.object(Gradients, "_replace_partial", lambda grads, sums, undoable: setattr(grads, "partial", sums))
+    def replace(gradients: Gradients, sums: Any, undoable: bool) -> None:
+        gradients.deferred_sums = sums
+
+    return mock.patch.object(Gradients, "_replace_deferred", replace)
 
 
 @planted("errors of landings swallowed")

@@ -104,23 +104,25 @@ def script(text: str, *shapes: tuple[int, ...]) -> Check:
 
 
 @mutant(script("local:abc scatter:abc full:abc"))
-def drops_partial_sums() -> Any:
-    return mock.patch.object(Gradients, "join_partial", lambda gradients, parts: setattr(gradients, "partial", None))
+def drops_deferred_sums() -> Any:
+    return mock.patch.object(
+        Gradients, "hand_over_deferred", lambda gradients, parts: setattr(gradients, "deferred_sums", None)
+    )
 
 
 @mutant(script("scatter:abc local:abc scatter:abc full:abc"))
-def adds_partial_sums_twice() -> Any:
+def adds_deferred_sums_twice() -> Any:
     def change(join: Callable[..., Any]) -> Callable[..., Any]:
         def twice(gradients: Gradients, parts: list[GroupReduction]) -> None:
-            partial = gradients.partial
+            deferred = gradients.deferred_sums
             join(gradients, parts)
-            if partial is not None:
-                for held, part in zip(partial, parts, strict=True):
+            if deferred is not None:
+                for held, part in zip(deferred, parts, strict=True):
                     torch._foreach_add_(part.operands, held)
 
         return twice
 
-    return replaced(Gradients, "join_partial", change)
+    return replaced(Gradients, "hand_over_deferred", change)
 
 
 @mutant(script("full:abc local:abc full:abc scatter:abc full:abc"))

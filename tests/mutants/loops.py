@@ -272,7 +272,9 @@ def takes_unused_parameters_for_used() -> Any:
 
 @mutant(Check(rows.check_pipeline, (None, (2, 2)), world=4))
 def loses_what_was_deferred() -> Any:
-    return mock.patch.object(Gradients, "join_partial", lambda gradients, parts: setattr(gradients, "partial", None))
+    return mock.patch.object(
+        Gradients, "hand_over_deferred", lambda gradients, parts: setattr(gradients, "deferred_sums", None)
+    )
 
 
 @mutant(Check(states._refused, ("FULL_PARAMS",)), kill=NOT_REFUSED)

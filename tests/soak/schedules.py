@@ -61,8 +61,8 @@ def runs(ranks: int) -> st.SearchStrategy[tuple[Any, ...]]:
 
 
 SCHEDULE_BUGS = (
-    "drops partial sums",
-    "adds partial sums twice",
+    "drops deferred sums",
+    "adds deferred sums twice",
     "counts the stash again",
     "forgets the stash",
     "lands twice",

@@ -26,7 +26,7 @@ def test_schedules_on_four_ranks(pool4: Pool, args: tuple[Any, ...]) -> None:
     pool4.run(run_schedule, *args)
 
 
-@pytest.mark.parametrize("bug", ["drops partial sums", "lands twice", "does not sweep"])
+@pytest.mark.parametrize("bug", ["drops deferred sums", "lands twice", "does not sweep"])
 def test_schedules_find_planted_bugs(pool2: Pool, bug: str) -> None:
     """A few of those that the soak plants, of which all were found: `benchmarks/results/schedule_mutants.log`."""
     ran, found = search(pool2, bug, 300, 0)

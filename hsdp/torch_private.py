@@ -1,7 +1,8 @@
-"""Every private name of torch that hsdp uses, but for DTensor's (`params/dtensors.py`, `params/tensor_parallel.py`).
+"""What hsdp asks of torch's engine, storages, process groups, meshes and dynamo, and torch has no public name for.
 
 Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.14 have all of them;
-`tests/test_floors.py` finds any other use.
+`tests/test_floors.py` finds uses of these elsewhere. Not here are private names of DTensor, and attributes of tensors and
+modules that begin with an underscore (`_base`, `_version`, `_parameters`): they stand where they are used.
 """
 
 from __future__ import annotations

@@ -37,7 +37,7 @@ DIRECT_MULTIPLE_BYTES = 16
 
 @dataclass(frozen=True)
 class ParamSpec:
-    """What the planner knows of a parameter.
+    """What the layout of a parameter depends on.
 
     Attributes:
         shape: its whole shape.

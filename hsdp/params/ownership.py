@@ -1,4 +1,4 @@
-"""Which unit a sharded parameter belongs to: one table for the process.
+"""Which unit a sharded parameter belongs to: one table for the process; and what the class of a sharded module is called.
 
 Identities, not weak keys: torch does not swap tensors that are weakly referenced.
 """

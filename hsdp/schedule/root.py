@@ -80,7 +80,7 @@ class Root:
         self._modules = [weakref.ref(module) for module in modules]
 
     def adopt(self) -> None:
-        """Gathers the units below the root under this runtime, anew if `fully_shard` was called since."""
+        """Puts the units below the root under this runtime, and looks for them anew if `fully_shard` was called since."""
         if fresh := self._generation != Root.generation:
             self.units, self._members = [], []
             for module in self.modules():

@@ -1,4 +1,4 @@
-"""Which unit a parameter belongs to, and which units a module reaches: the one walk over a model's modules."""
+"""Which unit a parameter belongs to, and which units the modules of a model reach."""
 
 from __future__ import annotations
 

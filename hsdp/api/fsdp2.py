@@ -21,7 +21,6 @@ from dataclasses import fields
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
-import torch
 import torch.distributed.fsdp as fsdp
 from torch import nn
 from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
@@ -90,16 +89,6 @@ class FSDP2Compat(fsdp.FSDPModule):
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""
         check_flag("set_force_sum_reduction_for_comms", enable)
-
-    def set_post_optim_event(self, event: torch.Event) -> None:
-        """The current stream, and that of the next forward, wait for `event`: for an optimizer on a stream of its own.
-
-        Called in the optimizer's hook, the current stream is the optimizer's, which need not wait.
-        """
-        for unit in self._units(recurse=False):
-            if unit.context.streams.active:
-                unit.context.streams.join(event)
-                unit.settings.post_optim_event = event
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: hsdp's gathers are always asynchronous."""

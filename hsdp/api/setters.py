@@ -269,6 +269,16 @@ class Setters(FSDP2Compat):
         for unit in self._units(recurse=False):
             unit.settings.backward_prefetch = _units_to_prefetch("set_modules_to_backward_prefetch", modules)
 
+    def set_post_optim_event(self, event: torch.Event) -> None:
+        """The current stream, and that of the next forward, wait for `event`: for an optimizer on a stream of its own.
+
+        Called in the optimizer's hook, the current stream is the optimizer's, which need not wait.
+        """
+        for unit in self._units(recurse=False):
+            if unit.context.streams.active:
+                unit.context.streams.join(event)
+                unit.settings.post_optim_event = event
+
     def set_custom_all_gather(self, comm: AllGather | None) -> None:
         """Gathers this module's unit by `comm`, see `hsdp.AllGather`; None: hsdp's own gather again."""
         _check_custom("set_custom_all_gather", comm)

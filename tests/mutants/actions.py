@@ -36,6 +36,7 @@ from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.gradients import Gradients
+from hsdp.unit.install import Shadows
 from hsdp.unit.landing import run_hooks
 from hsdp.unit.rollback import Undo
 from hsdp.unit.unit import Unit
@@ -101,7 +102,7 @@ planted("version check dropped")(
 planted("epoch not raised by a step")(gives(Unit, "weights_changed"))
 planted("shards_unchanged always True")(gives(Unit, "shards_unchanged", True))
 planted("whole guard dropped")(gives(WriteGuard, "written"))
-planted("assigned data not noticed")(gives(Unit, "assigned"))
+planted("assigned data not noticed")(gives(Shadows, "assigned"))
 planted("retained ignored")(lambda: mock.patch.object(Unit, "retained", _never("retained"), create=True))
 planted("whole parameters kept after a failed forward")(gives(Root, "_reshard_all"))
 
@@ -174,7 +175,7 @@ def _choice() -> AbstractContextManager[Any]:
 
 planted("pending sums not refused")(gives(Gradients, "refuse_pending"))
 planted("zeroing not heeded")(gives(Sentinels, "gone", frozenset()))
-planted("micro-batches forgotten")(lambda: mock.patch.object(Gradients, "stash", Gradients.drop))
+planted("micro-batches forgotten")(lambda: mock.patch.object(Gradients, "stash", lambda grads: grads.arrivals.drop()))
 planted("flush does nothing")(gives(Runtime, "flush"))
 planted("zeroed parameters stay in deferred sums", 4, "2d")(gives(hsdp.unit.gradients, "zero"))
 planted("a sentinel of each parameter used on this rank only")(gives(Gradients, "_watch_all"))
@@ -219,13 +220,13 @@ planted("void reductions land")(lambda: mock.patch.object(Reduction, "is_void", 
 def _no_copy() -> AbstractContextManager[Any]:
     def add(undo: Undo, memory: Any, landed: Any, standing: Any = None) -> None:
         memory.add_(landed)
-        undo._entries.append(hsdp.unit.rollback._Added(memory, memory, memory._version, standing))
+        undo.entries.append(hsdp.unit.rollback._Added(memory, memory, memory._version, standing))
 
-    return mock.patch.object(Undo, "add", add)
+    return mock.patch.object(Undo, "add_noted", add)
 
 
 @planted("deferred sums not put back", 4, "2d")
-def _no_partial() -> AbstractContextManager[Any]:
+def _no_deferred() -> AbstractContextManager[Any]:
     def replace(gradients: Gradients, sums: Any, undoable: bool) -> None:
         gradients.deferred_sums = sums
 
@@ -255,11 +256,11 @@ def _early_hooks() -> AbstractContextManager[Any]:
 @planted("gradients that came from outside replaced")
 def _replaced() -> AbstractContextManager[Any]:
     def change(assign: Callable[..., Any]) -> Callable[..., Any]:
-        def assigning(gradients: Gradients, plan: Any, values: Any, used: Any, undoable: bool) -> None:
-            for param in plan.params:
+        def assigning(gradients: Gradients, part: Any, used: Any, undoable: bool) -> None:
+            for param in part.grad_layout.params:
                 if param.sharded.grad is not None and not isinstance(param.sharded.grad._local_tensor, ZeroGradSentinel):
                     param.sharded.grad = None
-            assign(gradients, plan, values, used, undoable)
+            assign(gradients, part, used, undoable)
 
         return assigning
 

@@ -6,6 +6,7 @@ import re
 
 import pytest
 
+from tests.mutants.actions import PLANTS
 from tests.mutants.engine import run_mutated
 from tests.mutants.planting import MUTANTS, Check, Mutant
 from tests.support.rig import Outcome, Pool, describe
@@ -21,6 +22,13 @@ def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) ->
     run, args = (run_mutated, (mutant.name,)) if mutant is not None else (check.run, check.args)
     hurried = GROUP_TIMEOUT if mutant is not None or check.ends is not None else None
     return pool.run_raw(run, *args, group_timeout=hurried, timeout=30.0)
+
+
+def test_every_bug_can_be_planted() -> None:
+    """A patch of a name that is gone raises AttributeError, which may pass for the failure that the bug is to cause."""
+    for plant in (*(mutant.plant for mutant in MUTANTS.values()), *(plant for plant, _, _ in PLANTS.values())):
+        with plant():
+            pass
 
 
 @pytest.mark.parametrize("check", _CHECKS, ids=lambda check: f"{check.run.__name__}-{check.world}")

@@ -11,7 +11,6 @@ from hsdp.comm.uneven import Uneven
 from hsdp.planning.layouts import GroupPlan
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
-from hsdp.unit.unit import Unit
 from tests.buffers import test_uneven as uneven
 from tests.mutants.planting import WRONG_NUMBERS, Check, mutant, replaced
 from tests.planning import test_traffic as plan_collectives
@@ -87,7 +86,7 @@ def sends_rows_that_nobody_has_filled() -> Any:
 
 @mutant(Check(uneven.check_custom, ((4,),), world=4), kill="AssertionError")
 def hands_users_collectives_uneven_parts() -> Any:
-    return mock.patch.object(Unit, "fit_collectives", lambda unit: None)
+    return mock.patch.object(DtypeGroup, "lies_otherwise", return_value=False)
 
 
 @mutant(Check(plans, world=4), kill="AssertionError")

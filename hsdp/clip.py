@@ -23,7 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import all_reduce_now
 from hsdp.comm.divergence import CLIP, note_event_of
+from hsdp.schedule.module_hooks import state_of
 from hsdp.schedule.optimizer_hooks import check_communicated
+from hsdp.schedule.runtime import await_failure
 from hsdp.unit.lookup import unit_of
 from hsdp.unit.unit import Unit
 
@@ -82,7 +84,7 @@ def clip_grad_norm_(
     if not grads:
         return torch.zeros(())
     shardings = _by_sharding(grads)
-    norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads[0]), order)
+    norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads), order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
@@ -118,6 +120,8 @@ def _check_numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
 def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, though it has several names or was given twice."""
     if isinstance(parameters, nn.Module):
+        if (state := state_of(parameters)) is not None:
+            await_failure(state.unit)
         parameters = _parameters_below(parameters)
     elif isinstance(parameters, Tensor):
         parameters = (parameters,)
@@ -172,9 +176,12 @@ def _join(params: list[Tensor]) -> bool:
     return in_tree
 
 
-def _device_of(grad: Tensor) -> torch.device:
-    """Where numbers about a gradient are reduced: on its mesh's device, though the gradient may be offloaded."""
-    return torch.device(grad.device_mesh.device_type) if isinstance(grad, DTensor) else grad.device
+def _device_of(grads: list[Tensor]) -> torch.device:
+    """Where numbers about gradients are reduced: on the first mesh's device, though some may be offloaded, or plain."""
+    for grad in grads:
+        if isinstance(grad, DTensor):
+            return torch.device(grad.device_mesh.device_type)
+    return grads[0].device
 
 
 def _by_sharding(grads: list[Tensor]) -> dict[Groups, Bundles]:

@@ -17,5 +17,13 @@ ON = os.environ.get("HSDP_DEBUG", "0") not in ("", "0")
 """Whether the debug mode is on, as of the import of hsdp."""
 
 
-SLOW = float(os.environ.get("HSDP_SLOW") or "inf")
+def _seconds(name: str) -> float:
+    told = os.environ.get(name) or "inf"
+    try:
+        return float(told)
+    except ValueError:
+        raise ValueError(f"{name}={told!r}: expected a number of seconds, such as 10") from None
+
+
+SLOW = _seconds("HSDP_SLOW")
 """From how many seconds of waiting on a rank says for whom; infinity: never."""

@@ -16,7 +16,7 @@ from hsdp.api.setters import Setters
 from hsdp.format import several
 from hsdp.params.ownership import PREFIX
 from hsdp.schedule.module_hooks import ModuleHooks
-from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.schedule.runtime import Runtime, await_failure, runtime_of
 from hsdp.torch_private import leave_out_of_graphs, set_compiler
 from hsdp.unit.lookup import units_below
 from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
@@ -123,11 +123,12 @@ class HSDPModule(Setters):
     def named_parameters(self, *args: Any, **kwargs: Any) -> Iterator[tuple[str, nn.Parameter]]:
         """What `torch.nn.Module.named_parameters` gives, and `parameters()` with it: the sharded ones between passes.
 
-        On a device a backward that fails raises before the engine's thread has let go of it. Until then they would still be
-        the unsharded ones, and what is written to them lost.
+        Args:
+            args, kwargs: as torch's.
         """
-        if not torch.compiler.is_compiling() and (runtime := runtime_of(self._hsdp_state.unit)) is not None:
-            runtime.runs_elsewhere()
+        # Behind a backward that failed on a device they would be unsharded ones for a moment yet, and writes lost.
+        if not torch.compiler.is_compiling():
+            await_failure(self._hsdp_state.unit)
         return super().named_parameters(*args, **kwargs)  # type: ignore[misc,no-any-return]
 
     def zero_grad(self, set_to_none: bool = True) -> None:

@@ -73,7 +73,8 @@ class Report:
         """Prints on rank 0."""
         if self._out is not None:
             self._bar.clear()
-            print(text, flush=True)
+            encoding = sys.stdout.encoding or "utf-8"  # of a terminal, perhaps, that knows few characters
+            print(text.encode(encoding, "replace").decode(encoding), flush=True)
 
     def step(self, num_done: int, loss: float) -> None:
         """Moves the progress bar, if somebody watches."""

@@ -12,6 +12,7 @@ fewer machines as well as on more.
 from __future__ import annotations
 
 import math
+import os
 import time
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -409,7 +410,7 @@ def _introduce(job: Job) -> None:
 
 
 def _show_sample(job: Job, stop: StopSignal) -> int:
-    prompt = torch.tensor(list(job.options.prompt.encode()), device=job.device)
+    prompt = torch.tensor(list(os.fsencode(job.options.prompt)), device=job.device)
     text = generate(
         job.model,
         prompt,

@@ -85,8 +85,6 @@ def plan(
     Raises:
         TypeError, ValueError: an argument makes no sense, or is refused by `fully_shard` or `shard_units`.
     """
-    if link is not None and not isinstance(link, Link):
-        raise TypeError(f"plan(link={link!r}): expected a hsdp.planning.Link, e.g. Link(fast=450e9, slow=50e9)")
     facts = facts_of(
         model,
         units,
@@ -110,7 +108,7 @@ def plan(
         activations=activations,
         seq_len=seq_len,
         machine=rates.title,
-        link=link or rates.link,
+        link=rates.link if link is None else link,
         flops=rates.flops if flops is None else flops,
         bandwidth=rates.bandwidth if bandwidth is None else bandwidth,
         memory=memory,

@@ -82,6 +82,8 @@ class Assumptions:
             value = getattr(self, name)
             if not isinstance(value, (int, float)) or isinstance(value, bool) or not value > 0:
                 raise ValueError(f"plan({name}={value!r}): expected {unit} per second, a number above 0")
+        if not isinstance(self.link, Link):
+            raise TypeError(f"plan(link={self.link!r}): expected a hsdp.planning.Link, e.g. Link(fast=450e9, slow=50e9)")
         if self.optimizer not in KINDS:
             raise ValueError(f"plan(optimizer={self.optimizer!r}): expected one of {', '.join(map(repr, KINDS))}")
         if not isinstance(self.recompute, bool) and self.recompute != "selective":

@@ -198,3 +198,12 @@ class Runtime(Backwards):
 def runtime_of(unit: Unit) -> Runtime | None:
     """The runtime of the root that `unit` belongs to; None before its root's first forward."""
     return cast("Runtime | None", unit.runtime)
+
+
+def await_failure(unit: Unit) -> None:
+    """Waits until the engine's thread has let go of a backward that failed on a device, of which the caller hears before.
+
+    Until then `parameters()` would give unsharded ones.
+    """
+    if (runtime := runtime_of(unit)) is not None:
+        runtime.runs_elsewhere()

@@ -86,8 +86,6 @@ def _path(group: DtypeGroup, index: int, unit: Unit) -> str:
     where = unit.axes.placement_text(piece.spec.dim, piece.spec.merged)
     if kind.replicated:
         how = "kept whole, all-reduced"
-    elif piece.spec.dim is None:
-        how = "kept whole, reduced packed"
     elif group.shards == 1:
         how = "nothing to gather, all-reduced where autograd made it"
     else:

@@ -69,7 +69,7 @@ def fully_shard(
             away. An integer k that divides the number of shard ranks: they stay, sharded over groups of k neighbouring
             ranks, so that the gather for backward stays inside such a group (a node, say).
         shard_placement_fn: chooses for each parameter the dim to shard, as `Shard(dim)`; None stands for `Shard(0)`.
-            Scalars are kept whole on every rank. A second argument without a default, or one named `shards`, gets the
+            Scalars count as `replicate_params`. A second argument without a default, or one named `shards`, gets the
             number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
             FSDP2's `ShardPlacementResult` names another mesh; modules of such parameters (experts) become a unit.
         mp_policy: dtypes of compute, reduction and outputs.

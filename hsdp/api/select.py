@@ -75,7 +75,8 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        is_replicated = id(param) in replicated
+        # Scalars too: a reduce-scatter may add up in another order for each rank, and copies would drift apart.
+        is_replicated = id(param) in replicated or param.ndim == 0
         dim, merged = (None, 1) if is_replicated else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes, where)
         if inner is not None:
@@ -139,13 +140,11 @@ def _check_one_device(found: list[Found], unit: str) -> None:
         )
 
 
-def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int | None, int]:
-    """The dim to shard a parameter on (None: keep it whole), and how many leading dims to cut as one."""
+def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int, int]:
+    """The dim to shard a parameter on, and how many leading dims to cut as one."""
     placement = None if choose is None else placement_of(choose, param, shards)
     # FSDP2's ShardPlacementResult holds one; other_meshes.py has seen to its mesh.
     placement = getattr(placement, "placement", placement)
-    if param.ndim == 0:
-        return None, 1
     if placement is None:
         return 0, 1
     where = f"fully_shard({unit}, shard_placement_fn=...): for parameter {fqn!r} of shape {tuple(param.shape)}"

@@ -21,8 +21,7 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
         columns: the rows' columns of this piece, (S, piece.numel), or narrower where ranks hold less.
     """
     shards, shape, dim = columns.shape[0], piece.spec.shape, piece.spec.dim
-    if dim is None:
-        return [columns]
+    assert dim is not None, "what every rank keeps whole is not packed in rows"
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
         return [columns.view(shards, before, piece.numel // before if before else 0)]
@@ -44,8 +43,7 @@ def row_views(piece: Piece, columns: Tensor) -> list[Tensor]:
 def whole_views(piece: Piece, whole: Tensor, shards: int) -> list[Tensor]:
     """The parts of a whole parameter, or gradient: one stack of ranks' equal parts, and what the rank behind them holds."""
     shape, dim = piece.spec.shape, piece.spec.dim
-    if dim is None:
-        return [whole.reshape(1, -1).expand(shards, -1)]
+    assert dim is not None, "what every rank keeps whole is not cut"
     if piece.even or shape[dim] % shards == 0:
         before = math.prod(shape[:dim])
         return [whole.reshape(before, shards, piece.numel // before if before else 0).transpose(0, 1)]

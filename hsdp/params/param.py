@@ -62,7 +62,7 @@ class ManagedParam:
         dtype: storage dtype.
         sharded: the DTensor parameter that users see. Its local tensor is a view of the dtype group's shard buffer.
         local: that view; or with `wrapper`, the subclass around it.
-        replicated: every rank keeps it whole (`replicate_params`).
+        replicated: every rank keeps it whole (`replicate_params`, and scalars).
         share: the rows whose gradient this replica gets; None: replicas all get the same.
         unsharded: the unsharded parameter that forwards see at present; its storage is filled while the unit is open.
             None until the dtype group is built. See `choose`.

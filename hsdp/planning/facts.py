@@ -27,7 +27,7 @@ from hsdp.policies import CommPolicy, MixedPrecisionPolicy
 from hsdp.schedule.module_hooks import state_of
 from hsdp.unit.unit import Unit
 
-Cut = Callable[[int], tuple[int | None, int]]
+Cut = Callable[[int], tuple[int, int]]
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class ParamFacts:
         dtype: storage dtype.
         dim: the sharded tensor dim; None: kept whole on every rank.
         merged: how many leading dims are cut as one, as `ParamSpec` has it.
-        replicated: it is one of `replicate_params`.
+        replicated: it is one of `replicate_params`, or a scalar.
         trainable: it gets gradients.
         active: part of it that computes with a token: 1 for weights, chosen / all for experts, 0 for an embedding's lookup.
         looked_up: it is an embedding's table; tied to a layer, it is a weight as well.
@@ -242,9 +242,7 @@ def cut_by(choose: PlacementFn, shape: tuple[int, ...], name: str, unit: str) ->
 def placed(unit: UnitFacts, choose: PlacementFn) -> UnitFacts:
     """The unit with dims chosen by another `shard_placement_fn`."""
     params = [
-        replace(param, cut=cut_by(choose, param.shape, param.name, unit.name))
-        if param.shape and not param.replicated
-        else param
+        replace(param, cut=cut_by(choose, param.shape, param.name, unit.name)) if not param.replicated else param
         for param in unit.params
     ]
     return replace(unit, params=tuple(params))
@@ -274,7 +272,7 @@ def _of_plain(
         nested = chosen.keys() - {id(module)}
         owned = collect_params([module], ignored, lambda m: id(m) in nested)
         params = tuple(
-            _plain_param(param, places, name, placement, id(param) in replicated, _behind(places, begun))
+            _plain_param(param, places, name, placement, _is_whole(param, replicated), _behind(places, begun))
             for places, param in owned
         )
         shown = name or f"{type(model).__name__} (root)"
@@ -303,6 +301,10 @@ def _plain_param(
         behind=behind,
         cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
     )
+
+
+def _is_whole(param: nn.Parameter, replicated: set[int]) -> bool:
+    return id(param) in replicated or param.ndim == 0
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -46,7 +46,7 @@ class GroupKey:
     compute: torch.dtype
     reduce: torch.dtype
     replicated: bool = False
-    """Whether every rank keeps its parameters whole (`replicate_params`): then each rank acts as if it were alone."""
+    """Whether every rank keeps its parameters whole (`replicate_params`, scalars): each rank acts as if it were alone."""
     extension: bool = False
     """Whether its parameters say themselves how they are gathered (extension_group.py)."""
     composite: bool = False
@@ -242,12 +242,8 @@ class DtypeGroup:
                 if not piece.direct_gather and piece.spec.numel:
                     unsharded = self._place(piece).view(piece.spec.shape)
                     sources = row_views(piece, rows[:, piece.offset - start : piece.offset - start + piece.numel])
-                    if piece.spec.dim is None:  # it came from every rank; the first one's serves
-                        self._unpack_to.append(unsharded.view(-1))
-                        self._unpack_from.append(sources[0][0])
-                    else:
-                        self._unpack_to += whole_views(piece, unsharded, shards)
-                        self._unpack_from += sources
+                    self._unpack_to += whole_views(piece, unsharded, shards)
+                    self._unpack_from += sources
             self._unpack_to, self._unpack_from = merge_copies(self._unpack_to, self._unpack_from)
 
     def _new_whole(self, numel: int) -> FlatBuffer:

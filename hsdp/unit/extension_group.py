@@ -287,7 +287,7 @@ def check_extension(param: ManagedParam, axes: MeshAxes, reshard_after_forward: 
     """Raises ValueError if a parameter with a gather extension cannot be sharded as asked for; `where` names it."""
     parts = reshard_after_forward if type(reshard_after_forward) is int else 1
     told = ""
-    if param.replicated:
+    if param.replicated and param.spec.shape:
         told = "is in replicate_params, and what is kept whole is not gathered; leave it out"
     elif param.spec.dim != 0 or param.spec.merged > 1:
         told = "can be sharded on dim 0 only; let shard_placement_fn return None for it"

@@ -207,7 +207,7 @@ def test_a_unit_called_twice_reduces_once() -> None:
             assert counts["all_gather"] <= 3 + 3  # once per call, forward and backward
 
 
-def test_units_of_several_dtypes_and_scalars_still_make_one_call_each() -> None:
+def test_units_of_several_dtypes_make_one_call_each_and_scalars_one_more() -> None:
     with fake_world(8) as env:
         model = nn.Linear(64, 64)
         model.extra = nn.Parameter(torch.ones(64, 64, dtype=torch.float64))

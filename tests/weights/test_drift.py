@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hsdp
@@ -164,3 +165,47 @@ def _refused(env: RankEnv) -> None:
 
 def test_it_is_for_sharded_models_between_steps(pool2: Pool) -> None:
     pool2.run(_refused)
+
+
+class RingSum:
+    """A reduce-scatter that adds as a ring does: what a rank gets begins at the rank behind it, so bits differ by rank."""
+
+    def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
+        received = torch.empty_like(input_tensor)
+        dist.all_to_all_single(received, input_tensor, group=group)
+        parts = list(received.view(group.size(), -1))
+        first = group.rank() + 1
+        output_tensor.copy_(sum(parts[first:] + parts[:first]))  # type: ignore[arg-type]
+
+
+class Scaled(nn.Module):
+    """A layer with a learned scale, of no dims."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.scale = nn.Linear(6, 8), nn.Parameter(torch.tensor(0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(x) * self.scale  # type: ignore[no-any-return]
+
+
+def _scalars(env: RankEnv, shape: tuple[int, ...]) -> str:
+    torch.manual_seed(0)
+    model: Any = hsdp.fully_shard(Scaled(), mesh=env.mesh(shape))
+    model.set_custom_reduce_scatter(RingSum())
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.1)
+    _train(env, model, optimizer, steps=20)
+    held = model.scale.to_local().detach()
+    everywhere = [torch.empty_like(held) for _ in range(env.world_size)]
+    dist.all_gather(everywhere, held)
+    assert len({float(one) for one in everywhere}) == 1, everywhere
+    hsdp.check_replicas(model, optimizer)
+    if env.rank == 1:
+        _flip(held)
+    return _error(model, optimizer)
+
+
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_scalars_stay_the_same_on_all_ranks_whatever_the_order_of_sums(pool4: Pool, shape: tuple[int, ...]) -> None:
+    for said in pool4.run(_scalars, shape):
+        assert "'scale' " in said, said

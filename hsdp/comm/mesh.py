@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 
 import torch
 import torch.distributed as dist
@@ -63,6 +63,11 @@ class MeshAxes:
     names: frozenset[str] = frozenset()
     _joined: dict[DeviceMesh, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
     _cut_meshes: dict[int, DeviceMesh] = field(default_factory=dict, init=False, repr=False, compare=False)
+
+    @cached_property
+    def ranks(self) -> frozenset[int]:
+        """All ranks of the mesh: one object for equal ones, so that they are compared at once."""
+        return _as_set(tuple(self.mesh.mesh.flatten().tolist()))
 
     @cached_property
     def shard_size(self) -> int:
@@ -153,6 +158,11 @@ class MeshAxes:
         if self.replicate_axis is None:
             return f"{self.shard_size} shards on {self.mesh.device_type}"
         return f"{self.replicate_size} replicas x {self.shard_size} shards on {self.mesh.device_type}"
+
+
+@lru_cache(maxsize=64)
+def _as_set(ranks: tuple[int, ...]) -> frozenset[int]:
+    return frozenset(ranks)
 
 
 def device_of(mesh: DeviceMesh) -> torch.device:

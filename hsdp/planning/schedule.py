@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
-from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, GatherOrder
+from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, Circle, Circles, GatherOrder
 from hsdp.schedule.moments import BEFORE_ALL
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 
@@ -64,12 +64,17 @@ def rehearse(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> lis
     return rehearsal.events
 
 
+_ALL: Circle = frozenset()
+"""The circle of all units: one root's units have one mesh."""
+
+
 @dataclass(eq=False)
 class _Unit:
     """A unit, as the orders of gathers need to know it."""
 
     op: int  # its index
     whole_bytes: int
+    circle: Circle = _ALL
 
 
 class _Rehearsal:
@@ -94,8 +99,8 @@ class _Rehearsal:
         self._parted: set[int] = set()
         self._queue = _Queue(self._policy, device, self._emit)
         self._places = [_Unit(index, unit.total("whole_bytes")) for index, unit in enumerate(units)]
-        self._forward_order: GatherOrder[_Unit] = GatherOrder()
-        self._gathers: BackwardGathers[_Unit] = BackwardGatherOrder[_Unit]().begin(())
+        self._forward_order: GatherOrder[_Unit] = GatherOrder(_ALL)
+        self._gathers = self._begin_gathers([])
         self._forward_order.begin()
         for place in self._places:  # as the step before it recorded them
             self._forward_order.enter(place, 0)
@@ -165,13 +170,17 @@ class _Rehearsal:
             return
         self._last = last
         self._opened = []
-        in_turn = [(self._places[unit], BEFORE_ALL) for unit in self._backward_order(0)]
-        self._gathers = BackwardGatherOrder[_Unit]().begin(in_turn)
+        self._gathers = self._begin_gathers([self._places[unit] for unit in self._backward_order(0)])
         self._backward_of(0)
         self._queue.drain()
         for unit in range(len(self.units)):
             self._free(unit)
         self._emit(Verb.COMMIT, 0)
+
+    def _begin_gathers(self, in_turn: list[_Unit]) -> BackwardGathers[_Unit]:
+        order = BackwardGatherOrder[_Unit]()
+        order.serve(Circles([_ALL]))
+        return order.begin([(unit, BEFORE_ALL) for unit in in_turn])
 
     def _backward_order(self, unit: int) -> list[int]:
         """Units in the order in which their backward begins."""
@@ -190,7 +199,7 @@ class _Rehearsal:
             self._opened.remove(index)
             self._free(index)
         self._gathers.move_to(self._places[unit])
-        self._open(unit, self._gathers.next_units(self._window(unit)))
+        self._open(unit, self._gathers.next_units(self._places[unit], self._window(unit)))
         self._opened.append(unit)
         self._emit(Verb.BACKWARD, unit)
         for child in reversed(self._children[unit]):

@@ -414,7 +414,7 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
     if backward.gathers is not None:
         backward.gathers.move_to(unit)
         if ahead is None:
-            ahead = backward.gathers.next_units(unit.comm_policy.prefetch)
+            ahead = backward.gathers.next_units(unit, unit.comm_policy.prefetch)
     return ahead or ()
 
 

@@ -6,16 +6,26 @@
 A rank whose loss does not reach a unit passes over it in backward: it joins the all-gather that the others need, and
 reshards.
 
+The ranks of a unit's mesh, its *circle*, must gather it in one order among others, whatever units there are that only some
+of them have. So each circle has an order of its own, of the units that all its ranks enter:
+
+    dense layers on ranks 0-3      A     B     C     experts do not show: ranks that have others may skip others
+    experts on ranks 0 and 2       A  e  B  f  C     dense layers do: where e is gathered depends on A
+
 Decisions alone, without tensors: the engine and the planner (`hsdp.planning`) ask the same objects.
 """
 
 from __future__ import annotations
 
 from collections.abc import Collection, Iterable
+from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 from hsdp.schedule.moments import Moment
 from hsdp.schedule.room import room_for
+
+Circle = frozenset[int]
+"""The ranks that gather a unit together."""
 
 
 class Gathered(Protocol):
@@ -25,21 +35,80 @@ class Gathered(Protocol):
     """Identifies it, on all ranks alike."""
     whole_bytes: int
     """Of its unsharded parameters."""
+    circle: Circle
+    """Whose units they are; equal ones are one object."""
 
 
 UnitT = TypeVar("UnitT", bound=Gathered)
 
 
+class Circles:
+    """The circles of some units.
+
+    Attributes:
+        around: for each the circles that hold all its ranks, itself included: its ranks agree on the units of those.
+        inside: for each the circles that it holds so.
+    """
+
+    def __init__(self, circles: Iterable[Circle]) -> None:
+        found = list(dict.fromkeys(circles))
+        self.around = {one: {other for other in found if one <= other} for one in found}
+        self.inside = {one: [other for other in found if other <= one] for one in found}
+
+
+class GatherOrders(Generic[UnitT]):
+    """The order of each circle in forwards, of this rank's circles."""
+
+    def __init__(self) -> None:
+        self._orders: dict[Circle, GatherOrder[UnitT]] = {}
+        self._inside: dict[Circle, list[GatherOrder[UnitT]]] = {}
+
+    def serve(self, circles: Circles) -> None:
+        """These circles have orders from now on, those that had one theirs."""
+        self._orders = {one: self._orders.get(one) or GatherOrder(one) for one in circles.inside}
+        self._inside = {one: [self._orders[other] for other in inside] for one, inside in circles.inside.items()}
+
+    def identity(self, circle: Circle) -> int:
+        """That of the order of a circle."""
+        return self._orders[circle].identity
+
+    def begin(self) -> None:
+        """Starts a pass."""
+        for order in self._orders.values():
+            order.begin()
+
+    def enter(self, unit: UnitT, window: int) -> list[UnitT]:
+        """Records that `unit` is entered; returns the units behind it to be gathered ahead from here, of all circles."""
+        orders = self._inside[unit.circle]
+        if len(orders) == 1:
+            return orders[0].enter(unit, window)
+        return [other for order in orders for other in order.enter(unit, window)]
+
+    def is_last(self, unit: UnitT) -> bool:
+        """Whether `unit` is where a pass that kept to the order of its circle ends."""
+        return self._orders[unit.circle].is_last(unit)
+
+    def leave(self) -> None:
+        """Ends a pass that failed."""
+        for order in self._orders.values():
+            order.leave()
+
+    def end(self) -> None:
+        """Ends a pass."""
+        for order in self._orders.values():
+            order.end()
+
+
 class GatherOrder(Generic[UnitT]):
-    """The order in which units were gathered in the last full pass, and where this pass is in it.
+    """The order in which the units around a circle were gathered in the last full pass, and where this pass is in it.
 
     Attributes:
         identity: stands for the order, the same number on all ranks that have it; 0 before one was recorded.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, circle: Circle) -> None:
         self._expected: list[UnitT] = []
-        self._windows: _Windows[UnitT] = _Windows([])
+        self._windows: _Windows[UnitT] = _Windows([], circle)
         self._seen: list[UnitT] = []
         self._follows = False
         self.identity = 0
@@ -80,22 +149,29 @@ class BackwardGatherOrder(Generic[UnitT]):
 
     Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
     what the last backward showed, and at first they are expected.
-
-    Attributes:
-        identity: as in `GatherOrder`, of the order of the last backward; 0 before the first one.
     """
 
     def __init__(self) -> None:
         self._absent: set[UnitT] = set()
-        self._windows: _Windows[UnitT] = _Windows([])
-        self.identity = 0
+        self._circles = Circles(())
+        self._windows: dict[Circle, _Windows[UnitT]] = {}
+        self._identities: dict[Circle, int] = {}
+
+    def serve(self, circles: Circles) -> None:
+        """Its units are of these circles from now on."""
+        self._circles = circles
+        self._windows = {one: self._windows.get(one) or _Windows([], one) for one in circles.around}
+
+    def identity(self, circle: Circle) -> int:
+        """As in `GatherOrder`, of the order of a circle in the last backward; 0 before the first one."""
+        return self._identities.get(circle, 0)
 
     def begin(self, units: Iterable[tuple[UnitT, Moment | None]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered.
 
         With each goes when its last forward began, by its first autograd node; None: gradients cannot enter it.
         """
-        gathers = BackwardGathers(dict(units), self._absent, self._windows)
+        gathers = BackwardGathers(dict(units), self._absent, self._circles, self._windows)
         self._windows = gathers.windows
         return gathers
 
@@ -103,8 +179,9 @@ class BackwardGatherOrder(Generic[UnitT]):
         """That backward is over."""
         self._absent -= gathers.entered
         self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
-        if gathers.expected:
-            self.identity = hash(tuple(unit.op for unit in gathers.expected))
+        for circle, windows in gathers.windows.items():
+            if windows.order:
+                self._identities[circle] = hash(tuple(unit.op for unit in windows.order))
 
 
 class BackwardGathers(Generic[UnitT]):
@@ -112,15 +189,28 @@ class BackwardGathers(Generic[UnitT]):
 
     Attributes:
         began: the units, with when the last forward of each began; None: gradients cannot enter it.
-        expected: those that are gathered, in order, `windows`: of that order; given are those of the one before it, which
-            often is the same.
+        expected: those that are gathered, in order, `windows`: of that order, as each circle has it; given are those of the
+            one before it, which often is the same.
         entered: those that this rank has entered.
     """
 
-    def __init__(self, began: dict[UnitT, Moment | None], absent: Collection[UnitT], windows: _Windows[UnitT]) -> None:
+    def __init__(
+        self,
+        began: dict[UnitT, Moment | None],
+        absent: Collection[UnitT],
+        circles: Circles,
+        windows: dict[Circle, _Windows[UnitT]],
+    ) -> None:
         self.began = began
         self.expected = [unit for unit, moment in began.items() if moment is not None or unit not in absent]
-        self.windows = windows.of(self.expected)
+        self.windows: dict[Circle, _Windows[UnitT]] = {}
+        self._inside = circles.inside
+        self._behind: dict[Circle, list[int]] = {}  # of a circle's order, how much lies before a place in `expected`
+        for circle, around in circles.around.items():
+            shows = [unit.circle in around for unit in self.expected]
+            order = self.expected if all(shows) else [u for u, shown in zip(self.expected, shows, strict=True) if shown]
+            self.windows[circle] = windows[circle].of(order)
+            self._behind[circle] = list(accumulate(shows, initial=0))
         self.entered: set[UnitT] = set()
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
@@ -159,28 +249,34 @@ class BackwardGathers(Generic[UnitT]):
         if place >= self._at:
             self._at = place + 1
 
-    def next_units(self, window: int) -> list[UnitT]:
-        """The units of the window that are gathered next."""
-        return self.windows[self._at, window]
+    def next_units(self, unit: UnitT, window: int) -> list[UnitT]:
+        """The units of the window that are gathered next, from `unit` on, at which the backward is."""
+        inside, at = self._inside[unit.circle], self._at
+        if len(inside) == 1:
+            return self.windows[inside[0]][self._behind[inside[0]][at], window]
+        return [other for one in inside for other in self.windows[one][self._behind[one][at], window]]
 
 
 class _Windows(dict[tuple[int, int], list[UnitT]]):
-    """The windows of an order: by place and bound, the units from there on that are gathered ahead; not to be changed.
+    """The windows of a circle's order: by place and bound, its units from there on that are gathered ahead.
 
-    Each is worked out when it is asked for the first time.
+    Each is worked out when it is asked for the first time, and is not to be changed. Units of circles around it take room
+    in a window; their own order says where they are gathered.
     """
 
-    def __init__(self, order: list[UnitT]) -> None:
+    def __init__(self, order: list[UnitT], circle: Circle) -> None:
         super().__init__()
-        self._order = order
+        self.order = order
+        self._circle = circle
         self._sizes = [unit.whole_bytes for unit in order]
 
     def __missing__(self, key: tuple[int, int]) -> list[UnitT]:
         at, bound = key
-        window = self[key] = self._order[at : at + room_for(self._sizes[at:], bound)]
+        found = self.order[at : at + room_for(self._sizes[at:], bound)]
+        window = self[key] = [unit for unit in found if unit.circle is self._circle]
         return window
 
     def of(self, order: list[UnitT]) -> _Windows[UnitT]:
         """Those of another order, or of the same one when its units may have other sizes: these if nothing changed."""
-        same = order == self._order and self._sizes == [unit.whole_bytes for unit in order]
-        return self if same else _Windows(order)
+        same = order == self.order and self._sizes == [unit.whole_bytes for unit in order]
+        return self if same else _Windows(order, self._circle)

@@ -10,15 +10,19 @@ does not make is over when the engine has come behind it. There is one visit for
 Forwards without gradients that are recomputed have visits, too, which no forward tells of: they are taken to be as many as
 the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
 the end.
+
+Turns are taken among the units of one circle (gather_order.py): of others these ranks may run different ones.
 """
 
 from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 
+from hsdp.schedule.gather_order import Circle
 from hsdp.schedule.moments import Moment
 from hsdp.torch_private import retains_graph
 from hsdp.unit.unit import Unit
@@ -39,7 +43,9 @@ class ReduceTurns:
         self.expected = expected
         self.visits: dict[Unit, set[Moment]] = {}
         self.recomputed: dict[Unit, int] = {}
-        self._queue = deque(expected)
+        self._queues: dict[Circle, deque[Unit]] = {}
+        for unit in expected:
+            self._queues.setdefault(unit.circle, deque()).append(unit)
         self.waiting = set(expected)
         self._ready: set[Unit] = set()
         self._again: list[Unit] = []
@@ -74,7 +80,7 @@ class ReduceTurns:
     def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
         self._ready.add(unit)
-        queue, come = self._queue, []
+        queue, come = self._queues[unit.circle], []
         while queue and queue[0] in self._ready and not self.expects(queue[0]):
             first = queue.popleft()
             self.waiting.discard(first)
@@ -84,7 +90,7 @@ class ReduceTurns:
 
     def outstanding(self) -> Iterator[Unit]:
         """The units whose turn did not come, and behind them those that were visited after theirs."""
-        yield from self._queue
+        yield from chain.from_iterable(self._queues.values())
         yield from self._again
 
 

@@ -29,7 +29,7 @@ from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
 from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
-from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrder
+from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
 from hsdp.schedule.moments import Moment
 from hsdp.schedule.passes import BackwardPass, ForwardPass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
@@ -66,14 +66,14 @@ class Root:
         self.units: list[Unit] = []
         self.streams = Streams(device, root.context.streams.home)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
-        self._forward_order: GatherOrder[Unit] = GatherOrder()
+        self._forward_order: GatherOrders[Unit] = GatherOrders()
         self._backward_order: BackwardGatherOrder[Unit] = BackwardGatherOrder()
         self.reduce_order = ReduceOrder()
         self.forward_pass = ForwardPass(0)
         self.backward: BackwardPass | None = None
         self.awaits_gradients = False
         self._generation = -1
-        self._shard_guards: list[DivergenceGuard] = []
+        self._shard_guards: dict[DivergenceGuard, list[Circle]] = {}
         self._backward_guards: list[DivergenceGuard] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
         self._parents: set[Unit | None] = set()
@@ -85,7 +85,7 @@ class Root:
             self.units, self._members = [], []
             for module in self.modules():
                 self._collect(module, None, "")
-            self._shard_guards = _guards(unit.shard_comm for unit in self.units)
+            self._serve_circles()
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
             self._backward_guards = [a for a in _guards(comms) if a not in self._shard_guards]
             self._parents = {parent for _, parent, _ in self._members}
@@ -102,6 +102,16 @@ class Root:
             unit.join(this, self.streams, parent, name)
         if fresh:
             self._warn_of_unheeded()
+
+    def _serve_circles(self) -> None:
+        circles = Circles(unit.circle for unit in self.units)
+        self._forward_order.serve(circles)
+        self._backward_order.serve(circles)
+        self._shard_guards = {guard: [] for guard in _guards(unit.shard_comm for unit in self.units)}
+        for unit in self.units:
+            guard = unit.shard_comm.divergence_guard
+            if guard is not None and unit.circle not in (known := self._shard_guards[guard]):
+                known.append(unit.circle)
 
     def _warn_of_unheeded(self) -> None:
         """Warns of what units' policies say about the pipeline, which is the root's."""

@@ -53,9 +53,9 @@ class Runtime(Backwards):
                 unit.check_opened()  # as this forward gathers the shards anew
                 unit.reshard()
         self._forward_order.begin()
-        orders = hash((self._forward_order.identity, self._backward_order.identity, torch.is_grad_enabled()))
-        for divergence_guard in self._shard_guards:
-            divergence_guard.begin_pass(orders)
+        grad, identities = torch.is_grad_enabled(), (self._forward_order.identity, self._backward_order.identity)
+        for divergence_guard, circles in self._shard_guards.items():
+            divergence_guard.begin_pass(hash((grad, *(of(circle) for circle in circles for of in identities))))
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""

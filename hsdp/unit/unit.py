@@ -82,14 +82,14 @@ class Unit(UnitActivity, UnshardedParams):
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
+        circle: the ranks of its mesh, which gather and reduce it in one order.
         in_tree: its gradients are added in the order of the tree over data ranks.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
         runtime: the root's runtime, weakly held by `runtime_ref`.
         forward_version: `version` at the last forward.
         gradients: this rank's gradients, on their way to `.grad`.
-        trainable: which parameters take part in reductions: those that wanted gradients in the last forward, or in an
-            earlier one whose backward or whose sums are still to come.
+        trainable: which parameters are reduced: wanted in the last forward, or one whose backward or sums are to come.
         remaining: for each graph task under way, how many of the unit's gradients it has still to make.
     """
 
@@ -116,6 +116,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.replica_policy = replica_policy
         self.ignored = ignored
         self.settings: UnitSettings[Unit] = UnitSettings(reshard_after_forward)
+        self.circle = axes.ranks
         self.in_tree = comm_policy.reduction == "tree"
         if self.in_tree:
             self.settings.replica_reduce = TREE
@@ -128,7 +129,6 @@ class Unit(UnitActivity, UnshardedParams):
         self._registered: list[int] = []  # identities of its sharded parameters in the table of owners
         weakref.finalize(self, forget, self._registered)
 
-        # Gradients.
         self.gradients = Gradients(params, self.settings, axes.shard_size * axes.replicate_size)
         this = weakref.ref(self)
         self.gradients.sentinels.owner = lambda: None if (unit := this()) is None else (unit, unit.runtime)

@@ -1,0 +1,116 @@
+"""Units that only some ranks have, as with expert parallelism: ranks of different ones may run different ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
+
+import hsdp
+from hsdp.schedule.gather_order import Circle, Circles, GatherOrders
+from tests.support.rig import Pool, RankEnv
+
+DIM, EXPERTS = 6, 3
+ALL, SOME = frozenset(range(4)), frozenset((0, 2))
+
+
+class Layer(nn.Module):
+    """A dense layer, and this rank's experts by their numbers among all of them; those without rows are skipped."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.dense = nn.Linear(DIM, DIM, dtype=torch.float64)
+        numbers = range(EXPERTS * ep, EXPERTS * (ep + 1))
+        self.experts = nn.ModuleDict({str(n): nn.Linear(DIM, DIM, dtype=torch.float64) for n in numbers})
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        x = self.dense(x).tanh()
+        for at, expert in enumerate(self.experts.values()):
+            if not skipped >> at & 1:
+                x = x + expert(x) / EXPERTS
+        return x
+
+
+class Model(nn.Module):
+    """Layers of experts between two dense ones."""
+
+    def __init__(self, ep: int) -> None:
+        super().__init__()
+        self.first, self.last = (nn.Linear(DIM, DIM, dtype=torch.float64) for _ in range(2))
+        self.layers = nn.ModuleList(Layer(ep) for _ in range(3))
+
+    def forward(self, x: Tensor, skipped: int) -> Tensor:
+        x = self.first(x)
+        for layer in self.layers:
+            x = layer(x, skipped)
+        return self.last(x)  # type: ignore[no-any-return]
+
+
+def _trained(env: RankEnv, sharded: Any, replicas: int) -> dict[str, Tensor]:
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("expert_dp", "ep"))
+    shape, names = ((4,), ("dp",)) if replicas == 1 else ((2, 2), ("replicate", "shard"))
+    dense, ep = init_device_mesh("cpu", shape, mesh_dim_names=names), sparse.get_local_rank("ep")
+    torch.manual_seed(0)
+    model: Any = Model(ep)
+    for layer in model.layers:
+        for expert in layer.experts.values():
+            sharded(expert, mesh=sparse["expert_dp"])
+        sharded(layer, mesh=dense)
+    sharded(model, mesh=dense)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    # Of every two ranks that share experts each skips the same ones; the others skip other ones, or none.
+    for step, skipped in enumerate(((0, 0), (0, 0), (1, 4), (3, 0), (0, 2), (7, 0), (0, 0))):
+        torch.manual_seed(10 * step + env.rank)
+        with torch.no_grad():
+            model(torch.ones(5, DIM, dtype=torch.float64), skipped[1 - ep])
+        for micro in range(2):
+            model.set_requires_gradient_sync(micro == 1)
+            model(torch.randn(5, DIM, dtype=torch.float64), skipped[ep]).square().mean().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+    return {name: param.full_tensor() for name, param in model.named_parameters()}
+
+
+def _as_fsdp2(env: RankEnv, replicas: int) -> None:
+    expected, found = _trained(env, fsdp.fully_shard, replicas), _trained(env, hsdp.fully_shard, replicas)
+    for name, value in expected.items():
+        torch.testing.assert_close(found[name], value, rtol=1e-11, atol=1e-11, msg=name)
+
+
+@pytest.mark.parametrize("replicas", [1, 2])
+def test_ranks_that_run_different_experts_train_as_with_fsdp2(pool4: Pool, replicas: int) -> None:
+    pool4.run(_as_fsdp2, replicas)
+
+
+class Place:
+    """A unit, as orders of gathers know it."""
+
+    whole_bytes = 1
+
+    def __init__(self, name: str, circle: Circle) -> None:
+        self.name, self.circle, self.op = name, circle, hash(name)
+
+
+def _ahead(orders: GatherOrders[Any], places: list[Place]) -> list[str]:
+    """What is gathered ahead at each place of a pass."""
+    orders.begin()
+    told = ["".join(other.name for other in orders.enter(place, 1)) for place in places]
+    orders.end()
+    return told
+
+
+def test_what_all_gather_does_not_depend_on_what_some_have() -> None:
+    a, b, c = (Place(name, ALL) for name in "ABC")
+    e, f = (Place(name, SOME) for name in "ef")
+    orders: GatherOrders[Any] = GatherOrders()
+    orders.serve(Circles([ALL, SOME]))
+    assert _ahead(orders, [a, e, b, f, c]) == [""] * 5, "nothing is known yet"
+    identities = orders.identity(ALL), orders.identity(SOME)
+    assert _ahead(orders, [a, e, b, f, c]) == ["Be", "", "Cf", "", ""]
+    assert _ahead(orders, [a, e, b, c]) == ["Be", "", "Cf", ""], "those who have f have left their order there"
+    assert orders.identity(ALL) == identities[0] and orders.identity(SOME) != identities[1]
+    assert _ahead(orders, [a, b, f, c]) == ["Be", "C", "", ""]

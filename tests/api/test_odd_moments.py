@@ -11,6 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
 from torch.distributed.tensor import Shard
 
 import hsdp
@@ -178,18 +179,19 @@ class Routed(nn.Module):
         return self.experts(self.router(x))  # type: ignore[no-any-return]
 
 
+needs_routes = pytest.mark.skipif(
+    not hasattr(fsdp_common, "ShardPlacementResult"), reason="this torch has no ShardPlacementResult"
+)
+
+
 def _route(env: RankEnv, block: nn.Module, **options: Any) -> None:
-    common = pytest.importorskip("torch.distributed.fsdp._fully_shard._fsdp_common")
-    result = getattr(common, "ShardPlacementResult", None)
-    if result is None:
-        pytest.skip("this torch has no ShardPlacementResult")
     experts = set(block.experts.parameters())  # type: ignore[union-attr]
-    here = common.FSDPMeshInfo(env.mesh((2,)), shard_mesh_dim=0)
-    there = common.HSDPMeshInfo(env.mesh((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0)
+    here = fsdp_common.FSDPMeshInfo(env.mesh((2,)), shard_mesh_dim=0)
+    there = fsdp_common.HSDPMeshInfo(env.mesh((2, 1)), shard_mesh_dim=1, replicate_mesh_dim=0)
     fully_shard(
         block,
         mesh=env.mesh((2,)),
-        shard_placement_fn=lambda param: result(Shard(0), there if param in experts else here),
+        shard_placement_fn=lambda param: fsdp_common.ShardPlacementResult(Shard(0), there if param in experts else here),
         **options,
     )
 
@@ -209,6 +211,7 @@ def check_companion_unshards(env: RankEnv) -> None:
         block.reshard()
 
 
+@needs_routes
 def test_a_module_opens_its_companions_too(pool2: Pool) -> None:
     pool2.run(check_companion_unshards)
 
@@ -222,6 +225,7 @@ def check_companion_stays(env: RankEnv) -> None:
     assert type(block.experts.weight) is nn.Parameter
 
 
+@needs_routes
 def test_what_is_refused_leaves_companions_as_they_were(pool2: Pool) -> None:
     pool2.run(check_companion_stays)
 

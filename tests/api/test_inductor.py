@@ -29,6 +29,14 @@ pytestmark = pytest.mark.skipif(
 )
 
 
+def _needs_attention_in_float64() -> None:
+    """What torch 2.11 compiles takes a float64 sum that attention keeps for its backward for float32, and raises there."""
+    heads = torch.empty(1, 1, 2, 8, dtype=torch.float64, device="meta")
+    _, logsumexp = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(heads, heads, heads)
+    if logsumexp.dtype != torch.float64:
+        pytest.skip("this torch cannot run a compiled backward of attention in float64, whatever the model")
+
+
 def _tokens(step: int, rank: int) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(100 * step + rank)
     tokens = torch.randint(32, (2, LENGTHS[step] + 1), generator=generator)
@@ -87,6 +95,7 @@ def _compiled(env: RankEnv, way: str, expected: tuple[list[float], dict[str, Ten
 
 @pytest.mark.parametrize("way", WAYS if FULL else ["blocks before", "model"])
 def test_what_inductor_makes_trains_as_the_twin(pool2: Pool, way: str) -> None:
+    _needs_attention_in_float64()
     model = make_case("transformer").model()
     losses, params, _ = _train(model, model, range(2))
     pool2.run(_compiled, way, (losses, params), timeout=900, group_timeout=600)

@@ -96,7 +96,8 @@ class Positions(nn.Module):
         self.weight = nn.Parameter(torch.randn(6, 6, dtype=torch.float64))
 
     def forward(self, x: Tensor) -> Tensor:
-        return torch.tanh((x + self.positions) @ self.weight)
+        # DTensors of torch 2.11 refuse to flatten rows and positions, as a matrix beside a batch has it.
+        return torch.tanh(torch.bmm(x + self.positions, self.weight.expand(len(x), -1, -1)))
 
 
 def check_cut_sequence(env: RankEnv, replicas: bool, cut: int) -> None:

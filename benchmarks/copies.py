@@ -28,7 +28,7 @@ from torch.profiler import ProfilerActivity, profile
 import hsdp
 from benchmarks.harness import PRECISIONS, dtypes_of, progress, publish, shard
 from benchmarks.shapes import BLOCKS, EXPERTS, Shapes
-from hsdp.buffers.layout import NEVER, Layout, ParamSpec, plan
+from hsdp.buffers.layout import NEVER, Layout, ParamSpec, lay_out
 from hsdp.comm.backends import direct_bytes
 from hsdp.unit.dtype_group import GroupKey, thresholds_for
 from tests.support.counting import CollectiveCounter, CopyCounter
@@ -183,7 +183,7 @@ def plan_of(shapes: Shapes, shards: int, precision: str, backend: tuple[int, int
     """The layout that a unit of these parameters gets under the default policy; `experts`: placed by `least_padding`."""
     kind = GroupKey.of(torch.float32, hsdp.MixedPrecisionPolicy(**dtypes_of(precision)))
     specs = [_least_padding(shape, shards) if experts else ParamSpec(shape, 0) for shape in shapes.values()]
-    return plan(specs, shards, thresholds_for(hsdp.CommPolicy(), kind, *backend, NEVER))
+    return lay_out(specs, shards, thresholds_for(hsdp.CommPolicy(), kind, *backend, NEVER))
 
 
 def _least_padding(shape: tuple[int, ...], shards: int) -> ParamSpec:

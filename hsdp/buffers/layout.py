@@ -1,6 +1,6 @@
-"""Where each parameter's bytes lie: pure integer planning, no tensors, no ranks' state.
+"""Where each parameter's bytes lie: integers alone, no tensors, no ranks' state.
 
-A *dtype group* is the set of a unit's parameters that share dtypes. For one dtype group and S shard ranks the plan is
+A *dtype group* is the set of a unit's parameters that share dtypes. For one dtype group and S shard ranks the layout is
 
     shard buffer      [ big A | big B | mid C | small d | small e | pad ]              one rank's pieces
                       '- direct -----'                                                 own transfer each
@@ -134,7 +134,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Layout:
-    """The plan of one dtype group.
+    """The layout of one dtype group.
 
     Attributes:
         shards: number of shard ranks S.
@@ -165,7 +165,7 @@ class Layout:
         return self.shards * self.numel - held
 
 
-def plan(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Layout:
+def lay_out(specs: Sequence[ParamSpec], shards: int, thresholds: Thresholds) -> Layout:
     """Plans the buffers of one dtype group.
 
     Args:

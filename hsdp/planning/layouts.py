@@ -9,7 +9,7 @@ import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from hsdp.buffers.layout import Layout, ParamSpec, Piece, Thresholds, plan
+from hsdp.buffers.layout import Layout, ParamSpec, Piece, Thresholds, lay_out
 from hsdp.comm.backends import direct_bytes, uneven_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
@@ -17,7 +17,7 @@ from hsdp.planning.facts import ParamFacts, UnitFacts
 from hsdp.unit.dtype_group import GroupKey, thresholds_for, whole_numels
 
 # Blocks are alike: most layouts are asked for again and again.
-_layout = functools.lru_cache(maxsize=1024)(plan)
+_layout = functools.lru_cache(maxsize=1024)(lay_out)
 
 
 @dataclass(frozen=True)

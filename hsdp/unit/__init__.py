@@ -1,7 +1,7 @@
 """One parameter group: the parameters that one `fully_shard` call manages, gathered and reduced as one.
 
     unit.py               the unit: start reading here
-    unsharded.py          its unsharded parameters: gathered, freed (install.py: put where its modules find them)
+    unsharded.py          its unsharded parameters: gathered, freed (shadows.py: put where its modules find them)
     dtype_group.py        the part of its parameters that shares dtypes, and so buffers (extension_group.py: subclasses with
                           FSDP2's gather hooks; composite_group.py: subclasses around several tensors)
     reduce_plan.py        how gradients become the operands of a reduce-scatter (grad_layout.py: where they lie in them)

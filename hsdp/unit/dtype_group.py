@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
-from hsdp.buffers.layout import NEVER, Layout, Piece, Thresholds, plan
+from hsdp.buffers.layout import NEVER, Layout, Piece, Thresholds, lay_out
 from hsdp.buffers.views import merge_copies, row_views, whole_views
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.uneven import Uneven
@@ -118,7 +118,7 @@ class DtypeGroup:
         self.thresholds = thresholds
         self.shards = 1 if kind.replicated else axes.shard_size
         self.rank = 0 if kind.replicated else axes.shard_rank
-        self.layout = plan([p.spec for p in params], self.shards, thresholds)
+        self.layout = lay_out([p.spec for p in params], self.shards, thresholds)
         self.shard: Tensor
         self.device = axes.device
         self.offload = offload
@@ -185,7 +185,9 @@ class DtypeGroup:
     def lies_otherwise(self, uneven_bytes: int) -> bool:
         """Whether its layout would be another one with this threshold."""
         thresholds = replace(self.thresholds, uneven_bytes=uneven_bytes)
-        return thresholds != self.thresholds and plan([p.spec for p in self.params], self.shards, thresholds) != self.layout
+        return (
+            thresholds != self.thresholds and lay_out([p.spec for p in self.params], self.shards, thresholds) != self.layout
+        )
 
     def rehearse(self) -> None:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""

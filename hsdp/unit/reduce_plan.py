@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer
-from hsdp.buffers.layout import Layout, plan
+from hsdp.buffers.layout import Layout, lay_out
 from hsdp.buffers.views import row_views, whole_views
 from hsdp.comm.uneven import Uneven
 from hsdp.torch_private import are_alone, chunk_cat, storage_uses
@@ -66,7 +66,7 @@ class ReducePlan(GradLayout):
         params = [group.params[i] for i in trainable]
         everything = len(trainable) == len(group.params)
         specs = [p.spec for p in params]
-        self.layout: Layout = group.layout if everything else plan(specs, group.shards, group.thresholds)
+        self.layout: Layout = group.layout if everything else lay_out(specs, group.shards, group.thresholds)
         layout = self.layout
         super().__init__(
             group.kind,
@@ -129,7 +129,7 @@ class ReducePlan(GradLayout):
         dtype, device = self.kind.reduce, self.device
         buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
-        uneven = self._parts(grads, buffer) if self._uneven else ()
+        uneven = self._fill_uneven(grads, buffer) if self._uneven else ()
         inputs = self._own(grads, self._large)
         padded = self._pad(grads) if self._pads_first else None
         rows.flat_buffer.alloc()
@@ -150,7 +150,7 @@ class ReducePlan(GradLayout):
             reduction.outputs.append(cut(buffer, self.layout.reduce_packed_start, self.packed))
         return reduction
 
-    def _parts(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
+    def _fill_uneven(self, grads: list[Tensor | None], buffer: Tensor) -> list[Uneven]:
         """Inputs of the uneven reduce-scatter; in `buffer`, zeros follow this rank's rows where other ranks hold more."""
         found = []
         for i, piece, sizes in self._uneven:

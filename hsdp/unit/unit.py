@@ -32,9 +32,9 @@ from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
-from hsdp.unit.install import Shadows, requires_grad_of
 from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
+from hsdp.unit.shadows import Shadows, requires_grad_of
 from hsdp.unit.state import FORWARD, IDLE, TrainingState, UnitActivity, expect, stale, unentered
 from hsdp.unit.unsharded import UNSHARDED, UnshardedParams
 from hsdp.unit.write_guard import WriteGuard

@@ -26,10 +26,10 @@ from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.install import Shadows
 from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
+from hsdp.unit.shadows import Shadows
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 

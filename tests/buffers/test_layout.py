@@ -1,4 +1,4 @@
-"""The planner: what it promises for any parameters, numbers of ranks and thresholds."""
+"""Layouts: what they promise for any parameters, numbers of ranks and thresholds."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from hsdp.buffers.layout import (
     ParamSpec,
     Piece,
     Thresholds,
-    plan,
+    lay_out,
 )
 from hsdp.buffers.views import merge_copies, row_views, whole_views
 
@@ -53,7 +53,7 @@ def _overlaps(spans: list[tuple[int, int]]) -> bool:
 
 @given(_LANES)
 def test_pieces_do_not_overlap_and_lie_in_the_buffers(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    layout = plan(*group)
+    layout = lay_out(*group)
     assert [piece.spec for piece in layout.pieces] == group[0]
     assert not _overlaps([(p.offset, p.numel) for p in layout.pieces])
     assert not _overlaps([(p.whole_offset, p.spec.numel) for p in layout.pieces])
@@ -63,7 +63,7 @@ def test_pieces_do_not_overlap_and_lie_in_the_buffers(group: tuple[list[ParamSpe
 
 @given(_LANES)
 def test_every_piece_starts_aligned(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
-    layout = plan(*group)
+    layout = lay_out(*group)
     starts = [p.whole_offset for p in layout.pieces] + [layout.whole_numel, layout.whole_packed_start]
     starts += [p.offset for p in layout.pieces if p.direct_gather or layout.shards == 1]
     assert all(start % ALIGN == 0 for start in starts)
@@ -74,7 +74,7 @@ def test_every_piece_starts_aligned(group: tuple[list[ParamSpec], int, Threshold
 
 
 def test_small_pieces_on_many_ranks_are_hardly_padded() -> None:
-    layout = plan(
+    layout = lay_out(
         [ParamSpec((256,), 0), ParamSpec((64, 100), 0), ParamSpec((256,), 0)], 64, Thresholds(1 << 9, 4, 1 << 9, 4)
     )
     assert [piece.offset for piece in layout.pieces] == [0, 8, 112]
@@ -84,7 +84,7 @@ def test_small_pieces_on_many_ranks_are_hardly_padded() -> None:
 @given(_LANES)
 def test_padding_is_bounded_and_reported(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
     specs, shards, _ = group
-    layout = plan(*group)
+    layout = lay_out(*group)
     held = sum(s.numel * (shards if s.dim is None else 1) for s in specs)
     assert layout.padding == shards * layout.numel - held
     # Each piece: less than one row per missing rank, and less than one alignment per rank.
@@ -94,7 +94,7 @@ def test_padding_is_bounded_and_reported(group: tuple[list[ParamSpec], int, Thre
 
 def test_large_parameters_are_hardly_padded() -> None:
     specs = [ParamSpec((1000, 999), 0), ParamSpec((513, 511), 0), ParamSpec((1000,), 0)]
-    layout = plan(specs, 8, Thresholds(0, 4, 0, 4))
+    layout = lay_out(specs, 8, Thresholds(0, 4, 0, 4))
     assert layout.padding / sum(s.numel for s in specs) < 0.01
 
 
@@ -102,7 +102,7 @@ def test_large_parameters_are_hardly_padded() -> None:
 @example(([ParamSpec((5, 3), 0)], 4, Thresholds(0, 4, 0, 4)))  # the last rank holds no rows
 def test_ranks_hold_what_dtensor_says(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
     shards = group[1]
-    for piece in plan(*group).pieces:
+    for piece in lay_out(*group).pieces:
         spec = piece.spec
         for rank in range(shards):
             local = piece.local_shape(rank)
@@ -128,7 +128,7 @@ def test_what_is_large_and_even_goes_direct_and_the_rest_is_packed(
     group: tuple[list[ParamSpec], int, Thresholds],
 ) -> None:
     _, shards, thresholds = group
-    layout = plan(*group)
+    layout = lay_out(*group)
     for piece in layout.pieces:
         gather = _can_go_direct(piece, shards, thresholds.gather_bytes, thresholds.gather_itemsize)
         reduce = _can_go_direct(piece, shards, thresholds.reduce_bytes, thresholds.reduce_itemsize)
@@ -144,16 +144,16 @@ def test_what_is_large_and_even_goes_direct_and_the_rest_is_packed(
 
 def test_thresholds_count_bytes_of_a_ranks_piece() -> None:
     specs = [ParamSpec((32, 8), 0), ParamSpec((28, 8), 0)]  # 64 and 56 elements per rank
-    layout = plan(specs, 4, Thresholds(gather_bytes=256, gather_itemsize=4, reduce_bytes=256, reduce_itemsize=2))
+    layout = lay_out(specs, 4, Thresholds(gather_bytes=256, gather_itemsize=4, reduce_bytes=256, reduce_itemsize=2))
     assert [(p.direct_gather, p.direct_reduce) for p in layout.pieces] == [(True, False), (False, False)]
-    assert plan(specs[:1], 4, Thresholds(257, 4, 0, 4)).pieces[0].direct_gather is False
+    assert lay_out(specs[:1], 4, Thresholds(257, 4, 0, 4)).pieces[0].direct_gather is False
 
 
 @given(_LANES)
 def test_order_in_the_buffers_is_the_same_for_shards_and_wholes(
     group: tuple[list[ParamSpec], int, Thresholds],
 ) -> None:
-    layout = plan(*group)
+    layout = lay_out(*group)
     pieces = [layout.pieces[i] for i in layout.in_order]
     assert sorted(layout.in_order) == list(range(len(layout.pieces)))
     offsets = [(p.offset, p.whole_offset) for p in pieces]
@@ -182,7 +182,7 @@ def _pack(layout: Layout, wholes: list[torch.Tensor]) -> torch.Tensor:
 def test_rows_hold_the_shards_and_give_the_wholes_back(group: tuple[list[ParamSpec], int, Thresholds]) -> None:
     specs, shards, thresholds = group
     specs = [spec for spec in specs if spec.dim is not None]  # others are not packed in rows
-    layout = plan(specs, shards, thresholds)
+    layout = lay_out(specs, shards, thresholds)
     wholes = [_filled(spec) for spec in specs]
     rows = _pack(layout, wholes)
     for piece, whole in zip(layout.pieces, wholes, strict=True):
@@ -206,21 +206,21 @@ def test_rows_hold_the_shards_and_give_the_wholes_back(group: tuple[list[ParamSp
 @pytest.mark.parametrize("rows", [3, 4095, 4097, 12287])
 def test_views_do_not_grow_with_the_ranks(rows: int) -> None:
     spec = ParamSpec((rows, 2), 0)
-    (piece,) = plan([spec], 4096, Thresholds(NEVER, 4, NEVER, 4)).pieces
+    (piece,) = lay_out([spec], 4096, Thresholds(NEVER, 4, NEVER, 4)).pieces
     views = row_views(piece, torch.zeros(4096, piece.numel))
     assert len(views) == len(whole_views(piece, _filled(spec), 4096)) <= 2
 
 
 def test_the_plan_depends_on_the_arguments_alone() -> None:
     specs = [ParamSpec((5, 7), 0), ParamSpec((64, 64), 0), ParamSpec((3,), 0), ParamSpec((), None)]
-    layouts = {repr(plan(specs, 4, Thresholds(512, 4, 1024, 4))) for _ in range(3)}
+    layouts = {repr(lay_out(specs, 4, Thresholds(512, 4, 1024, 4))) for _ in range(3)}
     assert len(layouts) == 1
-    assert eval(layouts.pop()) == plan(specs, 4, Thresholds(512, 4, 1024, 4))
+    assert eval(layouts.pop()) == lay_out(specs, 4, Thresholds(512, 4, 1024, 4))
 
 
 @pytest.mark.parametrize("shards", [1, 2, 64])
 def test_no_parameters_need_no_buffers(shards: int) -> None:
-    layout = plan([], shards, Thresholds(0, 4, 0, 4))
+    layout = lay_out([], shards, Thresholds(0, 4, 0, 4))
     assert (layout.numel, layout.whole_numel, layout.padding, layout.pieces) == (0, 0, 0, ())
 
 

@@ -20,7 +20,7 @@ from torch.distributed.tensor import Shard, distribute_tensor
 import hsdp
 import hsdp.checkpoint
 from hsdp import CommPolicy, MixedPrecisionPolicy
-from hsdp.buffers.layout import ParamSpec, Thresholds, plan
+from hsdp.buffers.layout import ParamSpec, Thresholds, lay_out
 from hsdp.comm import backends
 from hsdp.comm.mesh import MeshAxes
 from tests.support import device as emulator
@@ -141,8 +141,8 @@ def test_uneven_pieces(drawn: list[tuple[Any, int]], shards: int, gather: int, r
     """They hold torch.chunk's rows in memory order; nothing large that is cut on dim 0 is padded much."""
     specs = [ParamSpec(shape, min(dim, len(shape) - 1)) for shape, dim in drawn]
     limits = Thresholds(gather, 4, reduce, 8)
-    layout = plan(specs, shards, replace(limits, uneven_bytes=least))
-    padded = plan(specs, shards, limits)
+    layout = lay_out(specs, shards, replace(limits, uneven_bytes=least))
+    padded = lay_out(specs, shards, limits)
     assert not any(piece.uneven for piece in padded.pieces), "who does not ask for it gets none"
     for piece, other in zip(layout.pieces, padded.pieces, strict=True):
         rows, row = piece.spec.cut, piece.spec.numel // max(1, piece.spec.cut)

@@ -36,9 +36,9 @@ from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.gradients import Gradients
-from hsdp.unit.install import Shadows
 from hsdp.unit.landing import run_hooks
 from hsdp.unit.rollback import Undo
+from hsdp.unit.shadows import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from hsdp.unit.zero_grad import Sentinels, Standing, ZeroGradSentinel

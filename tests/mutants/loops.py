@@ -32,7 +32,7 @@ from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
-from hsdp.unit.install import Shadows
+from hsdp.unit.shadows import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING
 from hsdp.unit.write_guard import WriteGuard

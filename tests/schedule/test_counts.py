@@ -218,7 +218,7 @@ def test_units_of_several_dtypes_make_one_call_each_and_scalars_one_more() -> No
             model(torch.ones(1, 64)).sum().backward()
         assert counter.counts()["all_gather"] == 2
         assert counter.counts()["reduce_scatter"] <= 2  # a reduction takes one dtype
-        assert counter.counts()["all_reduce"] <= 2
+        assert counter.counts()["all_reduce"] <= 3  # over replicas by dtype, and of the scalar over shard ranks
 
 
 def test_units_without_parameters_are_silent() -> None:

@@ -66,7 +66,7 @@ def load_corpus(max_bytes: int, folder: Path | None = None) -> Corpus:
     if not all(streams):
         raise CorpusError(
             f"no text to train on: {num_files[0]} training and {num_files[1]} held-out files "
-            f"of {max_bytes} bytes at most under {root}"
+            f"of {max_bytes} bytes at most under {root}; raise --corpus-bytes"
         )
     train, held_out = (torch.frombuffer(stream, dtype=torch.uint8) for stream in streams)
     return Corpus(train, held_out, num_files[0], num_files[1])

@@ -30,7 +30,7 @@ from tests.support.worker import RankEnv
 ROOT = Path(__file__).parents[2]
 STEPS = 24
 SIZES = f"--steps {STEPS} --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --warmup 4"
-FLAGS = f"{SIZES} --corpus-bytes 100000 --log-every 1 --save-every 4 --no-sample --device cpu"
+FLAGS = f"{SIZES} --corpus-bytes 200000 --log-every 1 --save-every 4 --no-sample --device cpu"
 NOT_COMPARED = {"tokens_per_second", "peak_memory_bytes"}
 
 

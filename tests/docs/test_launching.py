@@ -29,7 +29,7 @@ from tests.support.share import FULL
 
 PAGE = ROOT / "docs" / "launching.md"
 FILES = {block.title: block.text for block in blocks(PAGE) if block.title is not None}
-SMALL = "--steps 60 --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000 --no-sample"
+SMALL = "--steps 60 --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 200000 --no-sample"
 QUICK = "--rdzv-conf last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"
 """As the page has it: torchrun notices a lost node in seconds."""
 

@@ -21,7 +21,7 @@ from tests.soak.elastic import soak
 pytest.importorskip("torchft", reason="torchft is not installed: pip install 'hsdp[elastic]'")
 
 ROOT = Path(__file__).parents[2]
-SIZES = "--batch 4 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000"
+SIZES = "--batch 4 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 200000"
 FLAGS = f"--steps 100000 {SIZES} --log-every 1 --no-sample --device cpu --timeout 100"
 
 

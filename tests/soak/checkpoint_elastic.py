@@ -24,7 +24,7 @@ from tests.checkpoint.test_train_lm import ROOT, SIZES, curve
 from tests.support.facts import header, in_words
 
 STEPS = 300
-JOB = f"-m hsdp.examples.train_lm {SIZES} --steps {STEPS} --corpus-bytes 100000 --log-every 1 --no-sample --device cpu"
+JOB = f"-m hsdp.examples.train_lm {SIZES} --steps {STEPS} --corpus-bytes 200000 --log-every 1 --no-sample --device cpu"
 ELASTIC = "-m torch.distributed.run --nnodes 1:2 --nproc-per-node 1 --max-restarts 3 --rdzv-backend c10d"
 QUICK = "--rdzv-conf last_call_timeout=3,keep_alive_interval=1,keep_alive_max_attempt=3"  # seconds; else half a minute
 PORT = 29_611

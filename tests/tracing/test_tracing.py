@@ -553,7 +553,7 @@ def test_the_tracer_assigns_to_nothing_but_its_own() -> None:
 
 def _train(env: RankEnv, folder: str, steps: int) -> int:
     flags = (
-        f"--steps {steps} --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 100000 "
+        f"--steps {steps} --batch 8 --seq-len 16 --width 16 --layers 2 --heads 2 --hidden 24 --corpus-bytes 200000 "
         f"--no-sample --device cpu --out {folder}/run --trace {folder}/trace"
     )
     stop: Any = SimpleNamespace(requested=False)

@@ -7,6 +7,7 @@ from torch import nn
 from hsdp.format import dotted, dtype_of, pattern_of, several, together
 from hsdp.params.ownership import class_name
 from hsdp.schedule.module_hooks import state_of
+from hsdp.schedule.runtime import runtime_of
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.unit import Unit
 
@@ -21,7 +22,7 @@ def describe(model: nn.Module, *, params: bool = True) -> str:
     other packed ones of the unit and cost one copy. `CommPolicy` says which go where, `MixedPrecisionPolicy` the dtypes.
 
     Args:
-        model: the model, or a part of it.
+        model: the model, or a part of it. A part is described as a model of its own until the model's first forward.
         params: whether to list parameters.
 
     Raises:
@@ -30,7 +31,7 @@ def describe(model: nn.Module, *, params: bool = True) -> str:
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, depth, unit in _tree(model):
         indent = "  " * depth
-        head, *rows = _describe_unit(unit, is_root=depth == 0)
+        head, *rows = _describe_unit(unit, is_root=depth == 0 and _may_be_root(unit))
         key = (indent, pattern_of(name), head, *(f"{indent}    {row}" for row in rows if params))
         alike.setdefault(key, []).append(name)
     if not alike:
@@ -51,13 +52,17 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
         unit = parent if state is None else state.unit
         if unit is not None and unit not in seen:
             seen.add(unit)
-            root = f"{class_name(module)} (root)"
-            found.append((name or root, depth, unit))
+            found.append((name or class_name(module) + " (root)" * _may_be_root(unit), depth, unit))
         for child_name, child in module.named_children():
             visit(child, dotted(name, child_name), depth + (unit is not parent), unit)
 
     visit(model, "", 0, None)
     return found
+
+
+def _may_be_root(unit: Unit) -> bool:
+    """Whether nothing has shown yet that the unit runs inside of another one."""
+    return (runtime := runtime_of(unit)) is None or runtime.root is unit
 
 
 def _describe_unit(unit: Unit, is_root: bool) -> list[str]:

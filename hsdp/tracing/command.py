@@ -17,7 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         prog="python -m hsdp trace",
         description="Turns traces (Trace.to_chrome, train_lm --trace) into one HTML file that needs no network.",
     )
-    parser.add_argument("files", type=Path, nargs="+", metavar="FILE", help="a trace; several ranks lie under each other, as they began")
+    parser.add_argument(
+        "files", type=Path, nargs="+", metavar="FILE", help="a trace; ranks lie under each other, as they began"
+    )
     parser.add_argument("--out", type=Path, metavar="PAGE", help="where to write (default: FILE with .html)")
     parser.add_argument("--open", action="store_true", help="show it in a browser (default: say where it is)")
     args = parser.parse_args(argv)

@@ -115,3 +115,12 @@ def test_describe_shows_the_tree_of_units_and_alike_ones_once() -> None:
 
 
 AFTER = ("whole until backward", *["sharded over 2 ranks after forward"] * 2, "whole until backward")
+
+
+def test_a_part_is_no_root_once_its_model_has_run() -> None:
+    with fake_world(4) as env:
+        model = fully_shard(nn.Sequential(fully_shard(nn.Linear(8, 8), mesh=env.mesh((4,)))), mesh=env.mesh((4,)))
+        assert "Linear (root): 2 parameters" in describe(model[0]) and "whole until backward" in describe(model[0])
+        model(torch.ones(2, 8))
+        assert "Linear: 2 parameters" in describe(model[0]) and "freed after forward" in describe(model[0])
+        assert "whole until backward" in describe(model)

@@ -54,7 +54,7 @@ def gets_the_rows_of_the_rank_before() -> Any:
 
         return turned
 
-    return replaced(ReducePlan, "_parts", change)
+    return replaced(ReducePlan, "_fill_uneven", change)
 
 
 @mutant(TRAINS, kill=WRONG_NUMBERS)

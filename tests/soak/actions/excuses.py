@@ -44,8 +44,9 @@ EXCUSES: tuple[Excuse, ...] = (
     Excuse(
         "silent",
         ("backward",),
-        _any_of("toggle", "toggled"),
-        "with everything frozen, the losses of ranks without the penalty have no graph; the penalty's rank goes on",
+        _any_of("toggle", "toggled", "penalty"),
+        "with everything frozen, or inside a reentrant checkpoint, losses of ranks without the penalty have no graph; the "
+        "penalty's rank goes on",
         "does not require grad",
     ),
     Excuse(

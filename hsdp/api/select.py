@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Container
 from typing import Any
 
 import torch
@@ -75,8 +75,7 @@ def manage(
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"
-        # Scalars too: a reduce-scatter may add up in another order for each rank, and copies would drift apart.
-        is_replicated = id(param) in replicated or param.ndim == 0
+        is_replicated = stays_whole(param, replicated)
         dim, merged = (None, 1) if is_replicated else choose_dim(param, places[0].fqn, unit, choose, axes.shard_size)
         inner = inner_of(param, axes, where)
         if inner is not None:
@@ -138,6 +137,14 @@ def _check_one_device(found: list[Found], unit: str) -> None:
             f"fully_shard({unit}): parameter {on_meta[0]!r} is on the meta device and {real!r} is not, so values would be "
             "lost or made up; materialise the module first, or build all of it on meta"
         )
+
+
+def stays_whole(param: nn.Parameter, replicated: Container[int]) -> bool:
+    """Whether every rank keeps a parameter whole and all-reduces its gradient: one of `replicate_params`, or a scalar.
+
+    A reduce-scatter may add up a scalar's gradient in another order for each rank, and their copies would drift apart.
+    """
+    return id(param) in replicated or param.ndim == 0
 
 
 def choose_dim(param: nn.Parameter, fqn: str, unit: str, choose: PlacementFn | None, shards: int) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hsdp.api.fsdp2 import own_policy
 from hsdp.api.module import HSDPModule, has_forward
-from hsdp.api.select import check_param, choose_dim, collect_params
+from hsdp.api.select import check_param, choose_dim, collect_params, stays_whole
 from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
@@ -272,7 +272,7 @@ def _of_plain(
         nested = chosen.keys() - {id(module)}
         owned = collect_params([module], ignored, lambda m: id(m) in nested)
         params = tuple(
-            _plain_param(param, places, name, placement, _is_whole(param, replicated), _behind(places, begun))
+            _plain_param(param, places, name, placement, stays_whole(param, replicated), _behind(places, begun))
             for places, param in owned
         )
         shown = name or f"{type(model).__name__} (root)"
@@ -301,10 +301,6 @@ def _plain_param(
         behind=behind,
         cut=None if replicated else partial(choose_dim, param, fqn, unit, placement),
     )
-
-
-def _is_whole(param: nn.Parameter, replicated: set[int]) -> bool:
-    return id(param) in replicated or param.ndim == 0
 
 
 def _blocks(module: nn.Module) -> list[nn.Module]:

@@ -256,10 +256,7 @@ class Side:
         return []
 
     def unhook(self, at: int) -> Values:
-        for handle in self.hooks:
-            handle.remove()
-        self.hooks.clear()
-        return []
+        return _removed(self.hooks)
 
     # -- parameters ------------------------------------------------------------------------------------------------
 
@@ -486,10 +483,7 @@ class Side:
         return []
 
     def module_unhook(self, at: int) -> Values:
-        for handle in self.module_hooks:
-            handle.remove()
-        self.module_hooks.clear()
-        return []
+        return _removed(self.module_hooks)
 
     def stream(self, at: int, which: int) -> Values:
         return []
@@ -768,6 +762,13 @@ class Sharded(Side):
     def _unit(self, who: int) -> Any:
         parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
         return self.model if who < 0 or not parts else parts[who % len(parts)]
+
+
+def _removed(hooks: list[Any]) -> Values:
+    for handle in hooks:
+        handle.remove()
+    hooks.clear()
+    return []
 
 
 def _scaled(value: Any) -> Any:

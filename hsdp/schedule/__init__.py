@@ -11,6 +11,7 @@
     optimizer_hooks.py  what an optimizer's step means to units
     root.py             the units below one root, what they share, and what becomes of them when an iteration fails
     backward.py         a backward: which units it entered, which visits are over
+    endings.py          what landed in a backward stays, or is undone
     runtime.py          forwards, optimizer steps, `flush`: start reading here
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks

@@ -5,10 +5,12 @@ from __future__ import annotations
 import weakref
 from bisect import bisect_right
 from collections.abc import Collection
+from typing import cast
 
 import torch
 
 from hsdp.comm.observer import Point
+from hsdp.schedule.endings import Endings
 from hsdp.schedule.moments import BEFORE_ALL, Moment
 from hsdp.schedule.passes import BackwardPass, OpenVisits, Token, Visit
 from hsdp.schedule.pipeline import Reduction
@@ -20,7 +22,7 @@ from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, launch_ahead
 
 
-class Backwards(Root):
+class Backwards(Endings):
     """What happens between the first hook of a root's backward and its end, or the failure of one."""
 
     def has_entered(self, unit: Unit) -> bool:
@@ -45,7 +47,7 @@ class Backwards(Root):
             return backward
         if backward is not None:
             bury_tasks(backward)
-        if backward is None or not backward.tasks:
+        if backward is None or backward.ending or not backward.tasks:
             # A backward that failed is rolled back before a new one begins: later that would undo the new gradients too.
             self.refuse_landing("backward")
             self.recover()
@@ -53,31 +55,9 @@ class Backwards(Root):
         elif not backward.reduces:
             backward.reduces = self._accumulates()
         now, token = backward, Token()
-        now.tasks[task] = weakref.ref(token, self._dropped)
+        now.tasks[task] = weakref.ref(token, self.note_failure)
         queue_callback(lambda: self._end_task(now, task, token))
         return now
-
-    def _dropped(self, token: object) -> None:
-        """The engine dropped a callback, and with it the token: that graph task failed.
-
-        If no other graph task of this backward is alive, the backward has failed. On the CPU the exception is just passing:
-        gradients are put back before anybody can look at them. On a device this may be the engine's own thread, which must
-        not: `recover` does it.
-        """
-        backward = self.backward
-        if backward is None or any(left() is not None for left in backward.tasks.values()):
-            return
-        self._unregister()
-        if not self.streams.active:
-            backward.tasks.clear()
-            self._roll_back(at_once=True)
-            self.tell(Point.DROPPED)
-
-    def _unregister(self) -> None:
-        """A backward is over, or failed: `parameters()` gives sharded parameters, except in units whose forward runs."""
-        for unit in self.units:
-            if not unit.calls:
-                unit.shadows.unregister()
 
     def _begin_backward(self) -> BackwardPass:
         self.begun += 1
@@ -96,13 +76,6 @@ class Backwards(Root):
         for divergence_guard in self._backward_guards:
             divergence_guard.begin_pass(0)
         return self.backward
-
-    def take_outside(self) -> None:
-        """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters."""
-        for unit in self.units:
-            if unit.take_outside():
-                unit.gradients.stash()
-                unit.gradients.commit()
 
     def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: Moment) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
@@ -124,6 +97,9 @@ class Backwards(Root):
             expect(unit, "backward", IDLE)
         task = graph_task()
         backward = self._join(task)
+        if unit.runtime_ref is not self.reference and (other := unit.runtime) is not None:
+            # The unit was called under another root since: what a reentrant checkpoint in it recomputes is that root's.
+            cast(Endings, other).enclose()
         if not unit.open and unit.disturbed():
             raise stale(unit)
         if visit is not None and creates_graph:
@@ -341,21 +317,17 @@ class Backwards(Root):
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
         if backward is not self.backward or task not in backward.tasks:
             return  # of an iteration that was aborted
-        del backward.tasks[task]
         bury_tasks(backward)  # a task inside of this one may have failed, and its error been caught there
-        if not backward.tasks:
+        if len(backward.tasks) == 1:
             try:
                 backward.ending = True
                 self._end_backward(backward)
             except BaseException:
-                self._unregister()
-                if not self.streams.active:
-                    self._roll_back(at_once=True)
-                self.tell(Point.DROPPED)
+                self.fail(backward)
                 raise
-            finally:
-                backward.ending = False
+            self.commit_behind_others(backward)
             return
+        del backward.tasks[task]
         for unit, opened in list(backward.opened.items()):
             if opened.task == task:  # what an inner task (reentrant checkpointing) entered is over with it
                 self._end_visit(backward, unit)
@@ -397,15 +369,8 @@ class Backwards(Root):
                 or (unit.holds_unsharded and unit.settings.reshard_after_backward and not backward.keeps_graph)
             ):
                 unit.reshard()
-        # Behind the drain: until the last sum has landed the backward may fail, and all that landed is undone.
-        for unit in self.units:
-            unit.gradients.commit()
         self._unregister()
         self.streams.finish_host_reads()
-        if backward.reduces:
-            self.awaits_gradients = False
-        self.backward = None
-        self.tell(Point.BACKWARD_ENDS)
 
 
 def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:

@@ -92,7 +92,7 @@ class BackwardPass:
         entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
             before the first one. `uncounted`: of that forward, the calls of units that the engine may still come behind.
-        ending: its last graph task is over, and what is left is swept.
+        ending: its last graph task is over, and what is left is swept, or waits for other roots in that task to end.
         thread: the one that began it: on a device the engine's.
     """
 
@@ -133,3 +133,27 @@ class BackwardPass:
         found = self.forward_pass.exits[unit]
         assert found is not None, f"no gradient can enter unit {unit.name!r}"
         return found
+
+
+class Around:
+    """The graph tasks around a root's backwards: of reentrant checkpoints that somebody put around a call of the root.
+
+    Attributes:
+        tasks: each token lives until its task ends or fails.
+        held: a backward that ended inside of one, and is undone if that one fails.
+        lost: such a backward was undone because a later one failed.
+    """
+
+    __slots__ = ("held", "lost", "tasks")
+
+    def __init__(self) -> None:
+        self.tasks: dict[int, weakref.ref[Token]] = {}
+        self.held: BackwardPass | None = None
+        self.lost = False
+
+    def under_way(self, task: int | None = None) -> bool:
+        """Whether one of the tasks is under way, or that one."""
+        for number, token in list(self.tasks.items()):
+            if token() is None:
+                del self.tasks[number]
+        return bool(self.tasks) if task is None else task in self.tasks

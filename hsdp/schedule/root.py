@@ -1,11 +1,12 @@
 """A root: the units below it, what they share, and what becomes of them all when an iteration fails.
 
     Root         the units, what they share, recovery                       this file
+    Endings      what landed in a backward stays, or is undone           endings.py
     Backwards    one backward after another                             backward.py
     Runtime      forwards, optimizer steps, what users call             runtime.py
 
-`Runtime` inherits from `Backwards`, and that from `Root`: each must be able to clear up behind a failed backward, and calls
-only those above itself in this list.
+Each inherits from the one above it: it must be able to clear up behind a failed backward, and calls only those above itself
+in this list.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
 from hsdp.schedule.moments import Moment
-from hsdp.schedule.passes import BackwardPass, ForwardPass, Visit
+from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
@@ -46,11 +47,13 @@ class Root:
 
     Attributes:
         generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
+        reference: as units below the root have it (`Unit.runtime_ref`).
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
         reduce_order: the order in which units come to it.
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
+        around: the graph tasks that its backwards are a part of.
         begun: how many backwards have begun.
         depth: forward calls under way; `thread`: the thread that they run in.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
@@ -62,6 +65,7 @@ class Root:
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
         self.root = root
+        self.reference = weakref.ref(cast(Schedule, self))
         self.depth = self.thread = self.begun = 0
         self.units: list[Unit] = []
         self.streams = Streams(device, root.context.streams.home)
@@ -71,6 +75,7 @@ class Root:
         self.reduce_order = ReduceOrder()
         self.forward_pass = ForwardPass(0)
         self.backward: BackwardPass | None = None
+        self.around = Around()
         self.awaits_gradients = False
         self._generation = -1
         self._shard_guards: dict[DivergenceGuard, list[Circle]] = {}
@@ -173,6 +178,12 @@ class Root:
             except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
                 unit.discard_gather()
 
+    def _unregister(self) -> None:
+        """A backward is over, or failed: `parameters()` gives sharded parameters, except in units whose forward runs."""
+        for unit in self.units:
+            if unit.shadows.registered and not unit.calls:
+                unit.shadows.unregister()
+
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
         # A CPU has no streams, and is spared the question.
@@ -201,9 +212,16 @@ class Root:
             return True
         return False
 
+    def take_outside(self) -> None:
+        """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters."""
+        for unit in self.units:
+            if unit.take_outside():
+                unit.gradients.stash()
+                unit.gradients.commit()
+
     def refuse_landing(self, what: str) -> None:
         """Raises StateError where a user's hook runs the model while the last gradients of a backward land."""
-        if self.backward is not None and self.backward.ending:
+        if self.is_ending():
             raise StateError(
                 f"{what} of {self.root.name!r}: a hook on a parameter's gradient runs the model while its backward ends, "
                 "which would drop the gradients that have landed; run it after backward() has returned"
@@ -262,10 +280,17 @@ class Root:
     def in_backward(self) -> bool:
         """Whether the caller runs inside a backward of this root (a recomputation, say)."""
         backward = self.backward
-        if backward is None or not backward.tasks or graph_task() == NO_TASK:
+        if backward is None or backward.ending or not backward.tasks or graph_task() == NO_TASK:
             return False
         bury_tasks(backward)
         return bool(backward.tasks)
+
+    def is_ending(self) -> bool:
+        """Whether the last graph task of a backward is over, and its gradients land or wait for those of other roots."""
+        if self.backward is None or not self.backward.ending:
+            return False
+        bury_tasks(self.backward)
+        return bool(self.backward.tasks)
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread runs a forward or backward of this root."""

@@ -17,6 +17,7 @@ from hsdp.comm.divergence import STEP, note_event_of
 from hsdp.comm.observer import Point
 from hsdp.schedule.backward import Backwards
 from hsdp.schedule.passes import ForwardPass, Visit
+from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.state import FORWARD, IDLE, expect, refuse_assigned
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
@@ -36,6 +37,8 @@ class Runtime(Backwards):
         if (event := self.root.settings.post_optim_event) is not None:
             self.root.settings.post_optim_event = None
             self.streams.join(event)
+        if torch.is_grad_enabled() and graph_task() != NO_TASK:
+            self.enclose()
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()
@@ -159,7 +162,7 @@ class Runtime(Backwards):
 
         Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
         """
-        if not (self.backward is not None and self.backward.ending) and not self.in_backward():
+        if not self.is_ending() and not self.in_backward():
             self.recover()
             if len(self.pipeline):
                 self.drain()

@@ -4,9 +4,8 @@
     .metadata    DCP's, a pickle, read as data (`pickles.py`): what hsdp reads of others' checkpoints
 
 Whatever the source says is checked before it is used: each element of each tensor is there exactly once, no two pieces
-    share
-bytes, and no piece claims more elements than it has bytes. So a file cannot make its reader allocate more than its own
-size.
+share bytes, and no piece claims more elements than it has bytes. So a file cannot make its reader allocate more than its
+own size.
 """
 
 from __future__ import annotations

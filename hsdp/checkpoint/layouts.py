@@ -1,10 +1,12 @@
 """Checkpoints of other libraries: under which names they put the model and the optimizer.
 
-    torch's own    {"model": ..., "optimizer": ...}, at the top or deeper     model.weight
-    optimizer.state.weight.exp_avg torchtitan     {**model, "optimizer": ..., "train_state": ...}            weight
-    optimizer.state.weight.exp_avg Lightning      {"state_dict": ..., "optimizer_0": ...}          state_dict.model.weight
-    optimizer_0.state.model.weight.exp_avg accelerate     a directory for the model (pytorch_model_fsdp_0/) and one for the
-    optimizer (optimizer_0/)
+    torch's own    {"model": ..., "optimizer": ...}, at the top or deeper    model.weight
+                                                                             optimizer.state.weight.exp_avg
+    torchtitan     {**model, "optimizer": ..., "train_state": ...}           weight
+                                                                             optimizer.state.weight.exp_avg
+    Lightning      {"state_dict": ..., "optimizer_0": ...}                   state_dict.model.weight
+                                                                             optimizer_0.state.model.weight.exp_avg
+    accelerate     a directory for the model (pytorch_model_fsdp_0/) and one for the optimizer (optimizer_0/)
 
 What none of these is, `prefix=` and `optimizer_prefix=` of `load` tell.
 """

@@ -6,7 +6,6 @@ are compared with what they would make themselves: by class and settings, on the
 
 from __future__ import annotations
 
-import inspect
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -15,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from hsdp.optim.elementwise import bare_step
 from hsdp.optim.targets import NUMBERS
 
 
@@ -103,12 +103,9 @@ def _made(optimizer: Optimizer, group: Mapping[str, Any], param: Tensor) -> Mapp
     settings.update({key: False for key in ("foreach", "fused", "capturable", "differentiable") if key in settings})
     probe.__dict__.update(vars(optimizer))
     probe.__dict__.update(param_groups=[{**settings, "params": [ghost]}], state=defaultdict(dict))
-    step: Any = cls.step
-    if getattr(step, "hooked", False):
-        step = inspect.unwrap(step, stop=lambda function: not getattr(function, "hooked", False))
     try:
         with torch.no_grad():
-            step(probe)
+            bare_step(cls)(probe)
     except Exception:  # some look at numbers, which a tensor without content does not have
         return None
     return dict(probe.state[ghost])

@@ -215,14 +215,9 @@ class _Machine:
         target.extend(items)
 
     def two(self) -> list[Any]:
-        """The last two values, taken off."""
+        """The last two values, taken off, in the order in which they were put there."""
         last = self.stack.pop()
         return [self.stack.pop(), last]
-
-    def swapped(self) -> tuple[Any, Any]:
-        """The last two values in the order in which they were put there."""
-        module, name = self.two()
-        return module, name
 
 
 ORDERED_DICT = Name("collections", "OrderedDict")
@@ -293,7 +288,7 @@ _OPERATIONS: Mapping[int, Callable[[_Machine], object]] = MappingProxyType(
             "h": _recall(_U8),
             "j": _recall(_U32),
             "c": lambda m: m.name(m.line(), m.line()),
-            "\x93": lambda m: m.name(*m.swapped()),
+            "\x93": lambda m: m.name(*m.two()),
             "R": _Machine.call,
             "\x81": _Machine.call,  # NEWOBJ
             "b": _Machine.build,

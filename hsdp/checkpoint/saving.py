@@ -112,7 +112,7 @@ def save(
             {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
         )
         what = f"saving step {num} to {directory}"
-        target = _Target(where, ranks.one(what, lambda: store.begin(where, num)), num, keep)
+        target = _Target(where, ranks.one(what, lambda: commits_in(where).begin(num)), num, keep)
         with _discarding(target, ranks):
             planner = _Planner(progress)
             plan, extras = _plan(what, ranks, target, planner, model, optimizer, extra)
@@ -158,7 +158,7 @@ def _is_count(value: Any, least: int) -> bool:
 
 @dataclass(frozen=True)
 class _Target:
-    """Where a checkpoint is written: `name` in a directory, as `store.begin` gave it; and what becomes of it there."""
+    """Where a checkpoint is written: `name` in a directory, as `Commits.begin` gave it; and what becomes of it there."""
 
     directory: AnyPath
     name: str

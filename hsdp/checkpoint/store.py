@@ -161,18 +161,6 @@ def directories_below(directory: AnyPath) -> list[str]:
 # -- writing -------------------------------------------------------------------------------------------------------
 
 
-def begin(directory: AnyPath, step: int) -> str:
-    """Makes the place to write a checkpoint to, and removes what runs that died have left. One job writes at a time.
-
-    Returns:
-        Its name in the directory.
-
-    Raises:
-        CheckpointError: another job saves there.
-    """
-    return commits_in(directory).begin(step)
-
-
 def check_space(directory: AnyPath, needed: int) -> None:
     """Raises CheckpointError, which tells both sizes, if `needed` bytes cannot fit on the file system of `directory`."""
     free = free_bytes(directory)
@@ -197,7 +185,7 @@ def publish(
 
     Args:
         directory: where checkpoints are.
-        written: what `begin` returned: where in it all `files` are.
+        written: what `Commits.begin` returned: where in it all `files` are.
         step, world_size, files: what the manifest says.
         keep: how many complete checkpoints remain, the new one included; None: all.
 

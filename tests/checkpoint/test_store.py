@@ -20,6 +20,7 @@ from torch import nn
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, crc, manifests, store
 from hsdp.checkpoint.checksums import write_file
+from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.lock import LOCK
 
@@ -30,7 +31,7 @@ class Crash(BaseException):
 
 def save(directory: Path, step: int, content: bytes = b"tensors", keep: int | None = None) -> Path:
     """What a save does to a directory, with a file in the place of tensors."""
-    written = store.begin(directory, step)
+    written = commits_in(directory).begin(step)
     files = {"data": write_file(directory / written / "data", content)}
     return store.publish(directory, written, step, 1, files, keep)  # type: ignore[return-value]
 
@@ -62,7 +63,7 @@ def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
 
 
 def test_what_a_dead_run_left_is_swept_by_the_next_save(tmp_path: Path) -> None:
-    dead = tmp_path / store.begin(tmp_path, 7)
+    dead = tmp_path / commits_in(tmp_path).begin(7)
     (dead / "half").write_bytes(b"...")
     assert checkpoint.latest(tmp_path) is None
     other = tmp_path / ".step-notes"
@@ -102,7 +103,7 @@ def test_what_was_saved_beside_one_that_could_not_be_read_stays_the_last_when_it
 
 
 def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:
-    partial = tmp_path / store.begin(tmp_path, 1)
+    partial = tmp_path / commits_in(tmp_path).begin(1)
     files = {"data": manifests.FileRecord(3, 0), "more": write_file(partial / "more", b"abcd")}
     (partial / "more").write_bytes(b"ab")
     with pytest.raises(CheckpointError, match=r"data is missing; more is truncated: 2 bytes instead of 4.*shared by all"):

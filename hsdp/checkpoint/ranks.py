@@ -43,6 +43,8 @@ class Ranks:
     Attributes:
         group: the group whose ranks they are; None if there is none.
         rank, size: this rank's number in the group, and how many there are.
+        talk: a CPU group of them, for collectives beside the messages; None for a process alone.
+        lost_contact: a rank could not be reached any more.
     """
 
     def __init__(self, process_group: ProcessGroup | None = None) -> None:
@@ -52,7 +54,7 @@ class Ranks:
             process_group: the ranks that take part; None: the default group, or this process alone without one.
         """
         self.group: ProcessGroup | None = None
-        self._talk: ProcessGroup | None = None
+        self.talk: ProcessGroup | None = None
         self._messages: ProcessGroup | None = None
         self.rank, self.size = 0, 1
         self.lost_contact = False
@@ -63,15 +65,10 @@ class Ranks:
                 raise ValueError("process_group=...: this process is not one of its ranks; call on its ranks only")
             if self.size > 1:
                 assert self.group is not None, "a group of several ranks exists"
-                self._talk = _cpu_group(self.group)
-                self._messages = for_messages(self._talk)
+                self.talk = _cpu_group(self.group)
+                self._messages = for_messages(self.talk)
         elif process_group is not None:
             raise ValueError("process_group=...: torch.distributed is not initialised in this process")
-
-    @property
-    def talk(self) -> ProcessGroup | None:
-        """The CPU group for collectives beside the messages; None for a process alone."""
-        return self._talk
 
     def rank_of(self, global_rank: int) -> int:
         """The number in this group of a rank of the default group.
@@ -95,7 +92,7 @@ class Ranks:
         answers = self.each(what, lambda: mine)
         if told.error is not None:
             raise told.error
-        if self._talk is not None:
+        if self.talk is not None:
             failure = _describe([failure for failure, _ in answers])
             if failure is not None:
                 raise CheckpointError(f"{what}: {failure}")

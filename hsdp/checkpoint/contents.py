@@ -140,6 +140,7 @@ def staging_like(tensor: Tensor) -> Tensor:
     return as_dtensor(local, tensor._spec) if isinstance(tensor, DTensor) else local
 
 
+@torch.inference_mode(False)  # the optimizer is to step with it later
 def state_staging(
     param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, held: Any, scalar: bool, device: torch.device
 ) -> Tensor:
@@ -153,13 +154,6 @@ def state_staging(
         scalar: it is a number like Adam's `step`, which belongs to no dim of the parameter.
         device: where it is made.
     """
-    with torch.inference_mode(False):  # the optimizer is to step with it later
-        return _state_staging(param, shape, dtype, held, scalar, device)
-
-
-def _state_staging(
-    param: Tensor, shape: tuple[int, ...], dtype: torch.dtype, held: Any, scalar: bool, device: torch.device
-) -> Tensor:
     if scalar:
         return torch.empty(shape, dtype=dtype, device="cpu")  # optimizers move it if they want it elsewhere
     if not isinstance(param, DTensor):

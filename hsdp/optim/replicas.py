@@ -23,6 +23,7 @@ from hsdp import debug
 from hsdp.params.dtensors import cut_as
 from hsdp.params.local import local_of
 from hsdp.params.shares import Share, share_of
+from hsdp.params.tensor_parallel import same_sharding
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.unit.lookup import memory_of, unit_of
 from hsdp.unit.pending_shards import PendingShards
@@ -52,15 +53,10 @@ def part_of_grad(grad: Any, spec: DTensorSpec, share: Share | None) -> Tensor | 
     """
     if not isinstance(grad, DTensor):
         return None
-    if share is not None and alike(grad._spec, share.spec):
+    if share is not None and same_sharding(grad._spec, share.spec):
         return local_of(grad)
-    local = local_of(grad) if alike(grad._spec, spec) else cut_as(grad, spec)
+    local = local_of(grad) if same_sharding(grad._spec, spec) else cut_as(grad, spec)
     return local if local is None or share is None else share.of(local)
-
-
-def alike(spec: DTensorSpec, other: DTensorSpec) -> bool:
-    """Whether two specs cut tensors of one shape alike."""
-    return spec.placements == other.placements and spec.mesh == other.mesh
 
 
 def share_gradients_of(params: Iterable[Any], what: str) -> None:

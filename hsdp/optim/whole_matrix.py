@@ -26,9 +26,10 @@ from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, deal
-from hsdp.optim.replicas import alike, part_of_grad, share_gradients_of, share_of_param
+from hsdp.optim.replicas import part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
+from hsdp.params.tensor_parallel import same_sharding
 from hsdp.unit.lookup import name_of
 
 BUCKET_BYTES = 32 * 1024 * 1024
@@ -243,9 +244,9 @@ class WholeMatrix(torch.optim.Optimizer):
         found = getattr(held, "_spec", None)
         if held is None:
             value = torch.zeros_like(self._grad(target))
-        elif spec is None or (found is not None and alike(found, spec)):
+        elif spec is None or (found is not None and same_sharding(found, spec)):
             return local_of(held)
-        elif share is not None and found is not None and target.spec is not None and alike(found, target.spec):
+        elif share is not None and found is not None and target.spec is not None and same_sharding(found, target.spec):
             value = share.of(local_of(held)).clone()  # as it was loaded, perhaps from a run without shares
         else:
             raise StateError(

@@ -56,11 +56,6 @@ class FlatBuffer:
         return self._bytes
 
     @property
-    def allocated(self) -> bool:
-        """Whether the memory is there."""
-        return self._bytes == 0 or self._storage.nbytes() != 0
-
-    @property
     def held(self) -> int:
         """Bytes that it takes now."""
         return self._storage.nbytes()

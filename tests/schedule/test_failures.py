@@ -115,7 +115,7 @@ def _no_room_for_gathers(env: RankEnv, parts: int | bool) -> int:
         left = iter(range(at))
 
         def allocates(self: FlatBuffer, left: Iterator[int] = left) -> None:
-            if not self.allocated and next(left, None) is None:
+            if self.held != self.nbytes and next(left, None) is None:
                 raise torch.OutOfMemoryError
             alloc(self)
 

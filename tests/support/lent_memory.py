@@ -69,7 +69,7 @@ def _asks(what: str, change: Any) -> Any:
     def call(self: FlatBuffer) -> None:
         key = self._storage._cdata
         _under_way[:] = [one for one in _under_way if not one[0].is_completed()]
-        changes = self.allocated if what == "free" else not self.allocated
+        changes = bool(self.held) == (what == "free")
         if changes and self.nbytes:
             for _, storages, started in _under_way:
                 if key in storages:

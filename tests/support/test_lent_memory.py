@@ -29,7 +29,7 @@ def _free_too_early(env: RankEnv) -> None:
         work.wait()
         assert buffer.tensor.sum() == buffer.tensor.numel()
         buffer.free()
-        assert not buffer.allocated
+        assert not buffer.held
 
 
 def test_memory_may_not_go_while_a_collective_uses_it(pool2: Pool) -> None:

@@ -23,10 +23,9 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import all_reduce_now
 from hsdp.comm.divergence import CLIP, note_event_of
-from hsdp.schedule.module_hooks import state_of
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.schedule.runtime import await_failure
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import unit_of, unit_of_module
 from hsdp.unit.unit import Unit
 
 Groups = tuple[ProcessGroup, ...]
@@ -120,8 +119,8 @@ def _check_numbers(max_norm: float, norm_type: float) -> tuple[float, float]:
 def _distinct(parameters: nn.Module | Tensor | Iterable[Tensor]) -> list[Tensor]:
     """Each parameter once, though it has several names or was given twice."""
     if isinstance(parameters, nn.Module):
-        if (state := state_of(parameters)) is not None:
-            await_failure(state.unit)
+        if (unit := unit_of_module(parameters)) is not None:
+            await_failure(unit)
         parameters = _parameters_below(parameters)
     elif isinstance(parameters, Tensor):
         parameters = (parameters,)

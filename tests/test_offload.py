@@ -20,7 +20,7 @@ from torch.distributed import fsdp
 import hsdp
 import hsdp.checkpoint
 from hsdp.comm.mesh import MeshAxes
-from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.lookup import units_below
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, mesh_id, shard
@@ -58,8 +58,7 @@ def check_copies(env: RankEnv, shape: tuple[int, ...], twin: Twin) -> None:
     case = make_case("mlp")
     with mock.patch.object(MeshAxes, "device", property(lambda axes: torch.device("cpu", 0))):
         model = shard(case.model(), env.mesh(shape), offload_policy=hsdp.CPUOffloadPolicy())
-        states = [state for module in model.modules() if (state := state_of(module)) is not None]
-        assert all(group._moves for state in states for group in state.unit.dtype_groups)
+        assert all(group._moves for unit in units_below(model) for group in unit.dtype_groups)
         losses = train(model, case, env.rank, len(twin.losses), adamw(model.parameters()))
         torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
         assert_close_to_twin(model, twin, grads=True)

@@ -5,10 +5,9 @@ from __future__ import annotations
 from torch import nn
 
 from hsdp.format import dotted, dtype_of, pattern_of, several, together
-from hsdp.params.ownership import class_name
-from hsdp.schedule.module_hooks import state_of
 from hsdp.schedule.runtime import runtime_of
 from hsdp.unit.dtype_group import DtypeGroup
+from hsdp.unit.lookup import class_name, unit_of_module
 from hsdp.unit.unit import Unit
 
 
@@ -48,8 +47,7 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
     seen: set[Unit] = set()
 
     def visit(module: nn.Module, name: str, depth: int, parent: Unit | None) -> None:
-        state = state_of(module)
-        unit = parent if state is None else state.unit
+        unit = unit_of_module(module) or parent
         if unit is not None and unit not in seen:
             seen.add(unit)
             found.append((name or class_name(module) + " (root)" * _may_be_root(unit), depth, unit))

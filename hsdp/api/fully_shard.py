@@ -29,7 +29,7 @@ from hsdp.schedule.module_hooks import ModuleHooks, own_state
 from hsdp.schedule.optimizer_hooks import watch_optimizers
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import runtime_of
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import STATE, unit_of
 from hsdp.unit.state import other_thread
 from hsdp.unit.unit import Unit
 from hsdp.weights.module_buffers import modules_with_units
@@ -133,7 +133,7 @@ def fully_shard(
 
 def _attach(state: ModuleHooks, modules: list[nn.Module]) -> None:
     for module in modules:
-        module.__dict__["_hsdp_state"] = state
+        module.__dict__[STATE] = state
         module.__class__ = sharded_class(type(module))
         put_fsdp_state_shim(module)
 

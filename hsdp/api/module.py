@@ -14,11 +14,10 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.api.fsdp2 import FSDP2Compat, UnshardHandle, check_flag
 from hsdp.api.setters import Setters
 from hsdp.format import several
-from hsdp.params.ownership import PREFIX
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, await_failure, runtime_of
 from hsdp.torch_private import leave_out_of_graphs, set_compiler
-from hsdp.unit.lookup import units_below
+from hsdp.unit.lookup import PREFIX, units_below
 from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
 from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import gathered_apply

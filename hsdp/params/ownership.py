@@ -1,4 +1,4 @@
-"""Which unit a sharded parameter belongs to: one table for the process; and what the class of a sharded module is called.
+"""Which unit a sharded parameter belongs to: one table for the process.
 
 Identities, not weak keys: torch does not swap tensors that are weakly referenced.
 """
@@ -13,9 +13,6 @@ from torch import nn
 
 from hsdp.errors import StateError
 from hsdp.params.param import ManagedParam
-
-PREFIX = "FSDP"
-"""What the class of a sharded module has in front of the original class's name."""
 
 
 class Owner(Protocol):
@@ -69,12 +66,6 @@ def refuse_tied(param: ManagedParam, unit_name: str) -> None:
                 f"parameter {param.fqn!r} of unit {unit_name!r} was tied to {other.fqn!r} of unit {owner.name!r} after "
                 "fully_shard; tie parameters before it, and shard the smallest module that holds both names as one unit"
             )
-
-
-def class_name(module: nn.Module) -> str:
-    """The name of a module's class, or of the class that it had before `fully_shard`."""
-    name = type(module).__name__
-    return name.removeprefix(PREFIX) if "_hsdp_state" in module.__dict__ else name
 
 
 def forget(ids: list[int]) -> None:

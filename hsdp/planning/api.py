@@ -12,7 +12,6 @@ from hsdp.api.shard_units import Pattern
 from hsdp.comm.groups import backend_name
 from hsdp.comm.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
-from hsdp.params.ownership import class_name
 from hsdp.params.param import PlacementFn
 from hsdp.planning.activations import Recompute
 from hsdp.planning.data import Assumptions
@@ -22,7 +21,7 @@ from hsdp.planning.optimizers import Kind
 from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.unit.lookup import units_below
+from hsdp.unit.lookup import class_name, units_below
 
 Mesh = DeviceMesh | Sequence[int] | int
 

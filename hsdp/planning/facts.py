@@ -19,12 +19,11 @@ from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
 from hsdp.params.local import local_of
-from hsdp.params.ownership import class_name
 from hsdp.params.param import ParamName, PlacementFn
 from hsdp.params.placement import least_padding
 from hsdp.params.subclass import extends
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.lookup import class_name, unit_of_module
 from hsdp.unit.unit import Unit
 
 Cut = Callable[[int], tuple[int, int]]
@@ -168,12 +167,11 @@ def facts_of(
 def _of_sharded(model: nn.Module) -> list[UnitFacts]:
     found: dict[Unit, UnitFacts] = {}
     order: list[Unit] = []
-    begun = _units_begun(model, lambda module: None if (state := state_of(module)) is None else state.unit)
+    begun = _units_begun(model, unit_of_module)
 
     def visit(module: nn.Module, name: str, parent: Unit | None) -> None:
-        state = state_of(module)
-        if state is not None and state.unit is not parent:
-            unit = state.unit
+        unit = unit_of_module(module)
+        if unit is not None and unit is not parent:
             if unit not in found:
                 order.append(unit)
                 found[unit] = UnitFacts(

@@ -25,6 +25,7 @@ from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors
 from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
+from hsdp.unit.lookup import STATE
 from hsdp.unit.state import IDLE, other_thread, training_state
 from hsdp.unit.unit import Unit
 
@@ -231,14 +232,9 @@ def _cast(value: Any, dtype: torch.dtype) -> Any:
     return map_tensors(value, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor)
 
 
-def state_of(module: nn.Module) -> ModuleHooks | None:
-    """The state that `fully_shard` attached to a module, if it did."""
-    return module.__dict__.get("_hsdp_state")
-
-
 def own_state(module: Any) -> ModuleHooks:
     """The state of a module that is known to be sharded."""
-    state: ModuleHooks = module.__dict__["_hsdp_state"]
+    state: ModuleHooks = module.__dict__[STATE]
     return state
 
 

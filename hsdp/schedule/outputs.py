@@ -23,6 +23,8 @@ from typing import Any
 from torch import Tensor, nn
 
 from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, sequence_number
+from hsdp.unit.lookup import unit_of_module
+from hsdp.unit.unit import Unit
 
 _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
@@ -154,15 +156,15 @@ class SideOutputs:
         self._places: list[tuple[weakref.ref[nn.Module], tuple[str, ...]]] = []
         seen: set[int] = set()
         for module in modules:
-            self._collect(module, module.__dict__.get("_hsdp_state"), seen)
+            self._collect(module, unit_of_module(module), seen)
 
-    def _collect(self, module: nn.Module, state: Any, seen: set[int]) -> None:
-        if id(module) in seen or module.__dict__.get("_hsdp_state", state) is not state:
+    def _collect(self, module: nn.Module, unit: Unit | None, seen: set[int]) -> None:
+        if id(module) in seen or (unit_of_module(module) or unit) is not unit:
             return
         seen.add(id(module))
         self._modules.append(weakref.ref(module))
         for child in module.children():
-            self._collect(child, state, seen)
+            self._collect(child, unit, seen)
 
     def tensors(self, arguments: Sequence[Any], first_node: int) -> list[Tensor]:
         """Tensors that a forward left behind, with autograd nodes made since the one with number `first_node`."""

@@ -28,7 +28,6 @@ from hsdp.comm.observer import Point
 from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
-from hsdp.params.ownership import class_name
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
 from hsdp.schedule.moments import Moment
@@ -36,6 +35,7 @@ from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
+from hsdp.unit.lookup import STATE, class_name
 from hsdp.unit.unit import Schedule, Unit
 
 _LETS_GO = 0.1
@@ -148,7 +148,7 @@ class Root:
         self.streams = self.pipeline.streams = other.streams
 
     def _collect(self, module: nn.Module, parent: Unit | None, name: str) -> None:
-        state = module.__dict__.get("_hsdp_state")
+        state = module.__dict__.get(STATE)
         if state is not None and state.unit is not parent:
             unit: Unit = state.unit
             if unit not in self.units:

@@ -18,12 +18,12 @@ from pathlib import Path
 import torch.distributed as dist
 from torch import nn
 
-from hsdp.schedule.module_hooks import state_of
 from hsdp.tracing.chrome import chrome_trace
 from hsdp.tracing.picture import draw
 from hsdp.tracing.recorder import Recorder
 from hsdp.tracing.spans import Recording, Span
 from hsdp.tracing.summary import Summary, summarize
+from hsdp.unit.lookup import unit_of_module
 from hsdp.unit.unit import Unit
 
 __all__ = ["Span", "Summary", "Trace", "trace"]
@@ -90,8 +90,8 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     """
     units: dict[Unit, str] = {}
     for path, module in model.named_modules():
-        if (state := state_of(module)) is not None:
-            units.setdefault(state.unit, path)
+        if (unit := unit_of_module(module)) is not None:
+            units.setdefault(unit, path)
     if not units:
         raise ValueError(f"trace({type(model).__name__}): nothing in it is sharded; call fully_shard first")
     recorder = Recorder(units)

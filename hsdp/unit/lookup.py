@@ -1,4 +1,4 @@
-"""Which unit a parameter belongs to, and which units the modules of a model reach."""
+"""Which unit a parameter or a module belongs to, which units a model reaches, and what people call them."""
 
 from __future__ import annotations
 
@@ -10,10 +10,22 @@ from hsdp.params.local import local_of
 from hsdp.params.ownership import owner_of, owners
 from hsdp.unit.unit import Unit
 
+PREFIX = "FSDP"
+"""What the class of a sharded module has in front of the original class's name."""
+
+STATE = "_hsdp_state"
+"""The attribute of a sharded module with what `fully_shard` made for it: `schedule.module_hooks.ModuleHooks`."""
+
 
 def unit_of(param: object) -> Unit | None:
     """The unit that a sharded parameter belongs to."""
     return cast("Unit | None", owner_of(param))
+
+
+def unit_of_module(module: nn.Module) -> Unit | None:
+    """The unit that `fully_shard` made of a module; None of other modules, also of those inside of a unit."""
+    state = module.__dict__.get(STATE)
+    return None if state is None else state.unit
 
 
 def all_units() -> list[Unit]:
@@ -28,6 +40,12 @@ def name_of(param: Tensor) -> str:
         return f"a parameter of shape {tuple(param.shape)}"
     fqn = next(managed.fqn for managed in unit.params if managed.sharded is param)
     return f"parameter {fqn!r} of unit {unit.name!r}"
+
+
+def class_name(module: nn.Module) -> str:
+    """The name of a module's class, or of the class that it had before `fully_shard`."""
+    name = type(module).__name__
+    return name.removeprefix(PREFIX) if STATE in module.__dict__ else name
 
 
 def memory_of(param: Any) -> Tensor:
@@ -58,10 +76,10 @@ def units_below(model: nn.Module, recurse: bool = True, what: str = "") -> list[
         raise TypeError(f"{what or 'units_below'}: expected an nn.Module, not {type(model).__name__}")
     units: dict[Unit, None] = {}
     for module in model.modules() if recurse else [model]:
-        state = module.__dict__.get("_hsdp_state")
-        if state is not None:
-            units.setdefault(state.unit)
-        if recurse or state is None:
+        own = unit_of_module(module)
+        if own is not None:
+            units.setdefault(own)
+        if recurse or own is None:
             for param in module._parameters.values():
                 if (unit := unit_of(param)) is not None:
                     units.setdefault(unit)

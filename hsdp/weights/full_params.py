@@ -10,8 +10,7 @@ from typing import Literal
 import torch
 from torch import nn
 
-from hsdp.schedule.module_hooks import state_of
-from hsdp.unit.lookup import units_below
+from hsdp.unit.lookup import unit_of_module, units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import Loan, check_idle, gather, is_first, write, write_first
 from hsdp.weights.whole_draws import WholeDraws
@@ -164,24 +163,24 @@ def visit(
     A unit is entered with the first of its modules and left after the last one, though they may be siblings.
     """
     modules = list(model.modules())
-    left = Counter(state.unit for module in modules if (state := state_of(module)) is not None)
+    left = Counter(unit for module in modules if (unit := unit_of_module(module)) is not None)
     entered: set[Unit] = set()
     seen: set[int] = set()
 
     def go(module: nn.Module) -> None:
         seen.add(id(module))
-        state = state_of(module)
-        if state is not None and state.unit not in entered:
-            entered.add(state.unit)
-            enter(state.unit)
+        unit = unit_of_module(module)
+        if unit is not None and unit not in entered:
+            entered.add(unit)
+            enter(unit)
         for child in module.children():
             if id(child) not in seen:
                 go(child)
         fn(module)
-        if state is not None:
-            left[state.unit] -= 1
-            if not left[state.unit]:
-                leave(state.unit)
+        if unit is not None:
+            left[unit] -= 1
+            if not left[unit]:
+                leave(unit)
 
     around = [unit for unit in units if unit not in left]  # `model` is a part of these
     for unit in around:

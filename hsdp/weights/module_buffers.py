@@ -21,8 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.comm.mesh import MeshAxes
 from hsdp.format import dotted
-from hsdp.schedule.module_hooks import state_of
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import unit_of, unit_of_module
 from hsdp.unit.unit import Unit
 
 
@@ -47,8 +46,7 @@ def modules_with_units(modules: Sequence[nn.Module], unit: Unit | None) -> Itera
     def visit(module: nn.Module, name: str, around: Unit | None) -> Iterator[tuple[str, nn.Module, Unit | None]]:
         if id(module) not in seen:
             seen.add(id(module))
-            state = state_of(module)
-            own = around if state is None else state.unit
+            own = unit_of_module(module) or around
             yield name, module, own
             for child_name, child in module.named_children():
                 yield from visit(child, dotted(name, child_name), own)

@@ -12,7 +12,7 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from hsdp.api.shard_units import by_numel, shard_units
-from hsdp.schedule.module_hooks import state_of
+from hsdp.unit.lookup import unit_of_module
 from tests.support.models import MLP, Block, Transformer, make_case
 from tests.support.rig import Pool, RankEnv
 from tests.support.twin import adamw, assert_close_to_twin, train, twin_of
@@ -159,9 +159,9 @@ def _shards(env: RankEnv) -> None:
         "",
     ]
     for module in (*model.blocks, model):
-        state = state_of(module)
-        assert state is not None
-        assert state.unit.settings.reshard_after_forward is False
+        unit = unit_of_module(module)
+        assert unit is not None
+        assert unit.settings.reshard_after_forward is False
     assert {name for name, p in model.named_parameters() if not isinstance(p, DTensor)} == {"blocks.2.bias"}
     with pytest.raises(ValueError, match=r"module 'blocks\.0' \(FSDPLinear\) is to be a unit, but is sharded already"):
         shard_units(model, "blocks.0", root=False)

@@ -35,8 +35,9 @@ from hsdp import elastic as elastic
 from hsdp import integrations as integrations
 from hsdp import optim as optim  # nor torch's optim
 from hsdp.api.describe import describe
+from hsdp.api.forward_methods import register_forward_method, register_fsdp_forward_method
 from hsdp.api.fsdp2 import UnshardHandle, share_comm_ctx
-from hsdp.api.fully_shard import fully_shard, register_forward_method, register_fsdp_forward_method
+from hsdp.api.fully_shard import fully_shard
 from hsdp.api.module import HSDPModule
 from hsdp.api.module import HSDPModule as FSDPModule  # FSDP2's name of it
 from hsdp.api.shard_units import by_numel, shard_units

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import functools
-import inspect
 import warnings
 import weakref
 from collections.abc import Iterable
@@ -303,43 +300,3 @@ def _refuse_beside(unit: Unit, what: str) -> None:
     runtime = runtime_of(unit)
     if runtime is not None and (runtime.depth or not runtime.streams.active) and runtime.runs_elsewhere():
         raise other_thread(unit, what)
-
-
-def register_forward_method(module: nn.Module, method_name: str) -> None:
-    """Makes another method of a sharded module an entry point, as its forward is: unsharded parameters, watched outputs.
-
-    Args:
-        module: a sharded module.
-        method_name: the method, "generate" say. Calls of it on this instance are entries from then on.
-
-    Raises:
-        ValueError: the module is not sharded, or has no such method.
-    """
-    if not isinstance(module, HSDPModule):
-        raise ValueError(f"register_forward_method: {type(module).__name__} is not sharded; call fully_shard on it first")
-    method = getattr(module, method_name, None)
-    if not callable(method):
-        raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
-    # The bound method would keep the module alive from inside: bind anew at each call.
-    function, this = getattr(method, "__func__", method), weakref.ref(module)
-    bound = hasattr(method, "__func__")
-
-    @functools.wraps(method)
-    def entry(*args: Any, **kwargs: Any) -> Any:
-        owner = this()
-        assert owner is not None, "a module whose method runs is alive"
-        call = functools.partial(function, owner) if bound else function
-        state = own_state(owner)
-        return call(*args, **kwargs) if state.is_inside() else state.run_method(owner, call, args, kwargs)
-
-    # `wraps` keeps the bound method, and by it the module: its signature is all that is asked of it.
-    with contextlib.suppress(TypeError, ValueError):
-        entry.__signature__ = inspect.signature(method)  # type: ignore[attr-defined]
-    del entry.__wrapped__
-    setattr(module, method_name, entry)
-
-
-def register_fsdp_forward_method(module: nn.Module, method_name: str) -> None:
-    """FSDP2's name of `register_forward_method`: `method_name` becomes an entry point, if `module` is sharded at all."""
-    if isinstance(module, HSDPModule):
-        register_forward_method(module, method_name)

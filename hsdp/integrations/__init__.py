@@ -19,8 +19,9 @@ from typing import Any
 
 import torch.distributed.fsdp as fsdp
 
+from hsdp.api.forward_methods import register_fsdp_forward_method
 from hsdp.api.fsdp2 import share_comm_ctx
-from hsdp.api.fully_shard import fully_shard, register_fsdp_forward_method
+from hsdp.api.fully_shard import fully_shard
 
 __all__ = ["replace_fsdp2"]
 

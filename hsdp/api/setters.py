@@ -311,7 +311,7 @@ def _units_to_prefetch(method: str, modules: list[FSDPModule] | None) -> list[Un
     units: list[Unit] = []
     for module in modules:
         if not isinstance(module, Setters):
-            raise TypeError(
+            raise ValueError(
                 f"{method}: {type(module).__name__} is not sharded; pass modules that fully_shard was called on"
             )
         units += module._units(recurse=False)

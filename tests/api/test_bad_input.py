@@ -281,6 +281,7 @@ _SETTERS: dict[str, tuple[Any, type[Exception], tuple[str, ...]]] = {
     "set_gradient_divide_factor": (float("inf"), ValueError, ("inf", "finite")),
     "set_all_reduce_hook": (3, TypeError, ("3", "function")),
     "set_modules_to_forward_prefetch": (fully_shard, TypeError, ("list of sharded modules",)),
+    "set_modules_to_backward_prefetch": ([nn.Linear(2, 2)], ValueError, ("Linear is not sharded",)),
     "unshard": ("x", TypeError, ("'x'", "True or False")),
     "accumulate": ({"last": 3}, TypeError, ("3", "True or False")),
     "set_replica_reduce": ("ring", TypeError, ("'ring'", "tensor=", "CompressedAllReduce")),

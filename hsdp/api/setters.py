@@ -135,9 +135,7 @@ class Setters(FSDP2Compat):
         Ranks that use different parameters are right either way: each always takes part for all of them.
         """
         flag = check_flag("set_reduce_scatter_unused_params", reduce_scatter_unused_params)
-        self._finish_reductions()
-        for unit in self._units(recurse):
-            unit.settings.unused_grads = "zero" if flag else "none"
+        self.set_unused_param_grads("zero" if flag else "none", recurse=recurse)
 
     # -- reductions ------------------------------------------------------------------------------------------------
 

@@ -22,7 +22,7 @@ from torch.distributed import ProcessGroup
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named
 from hsdp.comm.replica_reduce import AllReduceStage
-from hsdp.comm.work import CommWork, TwoPhases
+from hsdp.comm.work import CommWork, TwoPhases, in_turn
 
 
 class CompressedAllReduce(AllReduceStage):
@@ -51,14 +51,10 @@ class CompressedAllReduce(AllReduceStage):
         torch._foreach_copy_(pieces, flat)
         received = torch.empty_like(sent)
 
-        def land() -> None:
-            torch._foreach_copy_(flat, pieces)
-            if finish is not None:
-                finish()
-
         def gather() -> CommWork:
             mine = add_in_order(received, comm.size).to(self.wire_dtype)
-            return comm.all_gather(owner, hash((op, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], land)
+            then = in_turn(lambda: torch._foreach_copy_(flat, pieces), finish)
+            return comm.all_gather(owner, hash((op, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], then)
 
         return TwoPhases(comm, "all-reduce", owner, [comm.all_to_all(owner, op, [received], [sent])], gather)
 

@@ -127,11 +127,11 @@ def _all_reduce(
     received = [torch.empty_like(tensor) for tensor in sent]
     first = comm.all_to_all(owner, op, received, sent)
 
-    def end() -> None:
+    def unpack() -> None:
         for to, values in packed:
             torch._foreach_copy_(to, values)
-        if finish is not None:
-            finish()
+
+    then = in_turn(unpack, finish)
 
     def gather() -> CommWork:
         sums = []
@@ -139,7 +139,7 @@ def _all_reduce(
             rows = parts.view(comm.size, -1)
             fold(rows, rows[0])
             sums.append(rows[0].view(torch.uint8))
-        return comm.all_gather(owner, hash((op, 1)), [tensor.view(torch.uint8) for tensor in sent], sums, end)
+        return comm.all_gather(owner, hash((op, 1)), [tensor.view(torch.uint8) for tensor in sent], sums, then)
 
     return TwoPhases(comm, kind, owner, [*beside, first], gather)
 

@@ -66,8 +66,8 @@ class CommWork:
         "_count",
         "_event",
         "_finish",
+        "_in_use",
         "_keep",
-        "_lent",
         "_works",
         "kind",
         "name",
@@ -91,7 +91,7 @@ class CommWork:
         self._keep = keep
         self._finish = finish
         self._event: Event = None
-        self._lent: _Lent | None = None
+        self._in_use: _InUse | None = None
         self._broken = False  # what follows the works began and did not end
         self.start = time.monotonic()
         _outstanding[id(self)] = weakref.ref(self)
@@ -104,7 +104,7 @@ class CommWork:
             # Made with its side stream current: order everything on that stream, the host goes on.
             self._settle()
             self._event = context.streams.mark()
-            self._lent = _Lent(self._event, (keep, finish))
+            self._in_use = _InUse(self._event, (keep, finish))
         if context.observer is not None:
             context.observer.started(comm, owner, self, works)
 
@@ -146,8 +146,8 @@ class CommWork:
         _outstanding.pop(id(self), None)
         # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
         self._keep = self._finish = None
-        if self._lent is not None:
-            self._lent.used = None
+        if self._in_use is not None:
+            self._in_use.used = None
 
     def traffic(self) -> tuple[list[Tensor], list[Tensor]]:
         """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until somebody waited."""
@@ -176,7 +176,7 @@ class CommWork:
             self._broken = False
 
 
-class _Lent:
+class _InUse:
     """What a side stream uses until an event.
 
     If it is deleted while `used` is set, nobody waited for the collective: its backward failed, and the model was deleted.

@@ -50,13 +50,13 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made before fully_shard and holds the parameter that "
                 f"became {stale[1]!r} of unit {owner.name!r}, not the sharded one; make the optimizer after fully_shard"
             )
-        lent = [param for param in params if param in shown]
+        full = [param for param in params if param in shown]
         # Those that have gradients are trained: users made them parameters of a plain model of their own.
-        full = shown[lent[0]] if lent and all(param.grad is None for param in lent) else None
-        if full is not None and (owner := full[0]()) is not None:
+        place = shown[full[0]] if full and all(param.grad is None for param in full) else None
+        if place is not None and (owner := place[0]()) is not None:
             raise StateError(
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
-                f"one of {full[1]!r} of unit {owner.name!r}, which nobody trains; make the optimizer outside of full_params"
+                f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
             )
         # In one order on all ranks: they may communicate.
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)

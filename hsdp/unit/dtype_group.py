@@ -295,7 +295,7 @@ class DtypeGroup:
         found = {"whole, direct": self._direct, "whole, packed": self._packed, "staging": self._staging}
         return {name: flat_buffer for name, flat_buffer in found.items() if flat_buffer is not None}
 
-    def lent(self) -> list[Tensor]:
+    def transient_memory(self) -> list[Tensor]:
         """The memory that a gather fills, or reads, and that is freed."""
         return [*(flat_buffer.tensor for flat_buffer in self.flat_buffers.values() if flat_buffer.held), *self._kept]
 

@@ -112,7 +112,7 @@ class ExtensionGroup(DtypeGroup):
         rows = self.shard.data[piece.offset : piece.offset + piece.numel].to(self.device, non_blocking=True)
         return wrapper.around(rows.view(piece.chunk, *piece.spec.shape[1:]))
 
-    def lent(self) -> list[Tensor]:
+    def transient_memory(self) -> list[Tensor]:
         """The memory that a gather fills, or reads, and that is freed."""
         held = [one.tensor for member in self._members for one in member.flat_buffers if one.held]
         return held + [tensor for member in self._members for tensor in member.inputs]

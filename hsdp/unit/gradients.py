@@ -371,7 +371,7 @@ class Gradients:
             else:
                 held = local_grad(param)
                 standing = held.standing if isinstance(held, ZeroGradSentinel) else None
-                if standing is None or standing.lent:
+                if standing is None or standing.is_blank:
                     memory = held if standing is None else standing.memory(write=True)
                     if undoable:
                         self._undo.add_noted(memory, local, standing)

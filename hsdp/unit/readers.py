@@ -30,6 +30,6 @@ class Readers:
             here.wait_stream(first)  # which puts packed parameters in their places
         if first is not None or here.stream_id != self._allocated_on:
             for group in dtype_groups:
-                for memory in group.lent():
+                for memory in group.transient_memory():
                     memory.record_stream(here)
         self._reached[here.stream_id] = here

@@ -44,7 +44,7 @@ class Undo:
         self.entries.append(_Assigned(params, grads, locals_))
 
     def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
-        """Adds a sum to a gradient, or to zeros that a sentinel lent, and notes what was there."""
+        """Adds a sum to a gradient, or to zeros behind a sentinel, and notes what was there."""
         before = memory.clone()
         memory.add_(landed)
         self.entries.append(_Added(memory, before, memory._version, standing))
@@ -81,7 +81,7 @@ class Undo:
             if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
                 entry.memory.copy_(entry.before)
                 if entry.standing is not None:
-                    entry.standing.lent = True
+                    entry.standing.is_blank = True
             else:
                 able = able and not bool(entry.memory.count_nonzero())
         self.entries.clear()

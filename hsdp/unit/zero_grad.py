@@ -42,33 +42,33 @@ class Standing:
     Attributes:
         fqn: the parameter's name.
         base: the gradient that was there, or has landed; None: there is none, which reads as zeros.
-        lent: `base` was made because somebody took a view of the zeros; nobody has written to it.
+        is_blank: `base` was made because somebody took a view of the zeros; nobody has written to it.
         cleared: somebody set the gradient to zero or to something else: the pending sums are void.
         read: somebody computed something else from it.
         over: nothing is pending any more; the sentinel is the gradient, and no more.
         owner: who has the sums. It lives as long as the parameters do that will get them, whatever becomes of the model.
     """
 
-    __slots__ = ("base", "cleared", "fqn", "lent", "like", "over", "owner", "read")
+    __slots__ = ("base", "cleared", "fqn", "is_blank", "like", "over", "owner", "read")
 
     def __init__(self, fqn: str, like: Tensor, base: Tensor | None, owner: object = None) -> None:
         self.owner = owner
         self.fqn = fqn
         self.like = like
         self.base = base
-        self.lent = self.cleared = self.read = self.over = False
+        self.is_blank = self.cleared = self.read = self.over = False
 
     @property
     def gradient(self) -> Tensor | None:
         """The gradient without what is pending; None if there is none."""
-        return None if self.lent else self.base
+        return None if self.is_blank else self.base
 
     def memory(self, write: bool) -> Tensor:
         """The memory behind it; zeros become real where there was none."""
         if self.base is None:
-            self.base, self.lent = self.zeros(), True
+            self.base, self.is_blank = self.zeros(), True
         if write:
-            self.lent = False
+            self.is_blank = False
         return self.base
 
     def zeros(self) -> Tensor:

@@ -196,7 +196,7 @@ def _own_standing() -> AbstractContextManager[Any]:
 
 
 @planted("additions to a sentinel of zeros lost")
-def _still_lent() -> AbstractContextManager[Any]:
+def _still_blank() -> AbstractContextManager[Any]:
     return replaced(Standing, "memory", lambda memory: lambda standing, write: memory(standing, False))
 
 

@@ -16,7 +16,7 @@ import hsdp.unit.gradients
 from hsdp.comm import backends
 from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
-from hsdp.comm.work import CommWork, _Lent
+from hsdp.comm.work import CommWork, _InUse
 from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
 from hsdp.schedule.runtime import Runtime
@@ -191,8 +191,8 @@ def reduction_operands_are_freed_when_their_reduce_scatter_was_launched() -> Any
         def go(pipeline: ReductionPipeline, items: list[Reduction]) -> ReductionBucket:
             bucket: ReductionBucket = start(pipeline, items)
             bucket.work._keep = None
-            if bucket.work._lent is not None:
-                bucket.work._lent.used = None
+            if bucket.work._in_use is not None:
+                bucket.work._in_use.used = None
             for reduction in items:
                 for part in reduction.parts:
                     part.release_inputs()
@@ -264,7 +264,7 @@ def deferred_sums_are_read_before_their_reduce_scatter() -> Any:
 
 @mutant("a model that goes after an exception", mode="slow comm")
 def buffers_of_a_collective_that_nobody_waits_for_are_given_back() -> Any:
-    return mock.patch.object(_Lent, "__del__", lambda lent: None)
+    return mock.patch.object(_InUse, "__del__", lambda in_use: None)
 
 
 @mutant("recomputed behind parameters of the root")

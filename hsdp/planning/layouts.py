@@ -247,7 +247,7 @@ class UnitPlan:
     Attributes:
         facts: what it consists of.
         replicas, shards: sizes R and S of the mesh.
-        dtype groups: its parameters by dtypes.
+        dtype_groups: its parameters by dtypes.
     """
 
     facts: UnitFacts

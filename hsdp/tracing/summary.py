@@ -19,7 +19,7 @@ class Collectives:
     """All collectives of one kind.
 
     Attributes:
-        collectives: how many; `calls` of the backend.
+        started: how many; `calls` of the backend.
         nbytes: bytes of their whole operands.
         sent: bytes that this rank sends at least, by the ring's formula.
         under_way: seconds in which at least one was under way.

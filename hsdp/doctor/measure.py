@@ -5,7 +5,7 @@ from __future__ import annotations
 import socket
 import statistics
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -75,22 +75,30 @@ def _hosts() -> list[str]:
     return [str(host) for host in found]
 
 
-def _seconds(action: Callable[[], object], device: torch.device) -> float:
-    """How long it takes on the rank that takes longest; all ranks begin together."""
-    times = []
-    for _ in range(REPEATS + 1):  # the first one warms up
-        wait(device)
-        dist.barrier()
-        start = time.perf_counter()
-        action()
-        wait(device)
-        times.append(time.perf_counter() - start)
-    slowest = torch.tensor(statistics.median(times[1:]), dtype=torch.float64, device=device)
+def medians(actions: Sequence[Callable[[], object]], rounds: int, device: torch.device) -> list[float]:
+    """How long each takes on the rank that takes longest; all ranks begin together.
+
+    The actions take turns, so that what else the machine does meets all of them.
+    """
+    times: list[list[float]] = [[] for _ in actions]
+    for _ in range(rounds + 1):  # the first one warms up
+        for action, seconds in zip(actions, times, strict=True):
+            _wait(device)
+            dist.barrier()
+            start = time.perf_counter()
+            action()
+            _wait(device)
+            seconds.append(time.perf_counter() - start)
+    slowest = torch.tensor([statistics.median(seconds[1:]) for seconds in times], dtype=torch.float64, device=device)
     dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return float(slowest)
+    return list(map(float, slowest))
 
 
-def wait(device: torch.device) -> None:
+def _seconds(action: Callable[[], object], device: torch.device) -> float:
+    return medians([action], REPEATS, device)[0]
+
+
+def _wait(device: torch.device) -> None:
     """The host waits for all that was enqueued on a device."""
     if device.type != "cpu":
         torch.get_device_module(device).synchronize()

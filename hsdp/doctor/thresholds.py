@@ -6,8 +6,6 @@ of equal weights are gathered and reduced by hsdp itself, both ways in turn, siz
 
 from __future__ import annotations
 
-import statistics
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 
@@ -17,14 +15,14 @@ from torch import nn
 from torch.distributed.device_mesh import init_device_mesh
 
 from hsdp.api.fully_shard import fully_shard
-from hsdp.doctor.measure import Rates, wait
+from hsdp.buffers.layout import NEVER
+from hsdp.doctor.measure import Rates, medians
 from hsdp.policies import CommPolicy
 
 ROUNDS = 7
 COLUMNS = 256
 WEIGHTS = 8
 SIZES = tuple(1 << power for power in range(12, 25, 2))
-_NEVER = 1 << 62
 
 
 @dataclass(frozen=True)
@@ -84,7 +82,7 @@ def measure_paths(device: torch.device, shards: int) -> list[Paths]:
                 comm_policy=CommPolicy(direct_gather_bytes=gather, direct_reduce_bytes=reduce),
                 reshard_after_forward=False,
             )
-            for gather, reduce in ((_NEVER, _NEVER), (0, _NEVER), (0, 0))
+            for gather, reduce in ((NEVER, NEVER), (0, NEVER), (0, 0))
         )
         calls = max(1, min(16, (1 << 23) // (count * nbytes * shards)))
         gather = _medians([_gathering(packed, calls), _gathering(gathered, calls)], calls, device)
@@ -115,22 +113,8 @@ def _stepping(model: nn.Module, calls: int, device: torch.device) -> Callable[[]
 
 
 def _medians(actions: list[Callable[[], None]], calls: int, device: torch.device) -> list[float]:
-    """Seconds that each of an action's calls takes on the slowest rank.
-
-    The actions take turns, so that what else the machine does meets all of them.
-    """
-    times: list[list[float]] = [[] for _ in actions]
-    for _ in range(ROUNDS + 1):  # the first one warms up
-        for action, seconds in zip(actions, times, strict=True):
-            wait(device)
-            dist.barrier()
-            start = time.perf_counter()
-            action()
-            wait(device)
-            seconds.append(time.perf_counter() - start)
-    slowest = torch.tensor([statistics.median(seconds[1:]) for seconds in times], dtype=torch.float64, device=device)
-    dist.all_reduce(slowest, dist.ReduceOp.MAX)
-    return [seconds / calls for seconds in slowest.tolist()]
+    """Seconds that each of an action's calls takes on the slowest rank."""
+    return [seconds / calls for seconds in medians(actions, ROUNDS, device)]
 
 
 def threshold(sizes: Iterable[tuple[int, tuple[float, float]]]) -> int:

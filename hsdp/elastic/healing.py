@@ -24,6 +24,7 @@ from hsdp.checkpoint.local_state import refuse_unnamed_state
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
+from hsdp.format import dotted
 from hsdp.params.local import local_of
 from hsdp.params.subclass import is_composite
 
@@ -203,7 +204,7 @@ def _is_tensor(value: Any) -> bool:
 def _buffer_places(model: nn.Module) -> dict[str, _Place]:
     """Where buffers are, by name; one that was declared, and that some forward is to make, is None there."""
     return {
-        clean_name(f"{path}.{leaf}" if path else leaf): (module, leaf)
+        clean_name(dotted(path, leaf)): (module, leaf)
         for path, module in model.named_modules()
         for leaf, held in module._buffers.items()
         if held is None or not _is_fixed(held)

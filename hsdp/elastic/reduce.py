@@ -21,7 +21,7 @@ from hsdp.comm.backends import REDUCE_ALONE_BYTES, share_calls
 from hsdp.comm.collectives import Comm
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.replica_reduce import AllReduceStage
-from hsdp.comm.work import CommWork
+from hsdp.comm.work import CommWork, in_turn
 from hsdp.elastic.manager import Manager
 from hsdp.errors import DivergenceError, StateError
 from hsdp.policies import ReduceOp, check_reduce_op
@@ -98,10 +98,9 @@ class ManagedAllReduce(AllReduceStage):
                 # whether they clip, must not depend on what this rank found in its buffers.
                 torch._foreach_zero_(tensors)
                 torch._foreach_add_(tensors, 1)
-            if finish is not None:
-                finish()
 
-        return CommWork(comm, "all-reduce", owner, labelled("all_reduce", owner.name, start), tensors, land)
+        started = labelled("all_reduce", owner.name, start)
+        return CommWork(comm, "all-reduce", owner, started, tensors, in_turn(land, finish))
 
     def fail(self) -> None:
         """Has the step dropped in whose all-reduces a backward of this replica failed.

@@ -14,12 +14,12 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch.distributed as dist
 from torch import nn
 from torch.distributed.tensor import DTensor
 
 from hsdp.api.fully_shard import fully_shard
 from hsdp.api.module import HSDPModule, has_forward
+from hsdp.comm.groups import own_rank
 from hsdp.format import dotted
 
 
@@ -276,7 +276,7 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
 
 
 def _show(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) -> None:
-    if dist.is_available() and dist.is_initialized() and dist.get_rank() != 0:
+    if own_rank() != 0:
         return
     rows = [("unit", "module", "parameters", "elements", "MiB")]
     rows += [(unit.name or "(root)", type(unit.module).__name__, *_sizes(unit.params)) for unit in units]

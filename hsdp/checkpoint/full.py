@@ -31,6 +31,7 @@ from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
 from hsdp.checkpoint.structure import leaves_of, mapped
+from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import full_tensor, part_of_whole
 from hsdp.params.local import local_of
@@ -59,7 +60,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
     state: dict[str, Any] = {}
     for name, first in first_names(model, entries).items():
         state[name] = state[first] if first in state else whole_value(entries[name].value, dst, cpu)
-    return state if dst is None or dst == _rank() else {}
+    return state if dst is None or dst == own_rank() else {}
 
 
 def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True) -> Iterator[tuple[str, Any]]:
@@ -97,7 +98,7 @@ def full_optimizer_state_dict(
     held = state["state"]
     for name, entries in held.items():
         held[name] = whole_value(entries, dst, cpu)
-    return state if dst is None or dst == _rank() else {}
+    return state if dst is None or dst == own_rank() else {}
 
 
 @when_settled
@@ -239,10 +240,6 @@ def first_names(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, str
 # -- one tensor ----------------------------------------------------------------------------------------------------
 
 
-def _rank() -> int:
-    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
-
-
 def first_rank(values: Iterable[Any]) -> int:
     """The first rank of the mesh that the tensors live on; of several, of the largest.
 
@@ -261,7 +258,7 @@ def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
     if isinstance(value, Tensor):
         return _whole_tensor(value, dst, cpu)
     whole = mapped(value, lambda leaf: _whole_tensor(leaf, dst, cpu) if isinstance(leaf, Tensor) else leaf, "a value")
-    return whole if dst is None or dst == _rank() else None
+    return whole if dst is None or dst == own_rank() else None
 
 
 def _whole_tensor(value: Tensor, dst: int | None, cpu: bool) -> Tensor | None:
@@ -269,7 +266,7 @@ def _whole_tensor(value: Tensor, dst: int | None, cpu: bool) -> Tensor | None:
         if isinstance(value, DTensor):
             whole = gather_to(value, dst) if dst is not None else full_tensor(value)
         else:
-            whole = value if dst is None or dst == _rank() else None
+            whole = value if dst is None or dst == own_rank() else None
         if whole is None:
             return None
         moved = whole.detach().cpu() if cpu else whole.detach()
@@ -285,13 +282,13 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
     axis = _only_shard_axis(tensor)
     if axis is None:
         whole = full_tensor(tensor) if not _is_replicated(tensor) else tensor.to_local()
-        return whole if _rank() == dst else None
+        return whole if own_rank() == dst else None
     mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(axis)
     members = dist.get_process_group_ranks(group)
     if dst not in members:
         return None
     group, local = for_messages(group), tensor.to_local()
-    if _rank() != dst:
+    if own_rank() != dst:
         if local.numel():
             dist.send(_bytes(local.contiguous()), dst, group=group)
         return None

@@ -33,6 +33,11 @@ def backend_name(group: ProcessGroup, device: torch.device) -> str:
     return str(name).lower()
 
 
+def own_rank() -> int:
+    """The number of this rank in the default process group; 0 without one."""
+    return dist.get_rank() if dist.is_available() and dist.is_initialized() else 0
+
+
 def timeout_of(group: ProcessGroup, device: torch.device) -> float:
     """Seconds after which the group's ranks give up: its own timeout, or that of the default group if it is shorter.
 

@@ -15,9 +15,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import torch.distributed as dist
 from torch import nn
 
+from hsdp.comm.groups import own_rank
 from hsdp.tracing.chrome import chrome_trace
 from hsdp.tracing.picture import draw
 from hsdp.tracing.recorder import Recorder
@@ -56,7 +56,7 @@ class Trace:
 
     def to_chrome(self, path: str | Path) -> None:
         """Writes the trace of this rank in Chrome's trace event format, which ui.perfetto.dev opens."""
-        Path(path).write_text(chrome_trace(self.recording, _rank()), encoding="utf-8")
+        Path(path).write_text(chrome_trace(self.recording, own_rank()), encoding="utf-8")
 
     def to_svg(self, path: str | Path, iteration: int = -1) -> None:
         """Draws one forward (of a micro-batch) and what follows it until the next one: a track per stream, units coloured.
@@ -68,7 +68,7 @@ class Trace:
         Raises:
             ValueError: there is no such iteration.
         """
-        Path(path).write_text(draw(self.recording, iteration, _rank()), encoding="utf-8")
+        Path(path).write_text(draw(self.recording, iteration, own_rank()), encoding="utf-8")
 
 
 @contextmanager
@@ -102,7 +102,3 @@ def trace(model: nn.Module) -> Iterator[Trace]:
     finally:
         recorder.stop()
         result._finish()
-
-
-def _rank() -> int:
-    return dist.get_rank() if dist.is_initialized() else 0

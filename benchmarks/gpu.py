@@ -96,7 +96,7 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
     streams = Streams(device)
     comm = Comm(group, 0, 1, device, CommContext(streams))
     checked: list[str] = []
-    op = iter(range(1, 1000))
+    keys = iter(range(1, 1000))
 
     def fresh(*dtypes: torch.dtype) -> list[Tensor]:
         return [torch.randn(1024 * (i + 1), device=device).to(dtype) for i, dtype in enumerate(dtypes)]
@@ -123,7 +123,7 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         def gather(given: list[Tensor] = given, got: list[Tensor] = got, then: Any = double) -> CommWork:
             outs, ins = ([one.view(torch.uint8) for one in tensors] for tensors in (got, given))
             with streams.on("gather"):
-                return comm.all_gather(Owner(), next(op), outs, ins, then)
+                return comm.all_gather(Owner(), next(keys), outs, ins, then)
 
         check(f"all-gather of {what}", gather, [*got, *doubled], [*given, *(2 * one for one in given)])
         kept, got_back = fresh(*dtypes), [torch.zeros_like(one) for one in given]
@@ -131,13 +131,13 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
         def scatter(given: list[Tensor] = given, got: list[Tensor] = got_back, whole: list[Tensor] = kept) -> CommWork:
             with streams.on("scatter"):
-                return comm.reduce_scatter(Owner(), next(op), got, given, whole, None)
+                return comm.reduce_scatter(Owner(), next(keys), got, given, whole, None)
 
         check(f"reduce-scatter of {what}", scatter, [*got_back, *kept], [*given, *before])
 
         def reduce(tensors: list[Tensor] = kept) -> CommWork:
             with streams.after("replicate", streams.mark()):
-                return comm.all_reduce(Owner(), next(op), tensors)
+                return comm.all_reduce(Owner(), next(keys), tensors)
 
         check(f"all-reduce of {what}", reduce, kept, before)
     value = torch.ones(4, device=device)
@@ -299,9 +299,9 @@ class SlowComm(Comm):
     pauses: ClassVar[dict[str, float]] = {}
     """Seconds, by kind of collective."""
 
-    def _ready(self, op: int, kind: str, owner: Any, custom: object = None) -> tuple[dist.ProcessGroup, int]:
+    def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> tuple[dist.ProcessGroup, int]:
         _spin(self.pauses[kind], self.device)
-        return super()._ready(op, kind, owner, custom)
+        return super()._ready(key, kind, owner, custom)
 
 
 def slow_down(model: Any, pauses: dict[str, float]) -> None:

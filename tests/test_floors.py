@@ -140,8 +140,8 @@ def test_what_these_tests_forbid_would_be_seen() -> None:
     assert _circles(_graph(files)) == [["hsdp.unit.unit", "hsdp.schedule.runtime", "hsdp.unit.unit"]]
     seen = {"tests.support.rig": ["benchmarks.harness"], "benchmarks.host": ["tests.test_clip", "tests.support.rig"]}
     assert _climbing(seen) == ["tests.support.rig -> benchmarks.harness", "benchmarks.host -> tests.test_clip"]
-    writes = "a, unit.calls = 1, 2\nself.unit.lent: bool = True\nunit.settings.drains = unit.open\nunits[0].op += 1"
-    assert sorted(_writes_to_units(writes)) == ["self.unit.lent", "unit.calls", "units[0].op"]
+    writes = "a, unit.calls = 1, 2\nself.unit.lent: bool = True\nunit.settings.drains = unit.open\nunits[0].key += 1"
+    assert sorted(_writes_to_units(writes)) == ["self.unit.lent", "unit.calls", "units[0].key"]
     with pytest.raises(AssertionError, match="no floor"):
         _upward({"hsdp.unit.unit": "import hsdp.attic"})
 

@@ -48,11 +48,11 @@ def labels(
     return call
 
 
-def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, op: int, what: str) -> None:
-    """`torch.distributed.all_reduce(tensor, how, group)` in turn with units' collectives, known as `op`, told as `what`."""
+def all_reduce_now(tensor: Tensor, how: Any, group: ProcessGroup, key: int, what: str) -> None:
+    """`torch.distributed.all_reduce(tensor, how, group)` among units' collectives, known as `key`, told as `what`."""
     count = 0
     if (divergence_guard := DivergenceGuard.among(group)) is not None:
-        divergence_guard.before_collective(op, what, "")
+        divergence_guard.before_collective(key, what, "")
         count = divergence_guard.count
     if (work := dist.all_reduce(tensor, how, group, async_op=True)) is not None:
         wait_for(work, backend_name(group, tensor.device), divergence_guard, count, what, "")
@@ -137,7 +137,7 @@ class Comm:
     def all_gather(
         self,
         owner: Named,
-        op: int,
+        key: int,
         outputs: list[Tensor],
         inputs: list[Tensor],
         finish: Callable[[], object] | None,
@@ -147,16 +147,16 @@ class Comm:
 
         The `uneven` ones are filled from the ranks' own parts, each in a call of its own.
 
-        `op` stands for the call to the ranks' divergence guard, here and below.
+        `key` stands for the call to the ranks' divergence guard, here and below.
         """
-        group, op = self._ready(op, "all-gather", owner, self.custom_all_gather)
+        group, key = self._ready(key, "all-gather", owner, self.custom_all_gather)
         works: list[Any] = []
         if self.custom_all_gather is not None:
             assert not uneven, "users' collectives know equal parts only"
             works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
             return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
         if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_gather(owner, op, outputs, inputs)
+            works, then = memory.all_gather(owner, key, outputs, inputs)
             finish = in_turn(then, finish)
         else:
             for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
@@ -170,7 +170,7 @@ class Comm:
     def reduce_scatter(
         self,
         owner: Named,
-        op: int,
+        key: int,
         outputs: list[Tensor],
         inputs: list[Tensor],
         replicated: list[Tensor],
@@ -189,14 +189,14 @@ class Comm:
         """
         assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
         assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
-        group, op = self._ready(op, "reduce-scatter", owner, self.custom_reduce_scatter)
+        group, key = self._ready(key, "reduce-scatter", owner, self.custom_reduce_scatter)
         works: list[Any] = []
         if self.custom_reduce_scatter is not None:
             by_host = not self.context.streams.active
             works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
             finish = in_turn(then, finish)
         elif inputs and (memory := self._shared()) is not None:
-            works, then = memory.reduce_scatter(owner, op, outputs, inputs)
+            works, then = memory.reduce_scatter(owner, key, outputs, inputs)
             finish = in_turn(then, finish)
         elif self.backend == "gloo":
             finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
@@ -216,18 +216,18 @@ class Comm:
     def all_reduce(
         self,
         owner: Named,
-        op: int,
+        key: int,
         tensors: list[Tensor],
         finish: Callable[[], object] | None = None,
         custom: ReplicaReduce | None = None,
     ) -> CommWork:
         """Sums tensors over ranks, in place, in one call per dtype; then `finish`. A `custom` one takes tensors singly."""
-        group, op = self._ready(op, "all-reduce", owner, custom)
+        group, key = self._ready(key, "all-reduce", owner, custom)
         works: list[Any] = []
         if custom is not None:
             works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
         elif tensors and (memory := self._shared()) is not None:
-            works, then = memory.all_reduce(owner, op, tensors)
+            works, then = memory.all_reduce(owner, key, tensors)
             finish = in_turn(then, finish)
         else:
             self._sum_in_place(group, works, tensors)
@@ -237,7 +237,7 @@ class Comm:
     def all_to_all(
         self,
         owner: Named,
-        op: int,
+        key: int,
         outputs: list[Tensor],
         inputs: list[Tensor],
         finish: Callable[[], object] | None = None,
@@ -247,9 +247,9 @@ class Comm:
 
         Of the second of each `uneven` pair it gets every rank's part number r, into the first.
         """
-        group, op = self._ready(op, "all-to-all", owner)
+        group, key = self._ready(key, "all-to-all", owner)
         if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_to_all(owner, op, outputs, inputs)
+            works, then = memory.all_to_all(owner, key, outputs, inputs)
             finish = in_turn(then, finish)
         else:
             works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
@@ -261,23 +261,23 @@ class Comm:
 
     @labels
     def exchange_parts(
-        self, owner: Named, op: int, output: Tensor, received: list[int], sent: Tensor, sizes: list[int]
+        self, owner: Named, key: int, output: Tensor, received: list[int], sent: Tensor, sizes: list[int]
     ) -> CommWork:
         """Each rank r gets `sizes[r]` elements of `sent`, and what came from rank r is `received[r]` elements of `output`.
 
         The parts lie in rank order, one behind the other, in 1-D tensors of one dtype.
         """
-        group, op = self._ready(op, "all-to-all", owner)
+        group, key = self._ready(key, "all-to-all", owner)
         # As bytes, because not every backend knows every dtype.
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
         works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
         return CommWork(self, "all-to-all", owner, works, ([output], [sent]))
 
-    def agree(self, owner: Named, op: int) -> None:
+    def agree(self, owner: Named, key: int) -> None:
         """Tells the ranks' divergence guard that this rank starts nothing where the others might."""
         if self.divergence_guard is not None:
-            self.divergence_guard.before_collective(hash((op, self.number)), "step without an exchange", owner.name)
+            self.divergence_guard.before_collective(hash((key, self.number)), "step without an exchange", owner.name)
 
     def _shared(self) -> HostMemory | None:
         if self._meets and self.group is not None:
@@ -286,15 +286,15 @@ class Comm:
             self.host_memory = host_memory_of(self.group)
         return self.host_memory
 
-    def _ready(self, op: int, kind: str, owner: Named, custom: object = None) -> tuple[ProcessGroup, int]:
+    def _ready(self, key: int, kind: str, owner: Named, custom: object = None) -> tuple[ProcessGroup, int]:
         """The group, and what stands for the call: of which `Comm` it is, and by which collective."""
         assert self.group is not None, f"{kind} without a process group"
         if self.context.observer is not None:
             self.context.observer.starting()
-        op = hash((op, self.number, _KINDS[kind], custom is None))
+        key = hash((key, self.number, _KINDS[kind], custom is None))
         if self.divergence_guard is not None:
-            self.divergence_guard.before_collective(op, kind, owner.name)
-        return self.group, op
+            self.divergence_guard.before_collective(key, kind, owner.name)
+        return self.group, key
 
     def _all_to_all_then_sum(
         self,

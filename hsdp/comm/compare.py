@@ -36,7 +36,7 @@ def guard_of(group: ProcessGroup, rank: int, device: torch.device) -> Divergence
         if not in_group:
             return _differing_in_gathered(alive, device, values)
         question = Greatest(alive, device, [*values, *(-value for value in values)])
-        wait_for(question.work, backend_name(alive, device), divergence_guard, answer.number, answer.what, "", answer.op)
+        wait_for(question.work, backend_name(alive, device), divergence_guard, answer.number, answer.what, "", answer.key)
         greatest = question.values()
         return [i for i in range(len(values)) if greatest[i] != -greatest[i + len(values)]]
 

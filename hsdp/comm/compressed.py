@@ -40,9 +40,9 @@ class CompressedAllReduce(AllReduceStage):
         self.exact = wire_dtype is torch.bfloat16  # fp16 may lose what NCCL has scaled
 
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `key` and `finish` as `AllReduceStage` says."""
         sizes = [tensor.numel() for tensor in tensors]
         part = -(-sum(sizes) // comm.size)
         sent = torch.zeros(part * comm.size, dtype=self.wire_dtype, device=tensors[0].device)
@@ -54,9 +54,9 @@ class CompressedAllReduce(AllReduceStage):
         def gather() -> CommWork:
             mine = add_in_order(received, comm.size).to(self.wire_dtype)
             then = in_turn(lambda: torch._foreach_copy_(flat, pieces), finish)
-            return comm.all_gather(owner, hash((op, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], then)
+            return comm.all_gather(owner, hash((key, 1)), [sent.view(torch.uint8)], [mine.view(torch.uint8)], then)
 
-        return TwoPhases(comm, "all-reduce", owner, [comm.all_to_all(owner, op, [received], [sent])], gather)
+        return TwoPhases(comm, "all-reduce", owner, [comm.all_to_all(owner, key, [received], [sent])], gather)
 
 
 class CompressedReduceScatter:

@@ -129,11 +129,11 @@ class DivergenceGuard:
         if not self._broken:
             self._questions.leave_word(self.count)
 
-    def before_collective(self, op: int, kind: str, name: str) -> None:
+    def before_collective(self, key: int, kind: str, name: str) -> None:
         """Called before each collective.
 
         Args:
-            op: identifies kind, unit and whatever else must be equal; the same integer on all ranks that agree.
+            key: identifies kind, unit and whatever else must be equal; the same integer on all ranks that agree.
             kind, name: the same for people; `name` is that of a unit, or "".
 
         Raises:
@@ -141,13 +141,13 @@ class DivergenceGuard:
         """
         self.count += 1
         state, begins, events = self._state, self._begins, self._events
-        expected = hash((op, self._order if begins else 0, events)) if begins or events else op
+        expected = hash((key, self._order if begins else 0, events)) if begins or events else key
         known = self._branches.get((state, self._passes)) if self._branches else None
         known = known or self._follows.get(state)
         if known != expected:
             self._ask(Answer(self._rank, self.count, described(kind, name), expected), known is not None)
             self._learn(known is None, expected)
-        self._state = hash((self._order if begins else state, op))
+        self._state = hash((self._order if begins else state, key))
         if events:
             self._passes = self._events = 0
         elif begins:
@@ -165,11 +165,11 @@ class DivergenceGuard:
             DivergenceError: the ranks are about to do different things.
         """
         self.count += 1
-        op = hash((zlib.crc32(kind.encode()), len(values), self._events))
-        answer = Answer(self._rank, self.count, described(kind, name), op)
+        key = hash((zlib.crc32(kind.encode()), len(values), self._events))
+        answer = Answer(self._rank, self.count, described(kind, name), key)
         # Until they agree on the op, and so on how many values there are, ranks send as much for any.
         differs = self._ask(answer, self._state in self._follows, hash(tuple(values)) & _MASK if values else None)
-        self._state, self._events = hash((self._state, op)), 0
+        self._state, self._events = hash((self._state, key)), 0
         return self._compare(self, values, answer) if differs and len(values) > 1 else [0] * differs
 
     def _learn(self, is_new: bool, told: int) -> None:

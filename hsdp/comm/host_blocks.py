@@ -72,9 +72,9 @@ class Mapping:
 
     @property
     def header(self) -> tuple[int, int]:
-        """Number and op of the post."""
-        number, op = self._header
-        return number, op
+        """Number and key of the post."""
+        number, key = self._header
+        return number, key
 
     @header.setter
     def header(self, header: tuple[int, int]) -> None:

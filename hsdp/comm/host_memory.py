@@ -44,7 +44,7 @@ _FULL = 60.0
 """Seconds for which a rank tries to send a file while too many are on their way."""
 
 _CLOSED = "closed its connection"
-_OP = (1 << 63) - 1
+_KEY = (1 << 63) - 1
 
 Then = Callable[[], object]
 
@@ -52,7 +52,7 @@ Then = Callable[[], object]
 class Line(NamedTuple):
     """What a rank tells of its post: what the collective is, the block's number, bytes written, and what it has read."""
 
-    op: int
+    key: int
     block: int
     nbytes: int
     read_below: int
@@ -81,12 +81,12 @@ class _Post:
     It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
     """
 
-    def __init__(self, memory: HostMemory, kind: str, name: str, op: int, layout: Layout) -> None:
+    def __init__(self, memory: HostMemory, kind: str, name: str, key: int, layout: Layout) -> None:
         self._memory = memory
         self.number = -1  # until it is written
         self.kind = kind
         self.name = name
-        self.op = op
+        self.key = key
         self.layout = layout
 
     def is_completed(self) -> bool:
@@ -149,11 +149,11 @@ class HostMemory:
 
     # -- collectives -----------------------------------------------------------------------------------------------------
 
-    # Each returns what to wait for, and what then puts the results down. `op` stands for the collective: ranks whose
+    # Each returns what to wait for, and what then puts the results down. `key` stands for the collective: ranks whose
     # collectives meet compare it.
 
     def all_gather(
-        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Any], Then]:
         """Gathers each 1-D input of n elements into its 1-D output of S * n; an input may lie in its place there."""
         pairs = zip(outputs, inputs, strict=True)
@@ -166,10 +166,10 @@ class HostMemory:
                     if rank != self.rank or not there:
                         whole[rank].copy_(part)
 
-        return self._start("all-gather", owner, op, inputs, copy_parts)
+        return self._start("all-gather", owner, key, inputs, copy_parts)
 
     def reduce_scatter(
-        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Any], Then]:
         """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
 
@@ -177,10 +177,10 @@ class HostMemory:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
                 _sum(parts, output.view(-1))
 
-        return self._start("reduce-scatter", owner, op, inputs, sum_parts)
+        return self._start("reduce-scatter", owner, key, inputs, sum_parts)
 
     def all_to_all(
-        self, owner: Named, op: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
+        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
     ) -> tuple[list[Any], Then]:
         """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
 
@@ -188,9 +188,9 @@ class HostMemory:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
                 torch.cat(parts, out=_quietly(output).view(-1))
 
-        return self._start("all-to-all", owner, op, inputs, copy_parts)
+        return self._start("all-to-all", owner, key, inputs, copy_parts)
 
-    def all_reduce(self, owner: Named, op: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
+    def all_reduce(self, owner: Named, key: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
         """Sums tensors over ranks, in place: to the same bits on all."""
 
         def sum_all(mappings: list[Mapping], layout: Layout) -> None:
@@ -198,7 +198,7 @@ class HostMemory:
             for tensor, theirs in zip(tensors, written, strict=True):
                 _sum(theirs, _quietly(tensor))
 
-        return self._start("all-reduce", owner, op, tensors, sum_all)
+        return self._start("all-reduce", owner, key, tensors, sum_all)
 
     def _parts(self, mappings: list[Mapping], layout: Layout) -> Iterable[tuple[Tensor, ...]]:
         """For each tensor this rank's of S equal parts of what each rank wrote, in rank order."""
@@ -208,12 +208,12 @@ class HostMemory:
         self,
         kind: str,
         owner: Named,
-        op: int,
+        key: int,
         tensors: Sequence[Tensor],
         put_down: Callable[[list[Mapping], Layout], None],
     ) -> tuple[list[Any], Then]:
         """Posts tensors, of the same shapes on all ranks; `put_down` gets what each rank wrote, by rank, when all have."""
-        post = _Post(self, kind, owner.name, op & _OP, self._layouts.of(tensors))
+        post = _Post(self, kind, owner.name, key & _KEY, self._layouts.of(tensors))
         self._write(post, tensors)
 
         def read() -> None:
@@ -221,7 +221,7 @@ class HostMemory:
             with outside_transforms(), torch.no_grad():
                 put_down(mappings, post.layout)
             # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
-            wanted = post.number, post.op
+            wanted = post.number, post.key
             for rank, mapping in enumerate(mappings):
                 if mapping.header != wanted:
                     raise CollectiveError(
@@ -243,7 +243,7 @@ class HostMemory:
                 f"raise the limit of {limit}, or pass CommPolicy(shared_memory=False)"
             ) from error
         number = self._posts
-        block.header = number, post.op
+        block.header = number, post.key
         with outside_transforms(), torch.no_grad():
             for tensor, place in zip(tensors, block.tensors(post.layout), strict=True):
                 place.copy_(tensor)
@@ -257,7 +257,7 @@ class HostMemory:
         self._posts += 1
         # A copy: garbage collection, which may run in here, lets go of posts.
         late = sum(1 << age for unread in tuple(self._unread) if (age := number - unread) < _MOST_LATE)
-        line = _LINE.pack(*Line(post.op, block.number, post.layout.nbytes, min(self._unread), late))
+        line = _LINE.pack(*Line(post.key, block.number, post.layout.nbytes, min(self._unread), late))
         deadline = time.monotonic() + _FULL
         for rank in self._peers:
             self._send(rank, line, [] if block.file is None else [block.file], deadline)
@@ -271,8 +271,9 @@ class HostMemory:
                 found.append(self._written[post.number])
                 continue
             line = self._lines[post.number][rank]
-            if (line.op, line.nbytes) != (post.op, post.layout.nbytes):
-                what = "for another collective" if line.op != post.op else f"{line.nbytes} bytes, not {post.layout.nbytes},"
+            if (line.key, line.nbytes) != (post.key, post.layout.nbytes):
+                size = f"{line.nbytes} bytes, not {post.layout.nbytes},"
+                what = "for another collective" if line.key != post.key else size
                 raise DivergenceError(
                     f"rank {rank} of the group, on this host, wrote {what} where this rank started the "
                     f"{described(post.kind, post.name)}; make every rank run the same modules and steps in the same order"

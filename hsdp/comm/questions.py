@@ -57,23 +57,23 @@ class Answer(NamedTuple):
         rank: its global rank.
         number: of that op: how many there have been in the group, this one included.
         what: the op, for people.
-        op: identifies it; the same integer on all ranks that agree; 0 for a collective that is known and has started.
+        key: identifies it; the same integer on all ranks that agree; 0 for a collective that is known and has started.
         is_late: the rank came when another one had given up waiting for it.
     """
 
     rank: int
     number: int
     what: str
-    op: int = 0
+    key: int = 0
     is_late: bool = False
 
     @property
     def digest(self) -> int:
-        """62 bits that stand for number and op."""
-        return hash((self.number, self.op)) & (1 << 62) - 1
+        """62 bits that stand for number and key."""
+        return hash((self.number, self.key)) & (1 << 62) - 1
 
     def __str__(self) -> str:
-        return f"the {self.what} (its number {self.number}, variant {self.op & 0xFFFF:04x})"
+        return f"the {self.what} (its number {self.number}, variant {self.key & 0xFFFF:04x})"
 
 
 class Alarm(NamedTuple):
@@ -108,7 +108,7 @@ class Alarm(NamedTuple):
         # A question in the group ends with the last rank, also for those that wait when others have left: they go on.
         if asked is not None and asked.number == self.number:
             return asked
-        return answer._replace(is_late=(answer.number, not answer.op) > (self.number, False))
+        return answer._replace(is_late=(answer.number, not answer.key) > (self.number, False))
 
 
 class Late(NamedTuple):
@@ -308,7 +308,7 @@ class Questions:
             return True  # this rank has not come to the question, so nobody can have opened it in peace
         if any(behind < answer.number and behind not in self._failed for _, behind in self._words()):
             return True  # that rank has another op next, and this one has started it without
-        self._asked = answer if answer.op else None
+        self._asked = answer if answer.key else None
         votes = self._tally.read(self._store.add("votes", 0), self._question, self._last)
         return votes.came > 0 and (votes.vote is None or self._tally.ahead(votes.vote, answer.number) <= 0)
 
@@ -362,10 +362,10 @@ class Questions:
     def _compose(self, lines: list[Answer], alarm: Alarm, words: Sequence[tuple[int, int]] = ()) -> str:
         """What ranks are told that wrote down these lines; `words`: which ranks failed, and behind which ops."""
         in_time = [line for line in lines if not line.is_late]
-        asked = [line for line in in_time if line.op]
+        asked = [line for line in in_time if line.key]
         first = min(asked or lines, key=lambda line: line.number)
-        started = any(line.number >= first.number for line in in_time if not line.op)
-        if alarm == Alarm() or started or len({(line.number, line.op) for line in asked}) > 1:
+        started = any(line.number >= first.number for line in in_time if not line.key)
+        if alarm == Alarm() or started or len({(line.number, line.key) for line in asked}) > 1:
             return _told_apart(lines, self._ranks, first.number, words)
         here = {line.rank for line in asked}
         late = sorted(line.rank for line in lines if line.is_late)

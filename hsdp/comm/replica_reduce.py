@@ -34,12 +34,12 @@ class AllReduceStage(ABC):
 
     @abstractmethod
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
         """Starts summing `tensors` (1-D, in place) over the ranks of `comm`; `finish` runs behind the sum.
 
         On a device the stream that is current is the all-reduce stream. Every rank calls it for the same reductions in
-        the same order; `owner` and `op` go into the collectives of `comm` as they are.
+        the same order; `owner` and `key` go into the collectives of `comm` as they are.
         """
 
     def fail(self) -> None:  # noqa: B027  # most stages have nothing to do
@@ -52,10 +52,10 @@ class AllReduce(AllReduceStage):
     exact = True
 
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
-        return comm.all_reduce(owner, op, tensors, finish)
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `key` and `finish` as `AllReduceStage` says."""
+        return comm.all_reduce(owner, key, tensors, finish)
 
 
 class CustomAllReduce(AllReduceStage):
@@ -66,10 +66,10 @@ class CustomAllReduce(AllReduceStage):
         self.exact = is_exact(custom)
 
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
         """Sums `tensors`, each by a call of the user's."""
-        return comm.all_reduce(owner, op, tensors, finish, self._custom)
+        return comm.all_reduce(owner, key, tensors, finish, self._custom)
 
 
 DEFAULT = AllReduce()

@@ -74,7 +74,7 @@ def fold(rows: Tensor, out: Tensor) -> None:
 def reduce_scatter(
     comm: Comm,
     owner: Named,
-    op: int,
+    key: int,
     outputs: list[Tensor],
     inputs: list[Tensor],
     replicated: list[Tensor],
@@ -93,9 +93,9 @@ def reduce_scatter(
                 fold(parts.view(comm.size, -1), one.own)
 
     if not replicated:
-        return comm.all_to_all(owner, op, received, inputs, in_turn(add, finish), of_uneven)
-    scattered = [comm.all_to_all(owner, op, received, inputs, add, of_uneven)] if inputs else []
-    return _all_reduce(comm, "reduce-scatter", owner, hash((op, 2)), replicated, scattered, finish)
+        return comm.all_to_all(owner, key, received, inputs, in_turn(add, finish), of_uneven)
+    scattered = [comm.all_to_all(owner, key, received, inputs, add, of_uneven)] if inputs else []
+    return _all_reduce(comm, "reduce-scatter", owner, hash((key, 2)), replicated, scattered, finish)
 
 
 class TreeAllReduce(AllReduceStage):
@@ -104,10 +104,10 @@ class TreeAllReduce(AllReduceStage):
     exact = True
 
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
-        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `op` and `finish` as `AllReduceStage` says."""
-        return _all_reduce(comm, "all-reduce", owner, op, tensors, [], finish)
+        """Sums `tensors` over the ranks of `comm`, in place; `owner`, `key` and `finish` as `AllReduceStage` says."""
+        return _all_reduce(comm, "all-reduce", owner, key, tensors, [], finish)
 
 
 TREE = TreeAllReduce()
@@ -117,7 +117,7 @@ def _all_reduce(
     comm: Comm,
     kind: str,
     owner: Named,
-    op: int,
+    key: int,
     tensors: list[Tensor],
     beside: list[CommWork],
     finish: Callable[[], object] | None,
@@ -125,7 +125,7 @@ def _all_reduce(
     """Sums 1-D `tensors` in place, and waits for the works `beside` it: one work of this kind."""
     sent, packed = _cut(tensors, comm.size)
     received = [torch.empty_like(tensor) for tensor in sent]
-    first = comm.all_to_all(owner, op, received, sent)
+    first = comm.all_to_all(owner, key, received, sent)
 
     def unpack() -> None:
         for to, values in packed:
@@ -139,7 +139,7 @@ def _all_reduce(
             rows = parts.view(comm.size, -1)
             fold(rows, rows[0])
             sums.append(rows[0].view(torch.uint8))
-        return comm.all_gather(owner, hash((op, 1)), [tensor.view(torch.uint8) for tensor in sent], sums, then)
+        return comm.all_gather(owner, hash((key, 1)), [tensor.view(torch.uint8) for tensor in sent], sums, then)
 
     return TwoPhases(comm, kind, owner, [*beside, first], gather)
 

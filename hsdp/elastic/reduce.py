@@ -63,7 +63,7 @@ class ManagedAllReduce(AllReduceStage):
         self._count: Tensor | None = None
 
     def start(
-        self, owner: Named, op: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
+        self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
     ) -> CommWork:
         """Starts to reduce `tensors` over the replicas that take part, in place. `comm` has one rank.
 
@@ -72,7 +72,7 @@ class ManagedAllReduce(AllReduceStage):
         """
         manager = self.manager
         self._join_quorum()
-        self._order = hash((self._order, op, *[tensor.numel() for tensor in tensors])) & _MASK
+        self._order = hash((self._order, key, *[tensor.numel() for tensor in tensors])) & _MASK
         if not manager.is_participating() and isinstance(owner, ReductionBucket):
             # The manager sends zeros. What the others did not use has no gradient here, either.
             owner.mark_unused()

@@ -77,14 +77,14 @@ class Exchange:
         bucket: what travels.
         comm: among the ranks that hold it.
         ranks: these, by their numbers in `comm`.
-        label, op: for the divergence guard; two numbers from `op` + 1 on are its own.
+        label, key: for the divergence guard; two numbers from `key` + 1 on are its own.
     """
 
-    def __init__(self, bucket: Bucket, comm: Comm, ranks: tuple[int, ...], label: Label, op: int) -> None:
+    def __init__(self, bucket: Bucket, comm: Comm, ranks: tuple[int, ...], label: Label, key: int) -> None:
         self.bucket = bucket
         self._comm = comm
         self._label = label
-        self._op = op
+        self._key = key
         self._gives, self._comes, self._returns, self._gets = (
             Journey(pieces, ranks, ranks[comm.rank]) for pieces in (bucket.gives, bucket.comes, bucket.returns, bucket.gets)
         )
@@ -107,7 +107,7 @@ class Exchange:
                 self._whole[number] = matrix.view(bucket.matrices[number].box.sizes)
         given = [locals_[id(bucket.matrices[p.matrix].target)][p.place.slices] for p in bucket.gives]
         kept, foreign = self._gives.sort(given)
-        self._send(self._gives, foreign, self._comes, self._op + 1)
+        self._send(self._gives, foreign, self._comes, self._key + 1)
         _copy(self._places(self._comes.own), kept)
 
     def compute(self, update: Update) -> None:
@@ -128,7 +128,7 @@ class Exchange:
         # As the others arrive: where 16 bits do not lie in order a kernel may round otherwise, and the owner's replica
         # would drift away from the others.
         self._own = [value.contiguous() for value in own]
-        self._send(self._returns, foreign, self._gets, self._op + 2)
+        self._send(self._returns, foreign, self._gets, self._key + 2)
 
     def finish(self) -> list[Updated]:
         """Waits for the updates of what this rank holds."""
@@ -142,7 +142,7 @@ class Exchange:
         """Where pieces lie in the matrices that this rank owns."""
         return [self._whole[piece.matrix][piece.part.slices] for piece in pieces]
 
-    def _send(self, out: Journey, values: list[Tensor], back: Journey, op: int) -> None:
+    def _send(self, out: Journey, values: list[Tensor], back: Journey, key: int) -> None:
         """Starts the all-to-all of `values`, the pieces of `out` that travel, for those of `back`."""
         if self._comm.size == 1:
             return
@@ -151,7 +151,7 @@ class Exchange:
         self._received = torch.empty(sum(back.sizes), dtype=dtype, device=device)
         _copy(out.views(sent), values)
         with self._comm.context.streams.on("gather"):
-            self._work = self._comm.exchange_parts(self._label, op, self._received, back.sizes, sent, out.sizes)
+            self._work = self._comm.exchange_parts(self._label, key, self._received, back.sizes, sent, out.sizes)
 
     def _arrived(self, journey: Journey) -> list[Tensor]:
         """The pieces that came from others, once they are there."""

@@ -194,14 +194,14 @@ class WholeMatrix(torch.optim.Optimizer):
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
         told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas))
         label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters")
-        op = zlib.crc32(told.encode()) << 16
-        exchanges = [Exchange(bucket, comm, ranks, label, op + 4 * at) for at, bucket in enumerate(buckets)]
-        return _Plan(comm, exchanges, label, op)
+        key = zlib.crc32(told.encode()) << 16
+        exchanges = [Exchange(bucket, comm, ranks, label, key + 4 * at) for at, bucket in enumerate(buckets)]
+        return _Plan(comm, exchanges, label, key)
 
     def _run(self, plan: _Plan) -> None:
         """Steps the buckets of a plan, each a stage behind the next."""
         if not plan.exchanges:
-            plan.comm.agree(plan.label, plan.op)
+            plan.comm.agree(plan.label, plan.key)
         exchanges = plan.exchanges
         for at in range(len(exchanges) + 2):
             if at < len(exchanges):
@@ -279,13 +279,13 @@ class _Plan:
         comm: among the ranks that hold them.
         exchanges: of their buckets, in the order in which these are stepped.
         label: what it is called where ranks disagree.
-        op: stands for what ranks must do alike: the same on those that step the same matrices.
+        key: stands for what ranks must do alike: the same on those that step the same matrices.
     """
 
     comm: Comm
     exchanges: list[Exchange]
     label: Label
-    op: int
+    key: int
 
 
 def whole_matrix(update_fn: Callable[..., Tensor] | None = None, **settings: Any) -> Any:

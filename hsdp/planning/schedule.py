@@ -72,7 +72,7 @@ _ALL: Circle = frozenset()
 class _Unit:
     """A unit, as the orders of gathers need to know it."""
 
-    op: int  # its index
+    key: int  # its index
     whole_bytes: int
     circle: Circle = _ALL
 
@@ -145,7 +145,7 @@ class _Rehearsal:
 
     def _open(self, unit: int, ahead: list[_Unit]) -> None:
         """Gathers it, unless it was gathered ahead, and the units of the window behind it."""
-        for index in (unit, *(place.op for place in ahead)):
+        for index in (unit, *(place.key for place in ahead)):
             if index not in self._whole:
                 self._emit(Verb.REGATHER if index in self._parted else Verb.GATHER, index)
                 self._whole.add(index)

@@ -31,7 +31,7 @@ Circle = frozenset[int]
 class Gathered(Protocol):
     """A unit, as far as the order of gathers depends on it."""
 
-    op: int
+    key: int
     """Identifies it, on all ranks alike."""
     whole_bytes: int
     """Of its unsharded parameters."""
@@ -140,7 +140,7 @@ class GatherOrder(Generic[UnitT]):
         """Ends a pass: what was seen is what the next one expects."""
         if self._seen and self._seen != self._expected:
             self._expected = self._seen
-            self.identity = hash(tuple(unit.op for unit in self._seen))
+            self.identity = hash(tuple(unit.key for unit in self._seen))
         self.leave()
 
 
@@ -181,7 +181,7 @@ class BackwardGatherOrder(Generic[UnitT]):
         self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
         for circle, windows in gathers.windows.items():
             if windows.order:
-                self._identities[circle] = hash(tuple(unit.op for unit in windows.order))
+                self._identities[circle] = hash(tuple(unit.key for unit in windows.order))
 
 
 class BackwardGathers(Generic[UnitT]):

@@ -53,7 +53,7 @@ class Reduction:
         offloads: its gradients leave the device.
     """
 
-    __slots__ = ("all_reduce", "factor", "in_tree", "offloads", "op", "parts", "replicas", "source", "unit")
+    __slots__ = ("all_reduce", "factor", "in_tree", "key", "offloads", "parts", "replicas", "source", "unit")
 
     def __init__(self, unit: Unit, parts: list[GroupReduction], all_reduce: bool) -> None:
         self.unit = self.source = unit
@@ -64,13 +64,13 @@ class Reduction:
         self.in_tree = unit.in_tree
         self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
-        told = [unit.op + 1, self.factor]
+        told = [unit.key + 1, self.factor]
         for part in parts:
-            told.append(part.plan.op)
+            told.append(part.plan.key)
             self.offloads = self.offloads or part.plan.offload is not None
             if all_reduce and part.plan.shares is not None:
                 part.replica_buffers = part.plan.shares.buffers()
-        self.op = hash(tuple(told))
+        self.key = hash(tuple(told))
 
     def scaling(self, part: GroupReduction) -> Scaling:
         """When the sums of one of its parts are multiplied with its factor, and by how much."""
@@ -103,16 +103,16 @@ class Reduction:
 
 
 class ReductionBucket(Bucket[Reduction]):
-    """Reductions with the collective that they share at present, which `op` identifies for the ranks' divergence guard."""
+    """Reductions with the collective that they share at present, which `key` identifies for the ranks' divergence guard."""
 
     work: CommWork
 
     def __init__(self, items: list[Reduction]) -> None:
         self.items = items
         first = items[0]
-        self.name, self.op = first.unit.name, first.op
+        self.name, self.key = first.unit.name, first.key
         if len(items) > 1:
-            self.name, self.op = " + ".join(r.unit.name for r in items), hash(tuple(r.op for r in items))
+            self.name, self.key = " + ".join(r.unit.name for r in items), hash(tuple(r.key for r in items))
 
     def mark_unused(self) -> None:
         """Says that this rank has used none of its parameters, whatever its forwards did."""
@@ -284,14 +284,14 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         finish = partial(self._finish, items) if goes_on else None
         if inputs:
             comm = unit.replicate_comm
-            bucket.work = comm.reduce_scatter(bucket, bucket.op, outputs, inputs, tensors, finish)
+            bucket.work = comm.reduce_scatter(bucket, bucket.key, outputs, inputs, tensors, finish)
         elif flags:
-            comm, op = unit.replicate_comm, hash((bucket.op, 1))
-            sums = stage.start(bucket, bucket.op, tensors, comm, None)
-            exact = partial(comm.all_reduce, bucket, op, flags, finish)
+            comm, key = unit.replicate_comm, hash((bucket.key, 1))
+            sums = stage.start(bucket, bucket.key, tensors, comm, None)
+            exact = partial(comm.all_reduce, bucket, key, flags, finish)
             bucket.work = TwoPhases(comm, "all-reduce", bucket, [sums], exact)
         elif items[0].replicas != 1:
-            bucket.work = stage.start(bucket, bucket.op, tensors, unit.replicate_comm, finish)
+            bucket.work = stage.start(bucket, bucket.key, tensors, unit.replicate_comm, finish)
         else:
             # Where nothing follows the reduce-scatter, it is the last work before the landing.
             follows = finish is not None or deferred
@@ -388,9 +388,9 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     if not inputs and not replicated:
         return comm.local("scale", bucket, scale)
     if first.in_tree:
-        return reduce_scatter(comm, bucket, bucket.op, outputs, inputs, replicated, scale, uneven)
+        return reduce_scatter(comm, bucket, bucket.key, outputs, inputs, replicated, scale, uneven)
     if in_sum and not replicated and len(factors) == 1 and min(factors) > 0.0:
         # The used-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0, which
         # flags of micro-batches whose factors have other signs might add up to.
-        return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, [], None, factors.pop(), uneven)
-    return comm.reduce_scatter(bucket, bucket.op, outputs, inputs, replicated, scale, 1.0, uneven)
+        return comm.reduce_scatter(bucket, bucket.key, outputs, inputs, [], None, factors.pop(), uneven)
+    return comm.reduce_scatter(bucket, bucket.key, outputs, inputs, replicated, scale, 1.0, uneven)

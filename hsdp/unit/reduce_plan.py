@@ -54,7 +54,7 @@ class ReducePlan(GradLayout):
     ranks used it. Each rank sends its flags with every row of the packed transfer.
 
     Attributes:
-        op: identifies the set for the ranks' divergence guard.
+        key: identifies the set for the ranks' divergence guard.
         shares: what follows where replicas have shares of the gradients; else None.
         scatter_bytes: of the inputs of its reduce-scatter.
         free_rows: `Rows` of finished reductions, kept for their views; their memory is freed.
@@ -83,9 +83,9 @@ class ReducePlan(GradLayout):
         shared = tuple(i for i, param in zip(trainable, params, strict=True) if param.share is not None)
         uneven = [(i, piece) for i, piece in enumerate(layout.pieces) if piece.uneven]
         self._uneven = [(i, piece, tuple(piece.sizes(self.shards))) for i, piece in uneven]
-        self.op = hash((trainable, shared)) if shared else hash(trainable)
+        self.key = hash((trainable, shared)) if shared else hash(trainable)
         if self._uneven:
-            self.op = hash((self.op, *(sizes for _, _, sizes in self._uneven)))
+            self.key = hash((self.key, *(sizes for _, _, sizes in self._uneven)))
         self.shares = ReplicaShares(self, group.axes.replicate_size, group.thresholds) if shared else None
         self._rank = group.rank
         direct = [i for i in layout.in_order if layout.pieces[i].direct_reduce and not layout.pieces[i].uneven]

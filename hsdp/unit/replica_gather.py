@@ -29,7 +29,7 @@ class ReplicaGather:
         comm = unit.replicate_comm
         self._comm = comm
         self._unit = weakref.ref(unit)  # which has the gather until somebody waits for it
-        self._op = hash((unit.op + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
+        self._key = hash((unit.key + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
         self._direct: list[tuple[Tensor, Tensor]] = []  # as bytes, so that tensors of several dtypes share a call
         self._packed: dict[torch.dtype, list[tuple[Tensor, Share]]] = {}
         for _, local, share in shared:
@@ -62,7 +62,7 @@ class ReplicaGather:
             inputs.append(_bytes_of(own))
         if outputs and (unit := self._unit()) is not None:
             with self._comm.context.streams.on("replicate"):
-                self._work = self._comm.all_gather(unit, self._op, outputs, inputs, None)
+                self._work = self._comm.all_gather(unit, self._key, outputs, inputs, None)
 
     def finish(self) -> None:
         """Waits for it, and puts parts that came in rows where they belong.

@@ -124,7 +124,7 @@ class Unit(UnitActivity, UnshardedParams):
         # Its place among others, known once a root is.
         self.runtime_ref: weakref.ref[Schedule] | None = None
         self.parent: Unit | None = None
-        self.op = 0
+        self.key = 0
 
         self._registered: list[int] = []  # identities of its sharded parameters in the table of owners
         weakref.finalize(self, forget, self._registered)
@@ -305,9 +305,9 @@ class Unit(UnitActivity, UnshardedParams):
         self.runtime_ref = weakref.ref(runtime)
         self.context.streams = streams
         self.parent = parent
-        if name != self.name or not self.op:
+        if name != self.name or not self.key:
             self.name = name
-            self.op = zlib.crc32(name.encode()) << 2
+            self.key = zlib.crc32(name.encode()) << 2
 
     def observe(self, observer: Observer | None) -> None:
         """Tells `observer` from now on what the unit and its process groups do; None: nobody."""

@@ -70,7 +70,7 @@ class UnshardedParams:
     params: list[ManagedParam]
     axes: MeshAxes
     settings: UnitSettings[Any]
-    op: int
+    key: int
     context: CommContext
     shard_comm: Comm
     part_comm: Comm | None
@@ -190,7 +190,7 @@ class UnshardedParams:
         if self._reads_host:
             self.context.streams.note_host_read()
         if inputs or uneven:
-            return self.shard_comm.all_gather(self, self.op ^ self._wire_signature, outputs, inputs, None, uneven)
+            return self.shard_comm.all_gather(self, self.key ^ self._wire_signature, outputs, inputs, None, uneven)
         return self.shard_comm.local("cast", self)
 
     def _start_parts(self, transfers: list[tuple[Tensor, Tensor]]) -> CommWork:
@@ -200,7 +200,7 @@ class UnshardedParams:
             if self._reads_host:
                 self.context.streams.note_host_read()
             outputs, inputs = [t[0] for t in transfers], [t[1] for t in transfers]
-            return self.part_comm.all_gather(self, self.op, outputs, inputs, None)
+            return self.part_comm.all_gather(self, self.key, outputs, inputs, None)
 
     def pin(self) -> None:
         """Starts the gather, if they are sharded; what it fills stays until `reshard`, or until the shards change."""

@@ -105,7 +105,7 @@ def check_multiplied(env: RankEnv, shape: tuple[int, ...]) -> None:
     def multiplying(
         self: Any,
         owner: Any,
-        op: int,
+        key: int,
         outputs: Any,
         inputs: Any,
         replicated: Any,
@@ -114,7 +114,7 @@ def check_multiplied(env: RankEnv, shape: tuple[int, ...]) -> None:
         uneven: Any = (),
     ) -> Any:
         torch._foreach_mul_(inputs, factor)
-        return own(self, owner, op, outputs, inputs, replicated, finish, 1.0, uneven)
+        return own(self, owner, key, outputs, inputs, replicated, finish, 1.0, uneven)
 
     Comm.reduce_scatter, backends.MULTIPLIES = multiplying, frozenset({"gloo"})  # type: ignore[assignment,misc,method-assign]
     try:

@@ -104,10 +104,10 @@ def test_store_operations_among_1024_simulated_ranks(shape: tuple[int, ...], ran
 def test_a_tally_sees_the_first_difference(size: int) -> None:
     """In a first question and in a later one; the number stays within 63 bits."""
     tally = Tally(size)
-    answers = [Answer(0, 2047, "", op) for op in range(500)]
+    answers = [Answer(0, 2047, "", key) for key in range(500)]
     most = max(tally.vote(answer, 1) for answer in answers)
     assert size * most < 1 << 63
-    vote, other = (tally.vote(answers[op], 8) for op in (7, 8))
+    vote, other = (tally.vote(answers[key], 8) for key in (7, 8))
     assert vote != other
     for came in {1, size // 2, size - 1}:
         total = size * most + came * (vote - most)

@@ -208,8 +208,8 @@ def _in_other_order(env: RankEnv) -> None:
     stage = net._units()[0].settings.replica_reduce
     start = stage.start
 
-    def otherwise(owner: Any, op: int, *rest: Any) -> Any:
-        return start(owner, op + (env.rank > 1 and manager.attempt == 1), *rest)
+    def otherwise(owner: Any, key: int, *rest: Any) -> Any:
+        return start(owner, key + (env.rank > 1 and manager.attempt == 1), *rest)
 
     stage.start = otherwise
     for attempt in range(3):

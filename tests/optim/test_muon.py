@@ -182,9 +182,9 @@ def _trains(env: RankEnv, shape: tuple[int, ...], twin: dict[str, Tensor], optio
     computed: list[int] = []
     exchange, transform = Comm.exchange_parts, Muon.transform
 
-    def watched(comm: Comm, owner: Any, op: int, out: Tensor, counts: list[int], given: Tensor, sizes: list[int]) -> Any:
+    def watched(comm: Comm, owner: Any, key: int, out: Tensor, counts: list[int], given: Tensor, sizes: list[int]) -> Any:
         sent.append((comm.rank, sizes))
-        return exchange(comm, owner, op, out, counts, given, sizes)
+        return exchange(comm, owner, key, out, counts, given, sizes)
 
     def counted(one: Muon, matrices: Tensor, group: dict[str, Any]) -> Tensor:
         computed.append(len(matrices))

@@ -158,11 +158,11 @@ def across(shape: tuple[int, int], env: RankEnv, experts: bool, over_replicas: b
     sent = 0
     exchange = Comm.exchange_parts
 
-    def watched(comm: Comm, owner: Any, op: int, out: Tensor, counts: list[int], given: Tensor, sizes: list[int]) -> Any:
+    def watched(comm: Comm, owner: Any, key: int, out: Tensor, counts: list[int], given: Tensor, sizes: list[int]) -> Any:
         nonlocal sent
         sent += 4 * sum(n for to, n in enumerate(sizes) if comm.rank // shape[1] != to // shape[1])
         known = len(counter.calls)
-        work = exchange(comm, owner, op, out, counts, given, sizes)
+        work = exchange(comm, owner, key, out, counts, given, sizes)
         del counter.calls[known:]  # with one shard rank its group is that of the replicas
         return work
 

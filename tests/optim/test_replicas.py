@@ -104,9 +104,9 @@ def _counts(env: RankEnv) -> None:
     gathered: list[int] = []
     gather = Comm.all_gather
 
-    def watched(comm: Comm, owner: Any, op: int, outputs: list[Tensor], inputs: list[Tensor], finish: Any) -> Any:
+    def watched(comm: Comm, owner: Any, key: int, outputs: list[Tensor], inputs: list[Tensor], finish: Any) -> Any:
         gathered.append(sum(x.nbytes for x in inputs))
-        return gather(comm, owner, op, outputs, inputs, finish)
+        return gather(comm, owner, key, outputs, inputs, finish)
 
     model(torch.ones(2, 64)).sum().backward()
     with mock.patch.object(Comm, "all_gather", watched):

@@ -92,7 +92,7 @@ class Place:
     whole_bytes = 1
 
     def __init__(self, name: str, circle: Circle) -> None:
-        self.name, self.circle, self.op = name, circle, hash(name)
+        self.name, self.circle, self.key = name, circle, hash(name)
 
 
 def _ahead(orders: GatherOrders[Any], places: list[Place]) -> list[str]:

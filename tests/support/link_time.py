@@ -158,11 +158,11 @@ class Communicator:
 class LinkComm(Comm):
     """A Comm that tells its communicator what it starts, and for which units."""
 
-    def _ready(self, op: int, kind: str, owner: Any, custom: object = None) -> Any:
+    def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> Any:
         group: Any
-        group, op = super()._ready(op, kind, owner, custom)
+        group, key = super()._ready(key, kind, owner, custom)
         group.starting = (kind, tuple(map(_index, owner.name.split(" + "))))
-        return group, op
+        return group, key
 
 
 def _index(name: str) -> int:

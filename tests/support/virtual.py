@@ -207,10 +207,10 @@ class Group:
 class VirtualComm(Comm):
     """A Comm that tells its group what it starts, and for which unit."""
 
-    def _ready(self, op: int, kind: str, owner: Any, custom: object = None) -> Any:
-        group, op = super()._ready(op, kind, owner, custom)
+    def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> Any:
+        group, key = super()._ready(key, kind, owner, custom)
         group.starting = (kind, owner.name)  # type: ignore[attr-defined]
-        return group, op
+        return group, key
 
 
 class Compute(torch.autograd.Function):

@@ -518,7 +518,7 @@ class _OwnReduce(AllReduceStage):
 
     exact = True
 
-    def start(self, owner: Any, op: int, tensors: list[torch.Tensor], comm: Any, finish: Any) -> CommWork:
+    def start(self, owner: Any, key: int, tensors: list[torch.Tensor], comm: Any, finish: Any) -> CommWork:
         works = [torch.distributed.all_reduce(tensor, group=comm.group, async_op=True) for tensor in tensors]
         return CommWork(comm, "all-reduce", owner, works, tensors, finish)
 

@@ -17,6 +17,11 @@ def plain_row(tensor: Tensor) -> Tensor:
     return dense.as_strided((dense.numel(),), (1,))  # one element is contiguous with any stride, which `view` keeps
 
 
+def as_bytes(tensor: Tensor) -> Tensor:
+    """The bytes of a tensor, which every backend carries whatever the dtype: a view of it, if it is contiguous."""
+    return plain_row(tensor).view(torch.uint8)
+
+
 def fingerprint(tensor: Tensor) -> tuple[int, int]:
     """Two sums over a tensor's bits: equal values give equal sums, and other values hardly ever do."""
     return fingerprints([tensor])[0]

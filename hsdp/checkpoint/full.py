@@ -22,7 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
-from hsdp.buffers.fingerprints import fingerprint
+from hsdp.buffers.fingerprints import as_bytes, fingerprint
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
@@ -290,7 +290,7 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
     group, local = for_messages(group), tensor.to_local()
     if own_rank() != dst:
         if local.numel():
-            dist.send(_bytes(local.contiguous()), dst, group=group)
+            dist.send(as_bytes(local), dst, group=group)
         return None
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
     for rank, place in zip(members, _rows(tensor, axis, whole, mesh), strict=True):
@@ -299,10 +299,10 @@ def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
         if rank == dst:
             place.copy_(local)
         elif place.is_contiguous():
-            dist.recv(_bytes(place), rank, group=group)
+            dist.recv(as_bytes(place), rank, group=group)
         else:
             part = torch.empty(place.shape, dtype=place.dtype, device=place.device)
-            dist.recv(_bytes(part), rank, group=group)
+            dist.recv(as_bytes(part), rank, group=group)
             place.copy_(part)
     return whole
 
@@ -317,7 +317,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
     local = local_of(target)
     value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
     if ranks.talk is not None and value.numel():
-        dist.broadcast(_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
+        dist.broadcast(as_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
     local.copy_(part_of_whole(value, target._spec) if isinstance(target, DTensor) else value)
 
 
@@ -339,7 +339,7 @@ def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
             _deal_from(target, value, whole, src, axis)
     for done, a in enumerate(others):
         if all(own[b] == at[b] for b in others[done + 1 :]) and mesh.size(a) > 1 and value.numel():
-            dist.broadcast(_bytes(value), group=mesh.get_group(a), group_src=at[a])
+            dist.broadcast(as_bytes(value), group=mesh.get_group(a), group_src=at[a])
     if value is not local:
         local.copy_(value)
 
@@ -348,13 +348,13 @@ def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, a
     mesh, group = target.device_mesh, for_messages(target.device_mesh.get_group(axis))
     if whole is None:
         if value.numel():
-            dist.recv(_bytes(value), src, group=group)
+            dist.recv(as_bytes(value), src, group=group)
         return
     for rank, rows in zip(dist.get_process_group_ranks(group), _rows(target, axis, whole, mesh), strict=True):
         if rank == src:
             value.copy_(rows)
         elif rows.numel():
-            dist.send(_bytes(rows.to(value.device).contiguous()), rank, group=group)
+            dist.send(as_bytes(rows.to(value.device)), rank, group=group)
 
 
 def _only_shard_axis(tensor: DTensor) -> int | None:
@@ -381,8 +381,3 @@ def _rows(tensor: DTensor, axis: int, whole: Tensor, mesh: DeviceMesh) -> list[T
     chunk = -(-size // count)
     starts = [min(rank * chunk, size) for rank in range(count)]
     return [whole.narrow(dim, start, min(chunk, size - start)) for start in starts]
-
-
-def _bytes(tensor: Tensor) -> Tensor:
-    """A contiguous tensor as bytes, which every backend carries whatever the dtype."""
-    return tensor.view(-1).view(torch.uint8)

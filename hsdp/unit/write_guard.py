@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from hsdp import debug
+from hsdp.buffers.fingerprints import as_bytes
 from hsdp.params.local import local_of
 from hsdp.torch_private import set_versions
 from hsdp.unit.dtype_group import DtypeGroup
@@ -88,14 +89,10 @@ class WriteGuard:
         if self._content:
             gathered, self._content = self._content, []
             for (name, block, _), then in zip(self._watched, gathered, strict=True):
-                if not torch.equal(_bits(block), _bits(then)):
+                if not torch.equal(as_bytes(block), as_bytes(then)):
                     found = name
         return found
 
 
 def _same(a: Tensor, b: Tensor) -> bool:
     return a.data_ptr() == b.data_ptr() and a.shape == b.shape and a.stride() == b.stride()
-
-
-def _bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().contiguous().view(-1).view(torch.uint8)

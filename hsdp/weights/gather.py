@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import plain_row, same_bits
+from hsdp.buffers.fingerprints import as_bytes, same_bits
 from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
@@ -164,7 +164,7 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
     if tensor.numel() and any(comm.size > 1 for comm in comms):
         data = tensor.to(unit.axes.device).contiguous()
         for comm in comms:
-            comm.broadcast(data.view(-1).view(torch.uint8), unit)  # backends do not know every dtype
+            comm.broadcast(as_bytes(data), unit)
         if data is not tensor:
             tensor.copy_(data)
 
@@ -174,8 +174,8 @@ def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
     """Overwrites plain tensors of any dtype by those of the first rank of the unit's mesh: one transfer per axis."""
     if not tensors:
         return
-    # As bytes: backends do not send every dtype, and one buffer serves for all.
-    rows = [plain_row(tensor).view(torch.uint8).to(unit.axes.device) for tensor in tensors]
+    # As bytes one buffer serves for all dtypes.
+    rows = [as_bytes(tensor).to(unit.axes.device) for tensor in tensors]
     flat = torch.cat(rows)
     broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
     for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):

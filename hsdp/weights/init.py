@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.buffers.fingerprints import fingerprint, plain_row
+from hsdp.buffers.fingerprints import as_bytes, fingerprint
 from hsdp.errors import StateError
 from hsdp.format import dotted
 from hsdp.params.dtensors import as_dtensor
@@ -325,7 +325,7 @@ def _storage_of(tensor: Tensor) -> int:
 
 def _is_untouched(tensor: Tensor) -> bool:
     """Whether nobody wrote to a blank of a dtype none of whose values says so; zeros by way of `.data` count as nothing."""
-    return not _shows_blanks(tensor.dtype) and tensor._version == 0 and not plain_row(tensor).view(torch.uint8).any()
+    return not _shows_blanks(tensor.dtype) and tensor._version == 0 and not as_bytes(tensor).any()
 
 
 def _is_blank(tensor: Tensor) -> bool:

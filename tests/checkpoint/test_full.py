@@ -83,6 +83,17 @@ def test_sharded_on_another_dim(pool4: Pool) -> None:
     pool4.run(sharded_on_dim_1)
 
 
+def _transposed(env: RankEnv) -> None:
+    model = fully_shard(nn.Linear(1, env.world_size, bias=False), mesh=env.mesh((1, env.world_size)))
+    whole = torch.arange(env.world_size, dtype=torch.float32).view(1, -1).t()
+    checkpoint.load_full_state_dict(model, {"weight": whole})
+    assert torch.equal(checkpoint.full_state_dict(model, rank0_only=False)["weight"], whole)
+
+
+def test_rows_of_one_element_may_have_any_stride(pool2: Pool) -> None:
+    pool2.run(_transposed)
+
+
 def beside_tensor_parallelism(env: RankEnv, directory: str) -> None:
     """The first parameter lives on this rank's data-parallel ranks alone, others are cut by tensor parallelism alone."""
     mesh = env.mesh((2, 2), ("replicate", "tp"))

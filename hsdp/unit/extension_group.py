@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hsdp.buffers.fingerprints import as_bytes
 from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.buffers.layout import Piece, Thresholds
 from hsdp.comm.labels import Named
@@ -128,7 +129,7 @@ class ExtensionGroup(DtypeGroup):
             for index, (param, member) in enumerate(zip(self.params, self._members, strict=True)):
                 member.prepare(self._source(index, param.local))
         if self.shards > 1:
-            self.inputs = [tensor.view(-1).view(U8) for member in self._members for tensor in member.inputs]
+            self.inputs = [as_bytes(tensor) for member in self._members for tensor in member.inputs]
 
     def fill_gather(self) -> None:
         """With one shard rank, what would be sent is what arrives."""

@@ -588,6 +588,18 @@ def test_checkpoints_of_such_parameters(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(check_checkpoint, tmp_path, rounded_twin(EVEN, 4, 3, adamw))
 
 
+class StridedScale(Int8Weight):
+    def fsdp_pre_all_gather(self, mesh: Any, outer_size: Any, outer_stride: Any, module: Any, mp_policy: Any) -> Any:
+        (codes, scales), told = super().fsdp_pre_all_gather(mesh, outer_size, outer_stride, module, mp_policy)
+        return (codes, torch.stack([scales, scales], -1)[..., 0]), told
+
+
+def test_one_element_that_is_sent_may_have_any_stride() -> None:
+    with fake_world(2):
+        model = hsdp.fully_shard(_wrap(nn.Sequential(nn.Linear(8, 2)), StridedScale))
+        model(torch.randn(2, 8)).sum().backward()
+
+
 def test_marks_stay_and_the_original_goes() -> None:
     layer = nn.Linear(8, 8)
     quantise(layer)

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable
 from contextlib import AbstractContextManager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as c10d
@@ -23,6 +23,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+
+T = TypeVar("T")
 
 # -- autograd's engine: DDP, FSDP2 and activation checkpointing in PyTorch itself rely on these names -----------------
 
@@ -229,6 +231,14 @@ set_compiler: Callable[[Any], Any] = torch._C._dynamo.eval_frame.set_eval_frame
 `torch.compile` and `torch.compiler.disable` work by it. Without it everything below a sharded module inside of a compiled
 function would run uncompiled, or hsdp's own frames would be compiled.
 """
+
+
+def runs_as_it_is(function: Callable[..., T]) -> Callable[..., T]:
+    """Has dynamo run a function that it would compile, and compile what that calls; in what it traces it still goes on."""
+    frames: Any = torch._C._dynamo.eval_frame
+    strategy = frames._FrameExecStrategy(frames._FrameAction.SKIP, frames._FrameAction.DEFAULT)
+    frames.set_code_exec_strategy(function.__code__, strategy)
+    return function
 
 
 _left_out: list[str] = []

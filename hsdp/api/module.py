@@ -16,7 +16,7 @@ from hsdp.api.setters import Setters
 from hsdp.format import several
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, await_failure, runtime_of
-from hsdp.torch_private import leave_out_of_graphs, set_compiler
+from hsdp.torch_private import leave_out_of_graphs, runs_as_it_is, set_compiler
 from hsdp.unit.lookup import PREFIX, units_below
 from hsdp.unit.state import BACKWARD_POST, FULL_PARAMS, IDLE, TrainingState, expect
 from hsdp.unit.unit import Unit
@@ -50,6 +50,7 @@ class HSDPModule(Setters):
             raise TypeError("HSDPModule is not to be constructed; call hsdp.fully_shard(module)")
         return original(*args, **kwargs)
 
+    @runs_as_it_is  # else `torch.compile(block, fullgraph=True)` would meet the break below
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the module with its unsharded parameters; hooks that users put on the module see them too."""
         if torch.compiler.is_exporting():
@@ -59,7 +60,7 @@ class HSDPModule(Setters):
             )
         if torch.compiler.is_compiling():
             return torch.compiler.disable(_run_between_graphs, recursive=False)(self, args, kwargs)
-        if (compiler := set_compiler(None)) is not None:  # torch 2.11 gives this frame up, and runs it
+        if (compiler := set_compiler(None)) is not None:  # the outermost frame is run, not traced
             return _run_between_graphs(self, args, kwargs, compiler)
         this: Any = self
         return self._hsdp_state.run(this, super().__call__, args, kwargs)  # type: ignore[misc]

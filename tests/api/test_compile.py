@@ -88,6 +88,7 @@ CASES = [
     ("eager", "in place", "shard"),
     ("aot_eager", "in place", "compile"),
     ("eager", "wrapped", "compile"),
+    ("aot_eager", "wrapped", "shard"),
 ]
 
 

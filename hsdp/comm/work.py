@@ -114,6 +114,11 @@ class CommWork:
             return self._event is None or bool(self._event.query())
         return self._works is None or all(work is None or work.is_completed() for work in self._works)
 
+    @property
+    def broken(self) -> bool:
+        """Whether it ended, but what follows it raised: no wait will bring its results."""
+        return self._broken
+
     def wait(self) -> None:
         """Blocks until the results are there: the host on the CPU, the current stream on a device.
 

@@ -208,10 +208,13 @@ class _Stepper:
             for stepped in (self._params, self._locals):
                 increment_version([tensor for tensor, grad in zip(stepped, grads, strict=True) if grad is not None])
             # Behind a step that raised, too: it may have stepped some shares, and replicas are to stay equal.
-            if self._replica_gathers is not None:
-                self._replica_gathers.run()
-        if not self._held.are_those_of(self._state):
-            self._show(optimizer)
+            try:
+                if self._replica_gathers is not None:
+                    self._replica_gathers.run()
+            finally:
+                # So it may have made states, which it goes on with the next time.
+                if not self._held.are_those_of(self._state):
+                    self._show(optimizer)
 
     def _listed(self, optimizer: Any) -> list[Any]:
         """The parameters of all groups, looked up again only where a list changed."""
@@ -239,6 +242,7 @@ class _Stepper:
 
     def _plan(self, optimizer: Any, used: list[bool]) -> None:
         """Makes the targets anew, and their state from the optimizer's."""
+        self._seen = ()  # until all is there: half a plan fits nothing
         self._params = list(self._listed(optimizer))
         if self._over_replicas:
             share_gradients_of(self._params, "hsdp.optim.local")  # of groups that were added since

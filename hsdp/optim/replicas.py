@@ -98,6 +98,8 @@ class ReplicaGathers:
 
     def run(self) -> None:
         """Starts all units' gathers, side by side. They end when somebody reads the parameters, or here if need be."""
+        for _, gather, _ in self._gathers:
+            gather.fall_due()
         if debug.ON:
             self._spoil()
         # The same gathers come in a step, whatever was before it: behind a new kind of pass ranks need not ask each other.
@@ -111,9 +113,9 @@ class ReplicaGathers:
                     gather.finish()
                 else:
                     unit.await_shards(pending)
-        except BaseException:  # an interrupt from the keyboard: nobody else would wait for those that have started
-            for _, gather, _ in self._gathers:
-                gather.finish()
+        except BaseException:  # no memory for rows, say: replicas have stepped their shares, and are to stay equal
+            for unit, _, pending in self._gathers:
+                unit.await_shards(pending)
             raise
 
     def _spoil(self) -> None:

@@ -26,6 +26,7 @@ class ReplicaGather:
 
     def __init__(self, unit: Unit, what: str, shared: Sequence[tuple[int, Tensor, Share]]) -> None:
         self._work: CommWork | None = None
+        self._due = False
         comm = unit.replicate_comm
         self._comm = comm
         self._unit = weakref.ref(unit)  # which has the gather until somebody waits for it
@@ -45,11 +46,16 @@ class ReplicaGather:
         if self._work is not None:  # the model was deleted behind a step: the backend still writes
             abandon(self._work)
 
+    def fall_due(self) -> None:
+        """Shares have new values: until a gather of them has been started, whoever waits for it starts it."""
+        self._due = True
+
     def start(self) -> None:
-        """Starts it, behind what the compute stream has computed."""
+        """Starts it, behind what the compute stream has computed. If it raises, it is due."""
+        self._due = True
         outputs = [whole for whole, _ in self._direct]
         inputs = [own for _, own in self._direct]
-        self._rows = []
+        found: list[Tensor] = []
         for dtype, alike in self._packed.items():
             sizes = [share.chunk * (local.numel() // local.shape[0]) for local, share in alike]
             rows = torch.zeros(self._comm.size, sum(sizes), dtype=dtype, device=self._comm.device)
@@ -57,21 +63,30 @@ class ReplicaGather:
             for place, (local, share) in zip(own.split(sizes), alike, strict=True):
                 value = share.of(local)
                 place[: value.numel()].view(value.shape).copy_(value)
-            self._rows.append(rows)
+            found.append(rows)
             outputs.append(_bytes_of(rows))
             inputs.append(_bytes_of(own))
         if outputs and (unit := self._unit()) is not None:
             with self._comm.context.streams.on("replicate"):
                 self._work = self._comm.all_gather(unit, self._key, outputs, inputs, None)
+            self._rows = found  # not before: rows that no gather fills hold zeros for the other replicas
+        self._due = False
 
     def finish(self) -> None:
         """Waits for it, and puts parts that came in rows where they belong.
 
         Rows stay until all of them are there: where no memory is left for one, or an interrupt from the keyboard comes, the
-        next reader puts them there.
+        next reader puts them there. So it starts a gather that could not be started, or whose results were not put down.
         """
+        if self._due:
+            self.start()
         if self._work is not None:
-            self._work.wait()
+            try:
+                self._work.wait()
+            except BaseException:
+                if self._work.broken:
+                    self._work, self._rows, self._due = None, [], True
+                raise
             self._work = None
         for rows, alike in zip(self._rows, self._packed.values(), strict=False):  # no rows: nothing has come since
             at = 0

@@ -16,7 +16,7 @@ from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, se
 from torch.distributed.tensor import DTensor
 
 import hsdp
-from hsdp.optim import ELEMENTWISE, local
+from hsdp.optim import ELEMENTWISE, elementwise, local
 from hsdp.optim.targets import Target
 from tests.support.models import language
 from tests.support.rig import Pool, RankEnv, fake_world
@@ -229,6 +229,34 @@ def test_an_interrupt_behind_a_step_leaves_every_group_its_parameters() -> None:
             optimizer.step()
         held = [param for group in optimizer.param_groups for param in group["params"]]
         assert all(one is other for one, other in zip(held, params, strict=True))
+
+
+def test_a_step_that_raises_shows_the_states_that_it_made() -> None:
+    with fake_world(2) as env:
+        model = shard(CASE.model(), env.mesh((2,)))
+        optimizer = local(torch.optim.AdamW(model.parameters(), foreach=True))
+        CASE.loss(model, CASE.batch(0, 0)).backward()
+        with mock.patch.object(torch, "_foreach_sqrt", side_effect=MemoryError), pytest.raises(MemoryError):
+            optimizer.step()
+        assert all(optimizer.state[param]["step"] == 1 for param in model.parameters())
+
+
+def test_half_a_plan_is_not_stepped_with() -> None:
+    """Where memory ends while states are laid out anew, parameters would begin with states of zeros in the next step."""
+    with fake_world(2) as env:
+        model = shard(CASE.model(), env.mesh((2,)))
+        optimizer = local(torch.optim.AdamW(model.parameters()), flat=True)
+        first, *others = model.parameters()
+        for used in (True, False):
+            for param in model.parameters():
+                param.grad = torch.ones_like(param)
+            if used:
+                optimizer.step()
+        first.grad = None  # it is stepped by itself from now on, and others lie otherwise
+        with mock.patch.object(elementwise, "_gathered_state", side_effect=MemoryError), pytest.raises(MemoryError):
+            optimizer.step()
+        optimizer.step()
+        assert [int(optimizer.state[param]["step"]) for param in (first, *others)] == [1, *(2 for _ in others)]
 
 
 def test_flat_buffers_are_few() -> None:

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from hsdp.comm.collectives import Comm
-from hsdp.comm.work import CommWork
+from hsdp.comm.work import CommWork, abandon
 from hsdp.optim.matrices import Bucket, Matrix, MatrixPiece
 
 Update = Callable[[Tensor, dict[str, Any]], Tensor]
@@ -135,8 +135,18 @@ class Exchange:
         arrived = self._arrived(self._gets)
         pairs = [*zip(self._gets.foreign, arrived, strict=True), *zip(self._gets.own, self._own, strict=True)]
         found = [Updated(piece, self.bucket.matrices[piece.matrix], value) for piece, value in pairs]
-        self._whole, self._own, self._received = {}, [], torch.empty(0)
+        self._let_go()
         return found
+
+    def give_up(self) -> None:
+        """The step failed: whole matrices go. A collective under way keeps its buffers until it has ended."""
+        if self._work is not None:
+            abandon(self._work)
+            self._work = None
+        self._let_go()
+
+    def _let_go(self) -> None:
+        self._whole, self._own, self._batches, self._received = {}, [], [], torch.empty(0)
 
     def _places(self, pieces: Sequence[MatrixPiece]) -> list[Tensor]:
         """Where pieces lie in the matrices that this rank owns."""

@@ -203,13 +203,18 @@ class WholeMatrix(torch.optim.Optimizer):
         if not plan.exchanges:
             plan.comm.agree(plan.label, plan.key)
         exchanges = plan.exchanges
-        for at in range(len(exchanges) + 2):
-            if at < len(exchanges):
-                exchanges[at].start(self._prepared(exchanges[at].bucket))
-            if 0 < at <= len(exchanges):
-                exchanges[at - 1].compute(self.transform)
-            if at > 1:
-                self._apply(exchanges[at - 2])
+        try:
+            for at in range(len(exchanges) + 2):
+                if at < len(exchanges):
+                    exchanges[at].start(self._prepared(exchanges[at].bucket))
+                if 0 < at <= len(exchanges):
+                    exchanges[at - 1].compute(self.transform)
+                if at > 1:
+                    self._apply(exchanges[at - 2])
+        except BaseException:  # no memory for the next ones, say: these are not to take it until the next step
+            for exchange in exchanges:
+                exchange.give_up()
+            raise
 
     def _prepared(self, bucket: Bucket) -> dict[int, Tensor]:
         """What is to become an update, by target: the gradients with momentum, of all that this rank has of them."""

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import gc
+import weakref
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -421,6 +423,22 @@ def test_whole_matrix_makes_an_optimizer_of_a_function(pool4: Pool) -> None:
         Polar([nn.Parameter(torch.zeros(2, 2))], leest=1.0)
     with pytest.raises(TypeError, match="give the setting 'a' a default"):
         whole_matrix(lambda matrices, *, a: matrices)
+
+
+def test_a_step_that_fails_holds_no_whole_matrices() -> None:
+    seen: list[weakref.ref[Tensor]] = []
+
+    def fails(matrices: Tensor) -> Tensor:
+        seen.append(weakref.ref(matrices))
+        raise MemoryError
+
+    weight = nn.Parameter(torch.eye(3))
+    weight.grad = torch.ones(3, 3)
+    optimizer = whole_matrix(fails)([weight])
+    with pytest.raises(MemoryError):
+        optimizer.step()
+    gc.collect()
+    assert seen[0]() is None
 
 
 def test_a_closure_a_scheduler_and_copies() -> None:

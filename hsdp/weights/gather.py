@@ -102,25 +102,37 @@ def _whole_of(piece: Piece, rows: Tensor) -> Tensor:
     return torch.cat(parts, piece.spec.dim)
 
 
+@torch.no_grad()
 def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
     """Keeps this rank's rows of full parameters as its shards. No communication: all ranks hold the same, or should."""
-    _keep_rows(unit, wholes)
-    changed(unit)
-
-
-@torch.no_grad()
-def _keep_rows(unit: Unit, wholes: Sequence[Tensor]) -> None:
     unit.join_gather()
     for group in unit.dtype_groups:
         for param, slot, piece in zip(group.params, group.slots, group.layout.pieces, strict=True):
             data_of(param.local).copy_(rows_of(wholes[slot], piece, group.rank))
+    changed(unit)
 
 
+@torch.no_grad()
 def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
-    """Every rank takes the full parameters of the mesh's first rank; the others may pass None. All must call it."""
-    if unit.axes.replicate_rank == 0:
-        _keep_rows(unit, _from_first(unit, wholes))
-    spread(unit)  # gives the weights a new version, as often on every rank
+    """Every rank takes the full parameters of the mesh's first rank; the others may pass None. All must call it.
+
+    The shards are written behind the last transfer: what fails before, for want of memory say, leaves replicas equal. For
+    that it takes the unit's shards twice.
+    """
+    if unit.disturbed():
+        unit.rebuild()
+    found = _from_first(unit, wholes) if unit.axes.replicate_rank == 0 else None
+    shards = [torch.zeros_like(group.shard) for group in unit.dtype_groups]
+    for group, shard in zip(unit.dtype_groups, shards, strict=True):
+        if found is not None:
+            for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
+                rows = rows_of(found[slot], piece, group.rank)
+                shard[piece.offset : piece.offset + rows.numel()].view(rows.shape).copy_(rows)
+        broadcast(shard, unit, unit.replicate_comm)
+    unit.join_gather()
+    for group, shard in zip(unit.dtype_groups, shards, strict=True):
+        group.shard.copy_(shard)
+    changed(unit)
 
 
 @torch.no_grad()

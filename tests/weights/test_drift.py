@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 import hsdp
 from hsdp.optim import local
+from hsdp.weights import gather
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id
 
@@ -209,3 +211,27 @@ def _scalars(env: RankEnv, shape: tuple[int, ...]) -> str:
 def test_scalars_stay_the_same_on_all_ranks_whatever_the_order_of_sums(pool4: Pool, shape: tuple[int, ...]) -> None:
     for said in pool4.run(_scalars, shape):
         assert "'scale' " in said, said
+
+
+def _writes_back_without_memory(env: RankEnv) -> None:
+    model = _model(env, (2, 1))
+    sent = gather.broadcast
+
+    def no_room(tensor: Tensor, unit: Any, *comms: Any) -> None:
+        if unit.replicate_comm in comms:
+            raise MemoryError
+        sent(tensor, unit, *comms)
+
+    with (
+        mock.patch.object(gather, "broadcast", no_room),
+        pytest.raises(MemoryError),
+        hsdp.full_params(model, writeback="rank0"),
+        torch.no_grad(),
+    ):
+        for param in model.parameters():
+            param.mul_(2.0)
+    hsdp.check_replicas(model)
+
+
+def test_a_write_back_that_finds_no_memory_leaves_replicas_equal(pool2: Pool) -> None:
+    pool2.run(_writes_back_without_memory)

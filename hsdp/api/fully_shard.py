@@ -117,7 +117,7 @@ def fully_shard(
     _look_at_values(unit, modules)
     unit.rehearse()
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
-    unit.build()
+    _build(unit)
     state = ModuleHooks(unit, modules)
     state.companions = [own_state(one).unit for one in beside]
     _move_buffers(modules, unit)
@@ -245,6 +245,19 @@ def _look_at_values(unit: Unit, modules: list[nn.Module]) -> None:
             "a gradient, which the sharded ones do not get; step, or call zero_grad(), before",
             stacklevel=3,
         )
+
+
+def _build(unit: Unit) -> None:
+    """Shards the parameters. Each original goes as its shard comes, so that nothing brings them back if memory ends."""
+    try:
+        unit.build()
+    except BaseException:
+        warnings.warn(
+            f"hsdp: fully_shard({unit.name}) failed when some parameters were sharded already, whose originals are gone: "
+            "the module is of no use any more; build the model again",
+            stacklevel=3,
+        )
+        raise
 
 
 def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:

@@ -125,7 +125,11 @@ class UnshardedParams:
                 self.rebuild()
                 version = self.version
             if self._on_meta:
-                raise self._unmaterialised()
+                raise StateError(
+                    f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
+                    "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward "
+                    f"(this is rank {self.shard_comm.rank} of its shards)"
+                )
             parts = self._part_version == version and self.shards_unchanged()
             if self._part_version is not None and not parts:
                 self._drop_parts()
@@ -222,8 +226,7 @@ class UnshardedParams:
         if self.part_comm is None or self.residency is not UNSHARDED:
             self.reshard()
             return
-        if self.open:
-            self.hide()
+        self.hide()
         for group in self.dtype_groups:
             group.keep_part(self.axes.shard_rank % self._parts)
         self._part_version = self.gathered_version
@@ -241,8 +244,12 @@ class UnshardedParams:
     def finish(self) -> None:
         """Waits for the gather: GATHERING -> UNSHARDED."""
         assert self._gather_work is not None and self.residency is GATHERING, f"unit {self.name!r} is not gathering"
-        # If this raises, the gather may still be writing: the unit keeps the collective, and nothing is freed.
-        self._gather_work.wait()
+        try:
+            self._gather_work.wait()
+        except BaseException:
+            if self._gather_work.broken:  # else it may still be writing: the unit keeps it, and nothing is freed
+                self.discard_gather()
+            raise
         self.residency = SHARDED  # before the work goes: an interrupt from the keyboard must not leave a gather without one
         self._gather_work = None
         if self.readers is not None:
@@ -270,8 +277,7 @@ class UnshardedParams:
 
     def discard_gather(self) -> None:
         """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
-        comm_work, self.residency = self._gather_work, SHARDED  # first, as in `finish`
-        self._gather_work = None
+        comm_work, self.residency, self._gather_work = self._gather_work, SHARDED, None  # in this order, as in `finish`
         self.hide()
         if comm_work is not None and not comm_work.done():
             abandon(comm_work)
@@ -286,7 +292,7 @@ class UnshardedParams:
 
     def _release(self) -> None:
         """Frees what a gather that came to nothing allocated."""
-        self.retained = False
+        self.retained = self.pinned = False
         for group in self.dtype_groups:
             group.release_transients()
         self._free()
@@ -434,13 +440,6 @@ class UnshardedParams:
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
         self.weights_version += 1
-
-    def _unmaterialised(self) -> StateError:
-        return StateError(
-            f"unit {self.name!r}: its parameters ({self.params[0].fqn!r}, ...) are still on the meta device; call "
-            "hsdp.init_sharded(model), or model.to_empty(device=...) and load_state_dict, before the first forward (this "
-            f"is rank {self.shard_comm.rank} of its shards)"
-        )
 
 
 def launch_ahead(units: Iterable[UnshardedParams]) -> None:

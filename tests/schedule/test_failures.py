@@ -21,10 +21,12 @@ from torch import nn
 
 import hsdp
 from hsdp.buffers.flat_buffer import FlatBuffer
+from hsdp.comm import host_memory
 from hsdp.comm.groups import timeout_of
+from hsdp.unit.unit import Unit
 from tests.support.fragile import PLACES, Fragile, Fuse, fail
 from tests.support.graphs import floats, loss, step
-from tests.support.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import check_grads, check_rest, check_sharded, mesh_id, pool_for, shard
 from tests.support.twin import assert_same, full_grads, full_params
 
@@ -333,3 +335,32 @@ def check_patience(env: RankEnv) -> None:
 
 def test_ranks_wait_no_longer_than_the_default_group_would(pool2: Pool) -> None:
     pool2.run(check_patience)
+
+
+def _interrupted_unshard(env: RankEnv) -> None:
+    plain = Fragile().double()
+    model: Any = shard(copy.deepcopy(plain), env.mesh(2))
+    for wait in (lambda: model.unshard(async_op=True).wait(), model.unshard, lambda: step(model, env.rank)):
+        with mock.patch.object(host_memory, "_quietly", side_effect=MemoryError), pytest.raises(MemoryError):
+            wait()
+        check_rest(model)
+        check_grads(model, plain, step, env.rank, env.world_size)
+        check_rest(model)
+
+
+def test_a_gather_whose_results_were_not_put_down_is_made_anew(pool2: Pool) -> None:
+    pool2.run(_interrupted_unshard)
+
+
+def test_a_module_that_is_half_sharded_is_said_to_be() -> None:
+    with fake_world(2) as env:
+        module = nn.Linear(4, 4)
+        for method, told in (("rehearse", 0), ("_arrange", 1)):
+            with (
+                warnings.catch_warnings(record=True) as caught,
+                mock.patch.object(Unit, method, side_effect=MemoryError),
+                pytest.raises(MemoryError),
+            ):
+                warnings.simplefilter("always")
+                hsdp.fully_shard(module, mesh=env.mesh(2))
+            assert len(_hsdp_warnings(caught)) == told, _hsdp_warnings(caught)

@@ -46,8 +46,9 @@ class Undo:
     def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
         """Adds a sum to a gradient, or to zeros behind a sentinel, and notes what was there."""
         before = memory.clone()
+        # Noted first: an interrupt from the keyboard may come when the sum is there.
+        self.entries.append(_Added(memory, before, memory._version + 1, standing))
         memory.add_(landed)
-        self.entries.append(_Added(memory, before, memory._version, standing))
 
     def forget_taken(self, since: int) -> None:
         """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
@@ -78,7 +79,7 @@ class Undo:
                     self._take_away(*assigned)
                 continue
             storage = storage_key(entry.memory.untyped_storage())
-            if at_once or untouched.setdefault(storage, entry.memory._version == entry.version):
+            if at_once or untouched.setdefault(storage, entry.memory._version <= entry.version):
                 entry.memory.copy_(entry.before)
                 if entry.standing is not None:
                     entry.standing.is_blank = True

@@ -409,5 +409,6 @@ def _local_state(member: Member, name: str, value: Any) -> Tensor:
             return value._local_tensor if share is None else share.of(value._local_tensor).clone()
     raise StateError(
         f"optim.local: entry {name!r} of the state of {name_of(param)} is not sharded as the parameter is "
-        f"({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}"
+        f"({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}, "
+        "as hsdp.checkpoint does"
     )

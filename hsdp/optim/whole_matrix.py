@@ -256,7 +256,8 @@ class WholeMatrix(torch.optim.Optimizer):
         else:
             raise StateError(
                 f"{type(self).__name__}: the momentum of {name_of(target.param)} is not sharded as its gradient is "
-                f"({getattr(held, 'placements', type(held).__name__)}); load it with placements {spec.placements}"
+                f"({getattr(held, 'placements', type(held).__name__)}); load it with placements {spec.placements}, "
+                "as hsdp.checkpoint does"
             )
         state["momentum_buffer"] = value if spec is None else as_dtensor(value, with_dtype(spec, value.dtype))
         return value

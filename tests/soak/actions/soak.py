@@ -16,13 +16,13 @@ import json
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 from tests.soak.actions.fsdp2 import LEFT_OUT
 from tests.soak.actions.play import run_programs
-from tests.soak.actions.programs import FEATURES, SHAPES, Program, draw, smaller
+from tests.soak.actions.programs import FEATURES, SHAPES, draw, smaller
 from tests.support import device as emulator
 from tests.support.facts import header
 from tests.support.rig import Pool, RemoteError
@@ -44,14 +44,14 @@ class Tally:
     equal: int = 0
     planned: int = 0
     named: Counter[str] = field(default_factory=Counter)
-    failed: dict[str, list[tuple[Program, str]]] = field(default_factory=lambda: defaultdict(list))
+    failed: dict[str, list[tuple[Any, str]]] = field(default_factory=lambda: defaultdict(list))
 
     @property
     def failures(self) -> int:
         return sum(map(len, self.failed.values()))
 
 
-def run_all(pool: Pool, programs: Sequence[Program], system: str = "hsdp", stop_at: int = 0, runner: Any = None) -> Tally:
+def run_all(pool: Pool, programs: Sequence[Any], system: str = "hsdp", stop_at: int = 0, runner: Any = None) -> Tally:
     """Runs programs on the pool's ranks, a batch per call; goes on behind failures, up to `stop_at` of them if given."""
     tally, at = Tally(), 0
     call = (run_programs,) if runner is None else runner
@@ -79,7 +79,7 @@ def run_all(pool: Pool, programs: Sequence[Program], system: str = "hsdp", stop_
 
 
 def _first_failure(
-    pool: Pool, batch: list[Program], system: str, error: RemoteError, call: Any
+    pool: Pool, batch: list[Any], system: str, error: RemoteError, call: Any
 ) -> tuple[int, str, str, list[Any]]:
     """The place of the first failed program of a job, its class, what was told, and what came of those before it."""
     told = [json.loads(one.message) for one in error.outcomes if one.error == "Failed"]
@@ -100,8 +100,16 @@ def _first_failure(
     return 0, "/".join(sorted({str(one.error) for one in error.outcomes if not one.ok})), str(error)[:3000], []
 
 
-def shrink(pool: Pool, program: Program, failure: str, system: str = "hsdp", tries: int = 150) -> tuple[Program, str]:
-    """A smaller program that fails in the same class, and what it tells."""
+def shrink(
+    pool: Pool,
+    program: Any,
+    failure: str,
+    system: str = "hsdp",
+    tries: int = 150,
+    runner: Any = None,
+    smaller: Callable[[Any], Iterator[Any]] = smaller,
+) -> tuple[Any, str]:
+    """A smaller program that fails in the same class, and what it tells; `smaller` gives candidates."""
     told, again = "", True
     while again and tries > 0:
         again = False
@@ -109,7 +117,7 @@ def shrink(pool: Pool, program: Program, failure: str, system: str = "hsdp", tri
             tries -= 1
             if tries <= 0:
                 break
-            failed = run_all(pool, [other], system).failed
+            failed = run_all(pool, [other], system, runner=runner).failed
             if failure in failed:
                 program, told, again = other, failed[failure][0][1], True
                 break

@@ -1,0 +1,105 @@
+"""How the sharded side keeps weights and states, and gets them back, on the same mesh or on another one."""
+
+from __future__ import annotations
+
+import copy
+import functools
+import io
+import os
+import tempfile
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import Tensor
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_model_state_dict,
+    set_optimizer_state_dict,
+    set_state_dict,
+)
+from torch.distributed.tensor import DTensor
+
+from hsdp import checkpoint
+
+Optimizers = Sequence[torch.optim.Optimizer]
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A copy of a tensor; of a DTensor it is gathered, so every rank must call."""
+    tensor = tensor.detach()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+
+
+def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:
+    """Keeps a model's weights and the states of its optimizers; `kind`: one of `SAVES`, `at`: a number of this save."""
+    if kind in ("memory", "torch"):
+        weights = {name: value.clone() for name, value in model.state_dict().items()}
+        kept = [weights, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]]
+        return kept if kind == "memory" else _bytes(kept)
+    if kind == "files":
+        handles = [checkpoint.save(_folder(), model, one, step=100 * at + k) for k, one in enumerate(optimizers)]
+        return [handle.wait() for handle in handles]
+    if kind == "full":
+        states = [checkpoint.full_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
+        return _bytes([checkpoint.full_state_dict(model), states])
+    full = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
+    both = get_state_dict(model, list(optimizers), options=full)
+    if kind == "dcp full":
+        return _bytes(both)
+    path = os.path.join(_folder(), f"dcp-{at}")
+    dcp.save({"model": both[0], "optimizer": both[1]}, checkpoint_id=path)
+    return path
+
+
+def restore(kind: str, kept: Any, model: Any, optimizers: Optimizers) -> None:
+    """Puts what `keep` has kept into a model and its optimizers."""
+    if kind in ("memory", "torch"):
+        weights, states = copy.deepcopy(kept) if kind == "memory" else _from_bytes(kept)
+        model.load_state_dict(weights)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            optimizer.load_state_dict(state)
+    elif kind == "files":
+        for path, optimizer in zip(kept, optimizers, strict=True):
+            checkpoint.load(path, model, optimizer)
+    elif kind == "full":
+        weights, states = _from_bytes(kept)
+        checkpoint.load_full_state_dict(model, weights)
+        for optimizer, state in zip(optimizers, states, strict=True):
+            checkpoint.load_full_optimizer_state_dict(model, optimizer, state)
+    elif kind == "dcp full":
+        weights, states = _from_bytes(kept)
+        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=options)  # `set_state_dict` takes an empty one for none to set
+        set_optimizer_state_dict(model, list(optimizers), states, options=options)
+    else:
+        weights, states = get_state_dict(model, list(optimizers))
+        loaded = {"model": weights, "optimizer": states}
+        dcp.load(loaded, checkpoint_id=kept)
+        set_state_dict(model, list(optimizers), model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
+
+
+def _bytes(kept: Any) -> bytes:
+    file = io.BytesIO()
+    torch.save(kept, file)
+    return file.getvalue()
+
+
+def _from_bytes(data: bytes) -> Any:
+    return torch.load(io.BytesIO(data), weights_only=False)
+
+
+@functools.cache
+def _own_folder() -> tempfile.TemporaryDirectory[str]:
+    """One for all programs that the process plays: a directory that it saves to stays its own."""
+    return tempfile.TemporaryDirectory(prefix="hsdp-optimizers-")
+
+
+def _folder() -> str:
+    """Where checkpoints go: rank 0's folder, on all ranks."""
+    told = [_own_folder().name if dist.get_rank() == 0 else ""]
+    dist.broadcast_object_list(told)
+    return told[0]

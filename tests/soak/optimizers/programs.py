@@ -220,6 +220,9 @@ def draw(seed: str, shape: tuple[int, ...]) -> Program:
         actions += drawing.step()
         for _ in range(rng.choice([0, 1, 1, 2])):
             actions.insert(rng.randrange(max(0, len(actions) - 4), len(actions) + 1), drawing.other())
+    for at, action in reversed([*enumerate(actions)]):
+        if action[0] == "freeze" and action[2]:  # most are thawed again: their counts of steps are others from then on
+            actions.insert(rng.randrange(at + 1, len(actions) + 1), ("freeze", action[1], False))
     options = frozenset(name for name, chance in (("replicated", 0.15), ("sum", 0.15)) if rng.random() < chance)
     return Program(
         seed,

@@ -30,6 +30,7 @@ _NO_TENSORS = (str, bytes, int, float, bool, type(None), type, nn.Module)
 _CONTAINERS = (list, tuple, set, frozenset, deque)
 _MOST_ITEMS = 64
 """How many of the last items of a container are looked through for side outputs after each forward."""
+_LAST_ITEMS = slice(-_MOST_ITEMS, None)
 
 
 def tensors_of(value: Any) -> list[Tensor]:
@@ -228,12 +229,19 @@ def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]
         return
     if depth == 0 or isinstance(value, _NO_TENSORS):
         return
+    # Read by the built-in classes' own methods: a subclass's may raise, as `len` of e3nn's irreps does, which are tuples.
     if isinstance(value, dict):
-        items = value.values() if len(value) <= _MOST_ITEMS else islice(reversed(value.values()), _MOST_ITEMS)
+        items = dict.values(value)
+        if len(items) > _MOST_ITEMS:
+            items = islice(reversed(items), _MOST_ITEMS)
+    elif isinstance(value, tuple):
+        items = tuple.__getitem__(value, _LAST_ITEMS)
+    elif isinstance(value, list):
+        items = list.__getitem__(value, _LAST_ITEMS)
+    elif isinstance(value, deque):
+        items = islice(deque.__reversed__(value), _MOST_ITEMS)
     elif isinstance(value, _CONTAINERS):
         items = value
-        if isinstance(value, (list, tuple, deque)) and len(value) > _MOST_ITEMS:
-            items = islice(reversed(value), _MOST_ITEMS)
     elif _is_object(value):
         items = _attributes(value)
     else:

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections import OrderedDict, defaultdict
+from collections import OrderedDict, defaultdict, deque
 from typing import Any, NamedTuple
 
 import pytest
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
-from hsdp.schedule.outputs import map_tensors
+from hsdp.schedule.outputs import SideOutputs, map_tensors
 
 
 class Both(OrderedDict[str, Any]):
@@ -131,3 +131,20 @@ def _told(value: Any) -> str:
     else:
         told.append(value)
     return str(told)
+
+
+class Reluctant:
+    """What a subclass of a container may do to those who ask it, as e3nn's irreps do."""
+
+    def __len__(self) -> int:
+        raise NotImplementedError
+
+    __reversed__ = values = __len__
+
+
+@pytest.mark.parametrize("container", [tuple, list, deque, dict])
+def test_side_outputs_are_found_in_containers_whose_own_methods_raise(container: type) -> None:
+    left = torch.ones((), requires_grad=True) * 2
+    module = nn.Module()
+    module.left = type("Held", (Reluctant, container), {})([("aux", left)])
+    assert [id(found) for found in SideOutputs([module]).tensors((), 0)] == [id(left)]

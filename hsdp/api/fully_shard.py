@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.api.fsdp2 import fsdp_state, own_policy, put_fsdp_state_shim
 from hsdp.api.module import HSDPModule, has_forward, hidden_by_methods, sharded_class
 from hsdp.api.other_meshes import companions, without
-from hsdp.api.select import asked_once, collect_params, manage
+from hsdp.api.select import asked_once, collect_params, identities, manage
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
 from hsdp.comm.tree import check_axes
 from hsdp.format import several
@@ -104,7 +104,7 @@ def fully_shard(
     offload = _check_type("offload_policy", own_policy(offload_policy), OffloadPolicy)
     reshard = _check_reshard(reshard_after_forward, axes.shard_size)
     check_replica_policy(replica_policy, "fully_shard")
-    ignored, replicated = _identities("ignored_params", ignored_params), _identities("replicate_params", replicate_params)
+    ignored, replicated = identities("ignored_params", ignored_params), identities("replicate_params", replicate_params)
     choose = _check_placement_fn(shard_placement_fn)
     name = " + ".join(type(m).__name__ for m in modules)
     found = collect_params(modules, ignored)
@@ -223,17 +223,6 @@ def _check_type(name: str, value: T | None, kind: type[T]) -> T:
     if not isinstance(value, kind):
         raise TypeError(f"fully_shard({name}=...): expected {kind.__name__} or None, not {type(value).__name__}")
     return value
-
-
-def _identities(name: str, params: Iterable[nn.Parameter] | None) -> set[int]:
-    listed = list(params or ())
-    for param in listed:
-        if not isinstance(param, nn.Parameter):
-            raise TypeError(
-                f"fully_shard({name}=...) takes parameters, not {type(param).__name__} ({param!r:.60}); pass the "
-                "nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
-            )
-    return {id(param) for param in listed}
 
 
 def _look_at_values(unit: Unit, modules: list[nn.Module]) -> None:

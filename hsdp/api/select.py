@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import inspect
 import weakref
-from collections.abc import Callable, Container
+from collections.abc import Callable, Container, Iterable
 from typing import Any
 
 import torch
@@ -27,6 +27,25 @@ from hsdp.unit.lookup import unit_of
 
 Found = tuple[list[ParamName], nn.Parameter]
 """A parameter with all its names."""
+
+
+def identities(name: str, params: Iterable[nn.Parameter] | None, function: str = "fully_shard") -> set[int]:
+    """The identities of parameters that were passed to a function as the argument `name`.
+
+    Raises:
+        TypeError: something else is among them.
+    """
+    if params is None:
+        return set()
+    is_list = isinstance(params, Iterable) and not isinstance(params, torch.Tensor)
+    listed = list(params) if is_list else []
+    wrong = [one for one in listed if not isinstance(one, nn.Parameter)] if is_list else [params]
+    if wrong:
+        raise TypeError(
+            f"{function}({name}=...) takes a list of parameters, not {type(wrong[0]).__name__} ({wrong[0]!r:.60}); pass "
+            "the nn.Parameter objects, e.g. [model.get_parameter(name) for name in names]"
+        )
+    return {id(param) for param in listed}
 
 
 def collect_params(

@@ -140,7 +140,7 @@ class _Matcher:
     def __post_init__(self) -> None:
         pattern = self.pattern
         if isinstance(pattern, str):
-            self._regex = re.compile(_translate(pattern))
+            self._regex = re.compile(regex_of(pattern))
         elif isinstance(pattern, type) and not issubclass(pattern, nn.Module):
             raise TypeError(f"shard_units: pattern {pattern!r} is not a type of nn.Module")
         elif not callable(pattern) and not isinstance(pattern, by_numel):
@@ -184,7 +184,7 @@ class _Matcher:
         raise ValueError(f"shard_units: pattern {named} {why}")
 
 
-def _translate(glob: str) -> str:
+def regex_of(glob: str) -> str:
     """A glob as a regular expression; `**.` may also stand for no component at all."""
     rules = (("**.", r"(?:.*\.)?"), ("**", ".*"), ("*", r"[^.]*"), ("?", r"[^.]"))
     pattern = ""

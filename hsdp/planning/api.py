@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from torch import nn
@@ -14,7 +14,8 @@ from hsdp.comm.mesh import MeshAxes, resolve_mesh
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import PlacementFn
 from hsdp.planning.activations import Recompute
-from hsdp.planning.data import Assumptions
+from hsdp.planning.data import Assumptions, backend_of
+from hsdp.planning.experts import with_active
 from hsdp.planning.facts import facts_of
 from hsdp.planning.machines import MACHINES, Machine, machine_of
 from hsdp.planning.optimizers import Kind
@@ -39,6 +40,7 @@ def plan(
     shard_placement_fn: PlacementFn | None = None,
     ignored_params: Iterable[nn.Parameter] | None = None,
     replicate_params: Iterable[nn.Parameter] | None = None,
+    active: Mapping[str, float] | None = None,
     micro_batches: int = 1,
     optimizer: Kind = "elementwise",
     optimizer_states: int = 2,
@@ -58,10 +60,9 @@ def plan(
         print(hsdp.plan(model, mesh=(8, 64), tokens_per_rank=8192, memory=80 * 2**30))
 
     Bytes and numbers of collectives are those of a backend, exactly: they come from the planner that `fully_shard` uses,
-    and from the order in which the library works. (Ranks that share memory make fewer calls, and `over_replicas` pads
-    rows that R does not divide.) Memory is that of parameters, gradients, communication and activations; what the
-    allocator, CUDA and NCCL take for themselves comes on top. Times are those of a roofline: see `Machine`, `Link` and
-    `flops`. A steady step is planned, in which all parameters are used. `print(plan)` says what was assumed.
+    and from the order in which the library works. (Ranks that share memory make fewer calls.) Memory is that of parameters,
+    gradients, communication and activations, without what the allocator, CUDA and NCCL take. Times are those of a roofline:
+    see `Machine`, `Link` and `flops`. All parameters are used in the step. `print(plan)` says what was assumed.
 
     Args:
         model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.
@@ -70,9 +71,9 @@ def plan(
         tokens_per_rank: tokens of one micro-batch on one rank.
         units: for a model that is not sharded, what becomes a unit: patterns as for `shard_units`. None: its blocks, which
             are the elements of its outermost lists of modules, and the rest.
-        mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params,
-            replicate_params: as for `fully_shard`. For a sharded model the first four replace its own. The time
-            that offloaded shards take on their way to the device is not modelled.
+        mp_policy, comm_policy, offload_policy, reshard_after_forward, shard_placement_fn, ignored_params, replicate_params:
+            as for `fully_shard`. For a sharded model the first four replace its own. Offloaded shards travel in no time.
+        active: which part of experts computes with a token, by globs over parameters' names: `{"**.experts.**": 2 / 64}`.
         micro_batches, optimizer, optimizer_states, over_replicas, activations, seq_len, memory, recompute: see
             `Assumptions`.
         machine: what ranks run on, a `Machine` or the name of one of `hsdp.planning.MACHINES`. None: "cpu" where the
@@ -95,8 +96,8 @@ def plan(
         ignored_params=ignored_params,
         replicate_params=replicate_params,
     )
-    sizes = _read_mesh(model, mesh, backend or ("gloo" if machine in ("cpu", MACHINES["cpu"]) else "nccl"))
-    backend = backend or sizes.backend
+    sizes = _read_mesh(model, mesh, backend_of(backend, "gloo" if machine in ("cpu", MACHINES["cpu"]) else "nccl"))
+    backend = backend_of(backend, sizes.backend)
     rates = machine_of(machine or ("cpu" if backend == "gloo" else "h100"))
     told = Assumptions(
         tokens_per_rank=tokens_per_rank,
@@ -115,7 +116,7 @@ def plan(
         backend=backend,
         streams=sizes.streams and backend != "gloo",
     )
-    return Plan.of(class_name(model), facts, sizes.replicas, sizes.shards, told)
+    return Plan.of(class_name(model), with_active(facts, active), sizes.replicas, sizes.shards, told)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:

@@ -13,6 +13,8 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any, Literal, TypeVar
 
+import torch.distributed as dist
+
 from hsdp.params.param import PlacementFn
 from hsdp.planning.activations import Recompute, UnitActivations, estimate, scaled
 from hsdp.planning.facts import UnitFacts, placed
@@ -42,7 +44,7 @@ class Assumptions:
             (`hsdp.optim.local(over_replicas=True)`, `hsdp.optim.Muon(over_replicas=True)`).
         activations: bytes that autograd holds when a forward ends; None: estimated from the shapes of weights (see
             `hsdp.planning.activations`).
-        seq_len: tokens of one sequence, for attention; None: all of the rank's, but at most 8,192.
+        seq_len: tokens of one sequence, for attention, at most `tokens_per_rank`; None: as many, but at most 8,192.
         machine: title of what ranks run on, where the next four are its own; "" if they were told.
         link: how ranks are connected.
         flops: per second and rank, as achieved.
@@ -86,6 +88,13 @@ class Assumptions:
             raise TypeError(f"plan(link={self.link!r}): expected a hsdp.planning.Link, e.g. Link(fast=450e9, slow=50e9)")
         if self.optimizer not in KINDS:
             raise ValueError(f"plan(optimizer={self.optimizer!r}): expected one of {', '.join(map(repr, KINDS))}")
+        if not isinstance(self.over_replicas, bool):
+            raise TypeError(f"plan(over_replicas={self.over_replicas!r}): expected True or False")
+        if self.seq_len is not None and self.seq_len > self.tokens_per_rank:
+            raise ValueError(
+                f"plan(seq_len={self.seq_len}): a rank has only tokens_per_rank={self.tokens_per_rank}, and sequences that "
+                "several ranks share are not planned; raise tokens_per_rank, or pass the tokens of it that a rank has"
+            )
         if not isinstance(self.recompute, bool) and self.recompute != "selective":
             raise ValueError(f'plan(recompute={self.recompute!r}): expected False, True or "selective"')
 
@@ -93,6 +102,22 @@ class Assumptions:
     def sequence(self) -> int:
         """Tokens of one sequence."""
         return self.seq_len or min(self.tokens_per_rank, 8192)
+
+
+def backend_of(name: Any, otherwise: str = "") -> str:
+    """A backend's name, as torch has it; `otherwise` stands for None.
+
+    Raises:
+        TypeError, ValueError: it is none that torch knows.
+    """
+    if name is None and otherwise:
+        return otherwise
+    if not isinstance(name, str):
+        raise TypeError(f"plan(backend={name!r}): expected the name of a backend, e.g. 'nccl' or 'gloo'")
+    known = sorted({*dist.Backend.backend_list, "fake"} - {dist.Backend.UNDEFINED})
+    if name.lower() not in known:
+        raise ValueError(f"plan(backend={name!r}): not known; choose one of {', '.join(known)}, or register it with torch")
+    return name.lower()
 
 
 @dataclass(frozen=True)
@@ -190,6 +215,7 @@ class PlanData(ABC):
             own = {"link": rates.link, "flops": rates.flops, "bandwidth": rates.bandwidth}
             assumptions = {**own, **assumptions, "machine": rates.title}
         if "backend" in assumptions:
+            assumptions["backend"] = backend_of(assumptions["backend"])
             assumptions = {"streams": assumptions["backend"] != "gloo", **assumptions}
         if told.activations is not None and "tokens_per_rank" in assumptions:
             grown = told.activations * assumptions["tokens_per_rank"] // told.tokens_per_rank
@@ -259,7 +285,7 @@ def _optimizer(units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> Op
 def _memory(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> MemoryPlan:
     stepping = _optimizer(units, wires, told)
     held = _activations(units, told)
-    return replay(events, units, stepping.state_bytes, held, told.backend, stepping.sharers)
+    return replay(events, units, stepping.state_bytes, held, told.backend, told.over_replicas)
 
 
 def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> TimePlan:

@@ -14,7 +14,7 @@ from torch.nn.modules.conv import _ConvNd
 
 from hsdp.api.fsdp2 import own_policy
 from hsdp.api.module import HSDPModule, has_forward
-from hsdp.api.select import check_param, choose_dim, collect_params, stays_whole
+from hsdp.api.select import check_param, choose_dim, collect_params, identities, stays_whole
 from hsdp.api.shard_units import Pattern, choose_units
 from hsdp.format import dotted
 from hsdp.offload import OffloadPolicy
@@ -84,7 +84,7 @@ class ParamFacts:
         if len(self.shape) < 2 or not self.active or self.name.endswith("bias"):
             return 0, 0
         if self.convolution or len(self.shape) == 2:
-            return self.shape[1], self.shape[0]
+            return self.shape[1] * self.active, self.shape[0] * self.active
         chosen = math.prod(self.shape[:-2]) * self.active
         return chosen * self.shape[-1], chosen * self.shape[-2]
 
@@ -253,8 +253,8 @@ def _of_plain(
     ignored_params: Iterable[nn.Parameter] | None,
     replicate_params: Iterable[nn.Parameter] | None,
 ) -> list[UnitFacts]:
-    ignored = {id(param) for param in ignored_params or ()}
-    replicated = {id(param) for param in replicate_params or ()}
+    ignored = identities("ignored_params", ignored_params, "plan")
+    replicated = identities("replicate_params", replicate_params, "plan")
     if units is None:
         blocks = {id(block) for block in _blocks(model) if any(id(param) not in ignored for param in block.parameters())}
         units = [lambda module: id(module) in blocks] if blocks else []

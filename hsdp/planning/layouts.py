@@ -6,14 +6,16 @@ This is the planner that `fully_shard` itself uses; nothing is estimated here. A
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from hsdp.buffers.layout import Layout, ParamSpec, Piece, Thresholds, lay_out
 from hsdp.comm.backends import direct_bytes, uneven_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
+from hsdp.planning.shares import Held, SharedSums, held, shared_sums
 from hsdp.unit.dtype_group import GroupKey, thresholds_for, whole_numels
 
 # Blocks are alike: most layouts are asked for again and again.
@@ -29,6 +31,8 @@ class GroupPlan:
         params: the parameters.
         layout: of their shards and of the whole ones.
         trained: of the reduction of those that get gradients; None if none does.
+        replicas: size R of the mesh.
+        thresholds: the sizes from which they travel directly.
         parts: size of the group over which they stay sharded after forward (1: none).
         offloaded: shards, and gradients beside them, live in host memory.
     """
@@ -37,6 +41,8 @@ class GroupPlan:
     params: tuple[ParamFacts, ...]
     layout: Layout
     trained: Layout | None
+    replicas: int
+    thresholds: Thresholds
     parts: int = 1
     offloaded: bool = False
 
@@ -77,16 +83,11 @@ class GroupPlan:
         """What of that is padding, on average over ranks."""
         return self.layout.padding * self.kind.storage.itemsize // self.layout.shards
 
-    @property
-    def local_bytes(self) -> int:
-        """The shards of the first rank, which holds most: what an optimizer's state is shaped like."""
-        return self.local_bytes_of(lambda param: param.trainable)
-
-    def local_bytes_of(self, chosen: Callable[[ParamFacts], bool]) -> int:
-        """The same of some of its parameters."""
-        pieces = zip(self.layout.pieces, self.params, strict=True)
-        numel = sum(ParamSpec(piece.local_shape(0), None).numel for piece, param in pieces if chosen(param))
-        return numel * self.kind.storage.itemsize
+    @cached_property
+    def held(self) -> tuple[Held, ...]:
+        """Of each parameter what the first rank holds, and which rows of it are its share among replicas."""
+        pieces = zip(self.params, self.layout.pieces, strict=True)
+        return tuple(held(param, piece, self.replicas, self.layout.shards) for param, piece in pieces)
 
     @property
     def whole_bytes(self) -> int:
@@ -211,6 +212,12 @@ class GroupPlan:
         numels = [*gradients, self.flags] if self.alone else [self.trained.numel + self.flags]
         return [numel * self.kind.reduce.itemsize for numel in numels]
 
+    @cached_property
+    def shared_sums(self) -> SharedSums | None:
+        """What is reduce-scattered over replicas instead, if these share gradients out; None: it has no shares of any."""
+        parts = [one for one, param in zip(self.held, self.params, strict=True) if param.trainable]
+        return shared_sums(parts, self.replicas, self.kind.reduce.itemsize, self.thresholds.reduce_bytes)
+
     @property
     def buffer_bytes(self) -> int:
         """What the operands take beside the gradients that become them: the reduction buffer, or only the flags."""
@@ -228,6 +235,12 @@ class GroupPlan:
     def gradient_bytes(self) -> int:
         """The sharded gradients that stay, where the shards are."""
         return self.landing_bytes or sum(self.operands)
+
+    def gradient_bytes_with(self, sums: SharedSums | None) -> int:
+        """The same of what a reduce-scatter over replicas leaves, if there is one."""
+        if sums is None:
+            return self.gradient_bytes
+        return sums.left * self.kind.storage.itemsize  # cast if need be
 
     @property
     def partial_bytes(self) -> int:
@@ -353,7 +366,9 @@ def plan_unit(facts: UnitFacts, replicas: int, shards: int, backend: str, device
         ranks = 1 if kind.replicated else shards
         trainable = [param for param in params if param.trainable]
         layout, trained = (_layout_of(which, ranks, thresholds) for which in (params, trainable))
-        dtype_groups.append(GroupPlan(kind, tuple(params), layout, trained if trainable else None, parts, offloaded))
+        dtype_groups.append(
+            GroupPlan(kind, tuple(params), layout, trained if trainable else None, replicas, thresholds, parts, offloaded)
+        )
     return UnitPlan(facts, replicas, shards, tuple(dtype_groups))
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hsdp.planning.activations import UnitActivations
 from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.schedule import Event, Verb
+from hsdp.planning.shares import SharedSums
 
 TERMS = {
     "parameters": "the shards",
@@ -61,7 +63,7 @@ def replay(
     state_bytes: Callable[[UnitPlan, GroupPlan], int],
     activations: Sequence[UnitActivations],
     backend: str,
-    sharers: int = 1,
+    over_replicas: bool = False,
 ) -> MemoryPlan:
     """The peak of a step.
 
@@ -71,20 +73,21 @@ def replay(
         state_bytes: of the optimizer's state for a dtype group.
         activations: of each unit.
         backend: "gloo" receives reduce-scatters beside their inputs.
-        sharers: how many replicas share the optimizer's state of a shard, and its gradients.
+        over_replicas: replicas share gradients out.
     """
-    ledger = _Ledger(units, backend, sharers)
+    ledger = _Ledger(units, backend, over_replicas)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
     dtype_groups = [(unit, group) for unit in units for group in unit.dtype_groups]
     ledger.now["optimizer"] = sum(state_bytes(unit, group) for unit, group in dtype_groups if not group.offloaded)
     host = sum(
-        group.shard_bytes + state_bytes(unit, group) + group.gradient_bytes // sharers
+        group.shard_bytes + state_bytes(unit, group) + group.gradient_bytes_with(ledger.shared_sums(unit, group))
         for unit, group in dtype_groups
         if group.offloaded
     )
     # A unit without a backward leaves nothing for it.
     holding = {index for event in events if event.verb is Verb.BACKWARD for index in event.units}
     ledger.activations = [one if at in holding else UnitActivations(0) for at, one in enumerate(activations)]
+    ledger.expect(events)
     ledger.note("between steps")
     for event in events:
         for index in event.units:
@@ -95,15 +98,16 @@ def replay(
 class _Ledger:
     """Bytes alive now, by term."""
 
-    def __init__(self, units: Sequence[UnitPlan], backend: str, sharers: int) -> None:
+    def __init__(self, units: Sequence[UnitPlan], backend: str, over_replicas: bool) -> None:
         self.units = units
-        self._sharers = sharers
+        self._over_replicas = over_replicas
         self.now = dict.fromkeys(TERMS, 0)
         self.peak = dict(self.now)
         self.largest = dict(self.now)
         self.at = ""
         self.activations: list[UnitActivations] = []
         self._here = ""
+        self._fills: Counter[int] = Counter()  # reductions to come
         # An all-to-all receives beside what it sends.
         self._copies = 2 if backend == "gloo" or units[0].in_tree else 1
         self._stashed: set[int] = set()
@@ -133,6 +137,10 @@ class _Ledger:
             Verb.LAND: self._land,
             Verb.COMMIT: self._commit,
         }
+
+    def expect(self, events: Sequence[Event]) -> None:
+        """Counts what is to come."""
+        self._fills = Counter(index for event in events if event.verb is Verb.FILL for index in event.units)
 
     def play(self, verb: Verb, index: int) -> None:
         """Something happens to a unit."""
@@ -239,6 +247,9 @@ class _Ledger:
             self._add("reduction", group.copies)
             self.note(self._here)
             self._add(held, -group.copied_numel * dtype.itemsize)
+        self._fills[index] -= 1
+        if not self._fills[index]:  # the last micro-batch's go on to the replicas
+            self._add("reduction", self._shared_bytes(unit))
 
     def _scatter(self, unit: UnitPlan, index: int) -> None:
         self._add("reduction", (self._copies - 1) * unit.total("scatter_inputs") + self._received_parts(unit))
@@ -269,18 +280,29 @@ class _Ledger:
         self._deferred.add(index)
 
     def _all_reduce(self, unit: UnitPlan, index: int) -> None:
-        self._add("reduction", unit.received_bytes + self._left_bytes(unit))
+        self._add("reduction", unit.received_bytes + self._arriving_bytes(unit))
         if index in self._deferred:
             self._replaced += unit.total("partial_bytes")
             self._deferred.discard(index)
             self._joined.add(index)
 
-    def _left_bytes(self, unit: UnitPlan) -> int:
-        """What a reduce-scatter over replicas leaves, and what gloo receives for it, beside what it takes."""
-        if self._sharers == 1 or unit.in_tree:
-            return 0
-        operands = sum(sum(group.operands) for group in unit.dtype_groups)
-        return operands // self._sharers + (self._copies - 1) * operands
+    def _shared_bytes(self, unit: UnitPlan) -> int:
+        """What a reduce-scatter over replicas packs and leaves, beside the sums that it takes."""
+        total = 0
+        for group in unit.dtype_groups:
+            if sums := self.shared_sums(unit, group):
+                total += (sums.left + sums.replicas * sums.row) * group.kind.reduce.itemsize
+        return total
+
+    def _arriving_bytes(self, unit: UnitPlan) -> int:
+        """What it receives on gloo."""
+        shared = [(group, self.shared_sums(unit, group)) for group in unit.dtype_groups]
+        inputs = sum(sum(sums.inputs) * group.kind.reduce.itemsize for group, sums in shared if sums)
+        return (self._copies - 1) * inputs
+
+    def shared_sums(self, unit: UnitPlan, group: GroupPlan) -> SharedSums | None:
+        """The reduce-scatter over replicas of a dtype group's sums; None: they are all-reduced."""
+        return group.shared_sums if self._over_replicas and not unit.in_tree else None
 
     def _commit(self, unit: UnitPlan, index: int) -> None:
         self._add("sums", -self._replaced)
@@ -292,14 +314,13 @@ class _Ledger:
             if unit.in_tree:  # what was deferred is added at the root, in its own dtype
                 groups = [group for group in unit.dtype_groups if group.kind.accumulate != group.kind.reduce]
                 self._for_a_moment("reduction", sum(group.partial_bytes for group in groups))
-        self._add("reduction", -unit.received_bytes - self._left_bytes(unit))
-        sharers = 1 if unit.in_tree else self._sharers
+        self._add("reduction", -unit.received_bytes - self._arriving_bytes(unit) - self._shared_bytes(unit))
         for group in unit.dtype_groups:
             operands = sum(group.operands)
             if group.offloaded:
                 self._for_a_moment("reduction", group.landing_bytes)
             else:
-                self._add("gradients", -(-group.gradient_bytes // sharers))
+                self._add("gradients", group.gradient_bytes_with(self.shared_sums(unit, group)))
                 if group.landing_bytes:
                     self.note(self._here)
             self._add("reduction", -operands)

@@ -15,6 +15,8 @@ from dataclasses import dataclass
 from functools import cached_property
 from typing import Literal, NamedTuple
 
+import torch
+
 from hsdp.optim.matrices import owners_of
 from hsdp.optim.whole_matrix import BUCKET_BYTES
 from hsdp.planning.facts import ParamFacts
@@ -65,13 +67,17 @@ class OptimizerPlan:
 
     def state_bytes(self, unit: UnitPlan, group: GroupPlan) -> int:
         """Of the states that a rank has for a dtype group."""
-        matrices, others = self._local_bytes(unit, group)
-        return -(-matrices // self.sharers) + self.states * -(-others // self.sharers)
+        matrices, others = self._local_bytes(unit, group, self.wires.over_replicas)
+        return matrices + self.states * others
 
-    def _local_bytes(self, unit: UnitPlan, group: GroupPlan) -> tuple[int, int]:
-        """Of the shards of what Muon steps, and of what is stepped elementwise."""
-        matrices = group.local_bytes_of(lambda param: param.trainable and self._is_matrix(unit, param))
-        return matrices, group.local_bytes - matrices
+    def _local_bytes(self, unit: UnitPlan, group: GroupPlan, shares: bool) -> tuple[int, int]:
+        """Of the shards of what Muon steps, and of what is stepped elementwise; or of this replica's shares of them."""
+        numels = [0, 0]
+        for param, one in zip(group.params, group.held, strict=True):
+            if param.trainable:
+                numels[not self._is_matrix(unit, param)] += one.numel if shares else math.prod(one.local)
+        matrices, others = (numel * group.kind.storage.itemsize for numel in numels)
+        return matrices, others
 
     def _is_matrix(self, unit: UnitPlan, param: ParamFacts) -> bool:
         if self.kind != "muon" or unit.facts.parent is None or unit is self._head:
@@ -88,8 +94,17 @@ class OptimizerPlan:
         """The gather that brings what each replica has stepped elementwise of a unit to the others, behind the step."""
         if self.sharers == 1:
             return []
-        parts = [-(-others // self.sharers) for group in unit.dtype_groups if (others := self._local_bytes(unit, group)[1])]
-        return self.wires.stepped(parts)
+        direct: list[int] = []
+        packed: dict[torch.dtype, int] = {}
+        for group in unit.dtype_groups:
+            dtype = group.kind.storage
+            for param, one in zip(group.params, group.held, strict=True):
+                if one.rows and one.numel and param.trainable and not self._is_matrix(unit, param):
+                    if one.local[0] == one.rows * self.sharers and not group.offloaded:
+                        direct.append(one.numel * dtype.itemsize)
+                    else:
+                        packed[dtype] = packed.get(dtype, 0) + one.numel * dtype.itemsize
+        return self.wires.stepped([*direct, *packed.values()])
 
     @cached_property
     def exchanged(self) -> list[Collective]:
@@ -121,14 +136,14 @@ class OptimizerPlan:
     def seconds(self) -> float:
         """Until the step returns. Iterations of one bucket of matrices hide the travels of those beside it."""
         resident = [(unit, group) for unit in self.units for group in unit.dtype_groups if not group.offloaded]
-        sizes = [self._local_bytes(unit, group) for unit, group in resident]
-        matrices, others = (sum(each) for each in zip(*sizes, strict=True)) if sizes else (0, 0)
-        elementwise = others * (3 + 2 * self.states) / self.sharers
         # Of gradients the momentum and what becomes an update; then weights, of which each rank has the whole shards.
-        elementwise += matrices * (4 / self.sharers + 3)
+        touched = 0
+        for unit, group in resident:
+            matrices, others = self._local_bytes(unit, group, self.wires.over_replicas)
+            touched += others * (3 + 2 * self.states) + 4 * matrices + 3 * self._local_bytes(unit, group, False)[0]
         travel = sum(one.seconds for one in self.exchanged)
         compute, buckets = self.iterations, self._buckets
-        return elementwise / self.bandwidth + max(compute + travel / buckets, travel + compute / buckets)
+        return touched / self.bandwidth + max(compute + travel / buckets, travel + compute / buckets)
 
     @cached_property
     def iterations(self) -> float:

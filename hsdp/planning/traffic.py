@@ -10,7 +10,7 @@ import torch
 
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, UNEVEN_LISTS, share_calls
 from hsdp.comm.tree import travelling
-from hsdp.planning.layouts import UnitPlan
+from hsdp.planning.layouts import GroupPlan, UnitPlan
 from hsdp.planning.schedule import Event, Verb
 
 
@@ -146,10 +146,9 @@ class Wires:
         if event.verb is Verb.SCATTER and self.shards > 1:
             return self._scatter(involved)
         if event.verb in (Verb.ALL_REDUCE, Verb.SUM_EARLY) and self.replicas > 1:
-            operands = _operands(involved)
             if self.over_replicas and not involved[0].in_tree:
-                return self._share_out(operands)
-            return self._all_reduce("replicate", self.replicas, operands, involved[0].in_tree)
+                return self._share_out([group for unit in involved for group in unit.dtype_groups])
+            return self._all_reduce("replicate", self.replicas, _operands(involved), involved[0].in_tree)
         return []
 
     def stepped(self, parts: list[int]) -> list[Collective]:
@@ -168,11 +167,21 @@ class Wires:
         seconds = calls * link.latency + max(fast / link.fast, slow / link.slow)
         return [Collective("all-to-all", "all ranks", size, calls, calls, inside + across, fast, slow, seconds)]
 
-    def _share_out(self, operands: Sequence[tuple[torch.dtype, int]]) -> list[Collective]:
-        """The reduce-scatter of gradients over replicas, as if all could be cut evenly."""
-        calls = len(operands) if self.backend == "gloo" else len({dtype for dtype, _ in operands})
-        sent = sum(nbytes for _, nbytes in operands) * (self.replicas - 1) / self.replicas
-        return self._collective("reduce-scatter", "replicate", self.replicas, calls, len(operands), sent)
+    def _share_out(self, dtype_groups: Sequence[GroupPlan]) -> list[Collective]:
+        """The reduce-scatter of gradients over replicas, and the all-reduce of those of which they have no shares."""
+        inputs: list[tuple[torch.dtype, int]] = []
+        whole: list[tuple[torch.dtype, int]] = []
+        for group in dtype_groups:
+            dtype, sums = group.kind.reduce, group.shared_sums
+            if sums is None:
+                whole += [(dtype, nbytes) for nbytes in group.operands]
+                continue
+            inputs += [(dtype, numel * dtype.itemsize) for numel in sums.inputs]
+            whole += [(dtype, sums.whole * dtype.itemsize)] if sums.whole else []
+        calls = len(inputs) if self.backend == "gloo" else len({dtype for dtype, _ in inputs})
+        sent = sum(nbytes for _, nbytes in inputs) * (self.replicas - 1) / self.replicas
+        found = self._collective("reduce-scatter", "replicate", self.replicas, calls, len(inputs), sent)
+        return found + self._all_reduce("replicate", self.replicas, whole, in_tree=False)
 
     def _gather(self, axis: str, size: int, inputs: list[int]) -> list[Collective]:
         calls = self._calls(inputs, GATHER_ALONE_BYTES)

@@ -13,6 +13,7 @@ Large even gradients go as they lie. The others are packed by one operator, whic
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -30,6 +31,31 @@ class ReplicaBuffers(NamedTuple):
     rows: Tensor
 
 
+class Dealt(NamedTuple):
+    """Indices of gradients by how they travel: as they lie, summed in place, or packed."""
+
+    direct: list[int]
+    whole: list[int]
+    packed: list[int]
+
+
+def deal(
+    shapes: Sequence[tuple[int, ...]], shared: Sequence[bool], replicas: int, itemsize: int, reduce_bytes: int
+) -> Dealt:
+    """How gradients of these local shapes travel over replicas, of which some are `shared` out among them."""
+    dealt = Dealt([], [], [])
+    for i, (is_shared, shape) in enumerate(zip(shared, shapes, strict=True)):
+        if not math.prod(shape):
+            continue
+        if not is_shared:
+            dealt.whole.append(i)
+            continue
+        nbytes = math.prod(shape) // replicas * itemsize
+        even = shape[0] % replicas == 0 and nbytes % DIRECT_MULTIPLE_BYTES == 0
+        (dealt.direct if even and nbytes >= reduce_bytes else dealt.packed).append(i)
+    return dealt
+
+
 class ReplicaShares:
     """How sums over the shard group become a replica's share of them.
 
@@ -40,22 +66,13 @@ class ReplicaShares:
     def __init__(self, sums: GradLayout, replicas: int, thresholds: Thresholds) -> None:
         self._sums = sums
         self._replicas = replicas
-        itemsize = sums.kind.reduce.itemsize
         shares = [param.share for param in sums.params]
         shapes = [s if one is None else (one.rows, *s[1:]) for one, s in zip(shares, sums.shapes, strict=True)]
         offsets = [0] * len(shapes)
-        self._direct: list[int] = []
-        self._whole: list[int] = []
-        self._packed: list[int] = []
-        for i, (share, shape) in enumerate(zip(shares, sums.shapes, strict=True)):
-            if not math.prod(shape):
-                continue
-            if share is None:
-                self._whole.append(i)
-                continue
-            nbytes = math.prod(shape) // replicas * itemsize
-            even = shape[0] % replicas == 0 and nbytes % DIRECT_MULTIPLE_BYTES == 0
-            (self._direct if even and nbytes >= thresholds.reduce_bytes else self._packed).append(i)
+        shared = [share is not None for share in shares]
+        self._direct, self._whole, self._packed = deal(
+            sums.shapes, shared, replicas, sums.kind.reduce.itemsize, thresholds.reduce_bytes
+        )
         at = 0
         for i in (*self._direct, *self._whole):
             offsets[i] = at

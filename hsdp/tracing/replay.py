@@ -23,11 +23,22 @@ def replay(log: list[Entry], names: Mapping[Unit, str]) -> list[Mark]:
     stack: list[_Doing] = []
     heights: dict[Any, int] = {}
     marks: list[Mark] = []
-    for host, event, op, kind, what in log:
+    for host, event, op, kind, what in _without_failed_steps(log):
         _apply(stack, heights, op, kind, what, names.keys())
         if op is not Point.FORWARD_BEGINS:
             marks.append((host, event, *_told(stack, names)))
     return marks
+
+
+def _without_failed_steps(log: list[Entry]) -> list[Entry]:
+    """Without the beginnings of optimizers' steps that have no end: they raised, and nobody was told when."""
+    begun: list[int] = []
+    for at, (_, _, op, kind, _) in enumerate(log):
+        if kind == "optimizer" and op is Op.BEGIN:
+            begun.append(at)
+        elif kind == "optimizer" and begun:
+            begun.pop()
+    return [entry for at, entry in enumerate(log) if at not in begun] if begun else log
 
 
 def _told(stack: list[_Doing], names: Mapping[Unit, str]) -> tuple[str, str, WorkRecord | None]:

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+from bisect import bisect_right
 from collections import defaultdict
 from dataclasses import dataclass
-from itertools import pairwise
 
 from hsdp.comm.questions import Late
 from hsdp.format import several
@@ -143,7 +143,7 @@ def summarize(recording: Recording) -> Summary:
     return Summary(
         seconds=recording.end,
         iterations=len(recording.iterations),
-        steps=_steps(compute),
+        steps=_steps(compute, recording.iterations),
         collectives={kind: _collectives(recording, kind) for kind in COLLECTIVES},
         under_way=seconds,
         overlap=length(intersection(under_way, working)) / seconds if seconds else 1.0,
@@ -153,13 +153,9 @@ def summarize(recording: Recording) -> Summary:
     )
 
 
-def _steps(compute: list[Span]) -> int:
-    """Optimizer steps: several optimizers in a row, behind one backward, are one step."""
-    moments = [
-        (span.start, span.kind == "optimizer") for span in compute if span.kind in ("optimizer", "forward", "backward")
-    ]
-    kinds = [optimizer for _, optimizer in sorted(moments)]
-    return sum(1 for before, now in pairwise([False, *kinds]) if now and not before)
+def _steps(compute: list[Span], iterations: list[float]) -> int:
+    """Optimizer steps: several behind one forward, in a row or within its backward, are one step."""
+    return len({bisect_right(iterations, span.start) for span in compute if span.kind == "optimizer"})
 
 
 def _under_way(started: list[Span]) -> list[tuple[float, float]]:

@@ -488,6 +488,47 @@ def _trace_what_optimizers_send(env: RankEnv) -> None:
     assert span.sent == counter.total("all_gather").wire_bytes > 0
 
 
+def test_optimizers_in_backward_are_one_step() -> None:
+    with fake_world(2) as env:
+        model: Any = shard(_Chain(), env.mesh((2,)))
+        for param in model.parameters():
+            optimizer = torch.optim.SGD([param], lr=0.1)
+            param.register_post_accumulate_grad_hook(lambda _, optimizer=optimizer: optimizer.step())
+        with hsdp.trace(model) as t:
+            for _ in range(2):
+                model(torch.randn(2, 4)).sum().backward()
+        assert len([span for span in t.recording.track("compute") if span.kind == "optimizer"]) > 4
+        assert t.summary().steps == t.summary().iterations == 2
+
+
+class _Failing(torch.optim.SGD):
+    """Its step raises once."""
+
+    failed = False
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> Any:
+        if not self.failed:
+            self.failed = True
+            raise RuntimeError("no step")
+        return super().step(closure)
+
+
+def test_a_step_that_failed_is_not_under_way_until_the_next_forward() -> None:
+    with fake_world(2) as env:
+        model: Any = shard(_Chain(), env.mesh((2,)))
+        optimizer = _Failing(model.parameters(), lr=0.1)
+        with hsdp.trace(model) as t:
+            model(torch.randn(2, 4)).sum().backward()
+            with pytest.raises(RuntimeError, match="no step"):
+                optimizer.step()
+            time.sleep(0.2)
+            optimizer.step()
+        spans = [span for span in t.recording.track("compute") if span.kind == "optimizer"]
+        assert spans and sum(span.seconds for span in spans) < 0.1
+        assert t.summary().steps == 1
+
+
 def test_what_an_optimizer_sends_is_no_all_reduce(pool4: Pool) -> None:
     pool4.run(_trace_what_optimizers_send)
 

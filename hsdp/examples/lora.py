@@ -22,9 +22,10 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from hsdp import clip_grad_norm_, full_params, shard_units
-from hsdp.examples.launch import choose_device, process_group, rank, say_step, world_size
+from hsdp.examples.launch import JobError, choose_device, on_rank_zero, process_group, rank, say_step, world_size
 from hsdp.examples.llama import Llama, LlamaConfig
 from hsdp.examples.options import positive
+from hsdp.examples.report import prepare_folder
 
 CONFIG = LlamaConfig(vocab=64, width=64, layers=2, heads=4, hidden=128, max_len=16)
 GLOBAL_BATCH = 16
@@ -98,6 +99,17 @@ def save(model: Llama, path: Path) -> None:
             torch.save({name: param.detach().cpu() for name, param in adapters(model).items()}, path)
 
 
+def prepare(path: Path) -> None:
+    """Makes the folder of the file that will be saved, before anything is trained.
+
+    Raises:
+        JobError: it cannot be made or written to, or `path` is a folder itself.
+    """
+    prepare_folder(path.absolute().parent)
+    if path.is_dir():
+        raise JobError(f"--save {path} is a folder; name a file in it")
+
+
 def main(argv: list[str] | None = None) -> int:
     """Runs the job on this rank."""
     parser = argparse.ArgumentParser(description="LoRA fine-tuning on a hybrid-sharded mesh")
@@ -112,6 +124,11 @@ def main(argv: list[str] | None = None) -> int:
         parser.error(f"{world_size()} processes do not divide a batch of {GLOBAL_BATCH}, or --replicate not them")
     device = choose_device("auto")
     with process_group(device):
+        if options.save:
+            try:
+                on_rank_zero(lambda: prepare(options.save))
+            except JobError as mistake:
+                parser.error(str(mistake))
         shape = (options.replicate, world_size() // options.replicate)
         mesh = init_device_mesh(device.type, shape, mesh_dim_names=("replicate", "shard"))
         model = build(mesh, options.adapter_width)

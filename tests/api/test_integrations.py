@@ -14,7 +14,7 @@ from torch import nn
 
 import hsdp
 from hsdp.integrations import replace_fsdp2
-from hsdp.integrations.__main__ import USAGE
+from hsdp.integrations.__main__ import USAGE, main
 from tests.support.rig import Pool, RankEnv
 
 NAMES = ("fully_shard", "register_fsdp_forward_method", "share_comm_ctx")
@@ -82,6 +82,13 @@ def test_a_script_runs_as_it_is(tmp_path: Path, how: list[str]) -> None:
     told = done.stdout.split(maxsplit=3)
     assert told[:3] == ["__main__", "hsdp.api.fully_shard", "neighbour"]
     assert "train" in told[3] and "'--lr', '1'" in told[3]
+
+
+@pytest.mark.parametrize("what", [["missing.py"], ["-m", "missing"], ["-m", "missing.inside"], ["-m", "json.missing"]])
+def test_what_is_missing_is_named(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(what) == 2
+    said = capsys.readouterr().err
+    assert f"there is no {'module' if what[0] == '-m' else 'script'} {what[-1]!r}" in said and USAGE in said
 
 
 def test_without_a_script_it_says_how() -> None:

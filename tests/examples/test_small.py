@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -116,3 +117,16 @@ def test_the_examples_run_as_a_single_process(capsys: pytest.CaptureFixture[str]
     assert len(torch.load(tmp_path / "adapters.pt")) == 16
     with pytest.raises(SystemExit):
         gan.main(["--replicate", "3"])
+
+
+def test_where_adapters_go_is_looked_at_before_training(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "file").write_text("")
+    for path, words in (
+        (tmp_path / "file" / "adapters.pt", "cannot make the folder"),
+        (tmp_path, "is a folder; name a file"),
+    ):
+        with pytest.raises(SystemExit), mock.patch.object(lora, "learn") as learn:
+            lora.main(["--steps", "1", "--save", str(path)])
+        assert words in capsys.readouterr().err and not learn.called
+    assert lora.main(["--steps", "1", "--save", str(tmp_path / "new" / "adapters.pt")]) == 0
+    assert torch.load(tmp_path / "new" / "adapters.pt")

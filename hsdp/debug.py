@@ -11,18 +11,27 @@ unsharded parameter, and on a device a host synchronisation per unit.
 
 from __future__ import annotations
 
+import contextlib
 import os
 
-ON = os.environ.get("HSDP_DEBUG", "0") not in ("", "0")
-"""Whether the debug mode is on, as of the import of hsdp."""
+
+def _switch(name: str) -> bool:
+    told = os.environ.get(name) or "0"
+    if told not in ("0", "1"):
+        raise ValueError(f"{name}={told!r}: expected 1 to switch it on, or 0")
+    return told == "1"
 
 
 def _seconds(name: str) -> float:
     told = os.environ.get(name) or "inf"
-    try:
-        return float(told)
-    except ValueError:
-        raise ValueError(f"{name}={told!r}: expected a number of seconds, such as 10") from None
+    with contextlib.suppress(ValueError):
+        if float(told) > 0:
+            return float(told)
+    raise ValueError(f"{name}={told!r}: expected a number of seconds above 0, such as 10; unset it to switch it off")
+
+
+ON = _switch("HSDP_DEBUG")
+"""Whether the debug mode is on, as of the import of hsdp."""
 
 
 SLOW = _seconds("HSDP_SLOW")

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 from typing import Any
 from unittest import mock
 
@@ -13,6 +15,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+from hsdp import debug
 from hsdp.__main__ import main
 from hsdp.doctor import command as doctor
 from hsdp.doctor import measure, thresholds
@@ -117,12 +120,38 @@ def test_a_step_that_gives_no_numbers_is_wrong(pool2: Pool, rank: int) -> None:
 
 def test_a_process_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(measure, "REPEATS", 1)
-    monkeypatch.setenv("HSDP_DEBUG", "1")
+    monkeypatch.setattr(debug, "ON", True)
     assert main(["doctor", "--device", "cpu"]) == 0
     told = capsys.readouterr().out
     assert re.match(r"hsdp .*, python 3\.\d+\.\d+, torch 2\.", told)
     assert "hint: one process has no links; torchrun" in told and "hint: HSDP_DEBUG=1 is set" in told
     assert "Link(" not in told and not dist.is_initialized()
+
+
+@pytest.mark.parametrize(
+    ("environment", "words"),
+    [
+        ({"LOCAL_RANK": "x"}, "LOCAL_RANK='x': expected a number"),
+        ({"RANK": "0"}, "WORLD_SIZE expected, but not set"),
+        ({"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "1"}, "the ranks do not meet"),
+    ],
+)
+def test_ranks_that_do_not_meet_are_told_in_a_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], environment: dict[str, str], words: str
+) -> None:
+    monkeypatch.setattr(doctor, "MEETING", timedelta(seconds=1))
+    monkeypatch.setattr(os, "environ", {**os.environ, **environment})
+    with pytest.raises(SystemExit) as left:
+        main(["doctor", "--device", "cpu"])
+    told = capsys.readouterr().err
+    assert left.value.code == 2 and words in told and "MASTER_ADDR and MASTER_PORT" in told
+
+
+@pytest.mark.parametrize(("name", "told"), [("HSDP_DEBUG", "false"), ("HSDP_SLOW", "-1"), ("HSDP_SLOW", "nan")])
+def test_odd_values_in_the_environment_are_refused(monkeypatch: pytest.MonkeyPatch, name: str, told: str) -> None:
+    monkeypatch.setenv(name, told)
+    with pytest.raises(ValueError, match=f"{name}='{told}': expected"):
+        (debug._switch if name == "HSDP_DEBUG" else debug._seconds)(name)
 
 
 def test_a_device_that_is_not_there_is_refused(capsys: pytest.CaptureFixture[str]) -> None:

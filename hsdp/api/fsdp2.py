@@ -44,9 +44,23 @@ _OWN_POLICIES: dict[Any, type] = {
 
 
 def own_policy(policy: Any) -> Any:
-    """hsdp's policy for one of `torch.distributed.fsdp`, which libraries make on a user's behalf; others as they are."""
-    own = _OWN_POLICIES.get(type(policy))
-    return policy if own is None else own(**{f.name: getattr(policy, f.name) for f in fields(policy)})
+    """hsdp's policy for one of `torch.distributed.fsdp`, which libraries make on a user's behalf; others as they are.
+
+    Raises:
+        ValueError: it sets what hsdp has no setting for, as torch 2.15's `param_dtype_override_fn`.
+    """
+    own: Any = _OWN_POLICIES.get(type(policy))
+    if own is None:
+        return policy
+    known = {field.name for field in fields(own)}
+    told = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    for field in fields(policy):
+        if field.name not in known and (value := told.pop(field.name)) != field.default:
+            raise ValueError(
+                f"{type(policy).__name__}({field.name}={value!r}): hsdp has no such setting; leave it out, and call "
+                "fully_shard with a policy of their own on the modules that it is meant for"
+            )
+    return own(**told)
 
 
 class UnshardHandle(_UnshardHandle):

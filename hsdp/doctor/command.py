@@ -14,6 +14,7 @@ import platform
 import re
 import sys
 from collections.abc import Iterator, Sequence
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -21,6 +22,7 @@ from torch import nn
 from torch.distributed import HashStore  # type: ignore[attr-defined]
 from torch.distributed.device_mesh import init_device_mesh
 
+from hsdp import debug
 from hsdp.api.fully_shard import fully_shard
 from hsdp.comm.backends import direct_bytes
 from hsdp.doctor.measure import LinkRates, Rates, measure
@@ -33,6 +35,9 @@ TRAINING_SHARE = 0.6
 
 TOLERANCE = 1e-10
 """How far parameters may be from those of one device, relative to the largest; steps are in float64."""
+
+MEETING = timedelta(minutes=3)
+"""For how long ranks wait for each other: whoever examines a cluster would not wait for torch's 30 minutes."""
 
 _OPTIONAL = {"numpy": "checkpoint", "safetensors": "safetensors"}
 
@@ -47,11 +52,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
         parser.error("--device cuda: PyTorch finds no CUDA device in this process")
-    device, warning = _device(args.device)
-    alone = "RANK" not in os.environ
-    store = HashStore() if alone else None
-    backend = "nccl" if device.type == "cuda" else "gloo"
-    dist.init_process_group(backend, store=store, rank=0 if alone else -1, world_size=1 if alone else -1)
+    try:
+        device, warning = _device(args.device)
+        _meet(device)
+    except (ValueError, RuntimeError) as error:
+        parser.error(
+            f"the ranks do not meet: {str(error).splitlines()[0]}; start it with torchrun, or alone without RANK, and see "
+            "that every rank reaches MASTER_ADDR and MASTER_PORT"
+        )
     try:
         lines, healthy = examine(device, [warning] if warning else [], args.tune)
         if dist.get_rank() == 0:
@@ -61,6 +69,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         dist.destroy_process_group()
     return 0 if healthy else 1
+
+
+def _meet(device: torch.device) -> None:
+    """Makes the default process group: of the ranks that the environment tells of, or of this process alone.
+
+    Raises:
+        ValueError, RuntimeError: the environment is incomplete, or not all ranks come within `MEETING`.
+    """
+    alone = "RANK" not in os.environ
+    store = HashStore() if alone else None
+    backend = "nccl" if device.type == "cuda" else "gloo"
+    rank, world_size = (0, 1) if alone else (-1, -1)
+    dist.init_process_group(backend, store=store, timeout=MEETING, rank=rank, world_size=world_size)
 
 
 def examine(device: torch.device, warnings: Sequence[str] = (), tune: bool = False) -> tuple[list[str], bool]:
@@ -135,13 +156,22 @@ def _backends() -> Iterator[str]:
 
 def _device(name: str) -> tuple[torch.device, str | None]:
     """This rank's device, made current, and a word about it if it may not be what was meant."""
-    local, ranks = (int(os.environ.get(key, default)) for key, default in (("LOCAL_RANK", "0"), ("LOCAL_WORLD_SIZE", "1")))
+    local, ranks = _from_environment("LOCAL_RANK", 0), _from_environment("LOCAL_WORLD_SIZE", 1)
     gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if name == "cpu" or (name == "auto" and gpus < ranks):
         few = name == "auto" and gpus > 0
         return torch.device("cpu"), f"{ranks} ranks for {several(gpus, 'GPU')}: the CPU was examined" if few else None
+    if local >= gpus:
+        raise ValueError(f"LOCAL_RANK={local}, and PyTorch finds {several(gpus, 'GPU')}")
     torch.cuda.set_device(local)
     return torch.device("cuda", local), None
+
+
+def _from_environment(name: str, otherwise: int) -> int:
+    told = os.environ.get(name, str(otherwise))
+    if not told.isdecimal():
+        raise ValueError(f"{name}={told!r}: expected a number, as torchrun sets it")
+    return int(told)
 
 
 def _device_text(device: torch.device) -> str:
@@ -157,7 +187,7 @@ def _hints() -> Iterator[str]:
             importlib.metadata.version(name)
         except importlib.metadata.PackageNotFoundError:
             yield f"{name} is missing, which pip install 'hsdp[{extra}]' brings"
-    if os.environ.get("HSDP_DEBUG") == "1":
+    if debug.ON:
         yield "HSDP_DEBUG=1 is set: steps are checked, and slower for it"
     if dist.get_world_size() == 1:
         yield "one process has no links; torchrun --nproc-per-node N -m hsdp doctor measures them"

@@ -5,7 +5,9 @@ from __future__ import annotations
 import copy
 import inspect
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -18,6 +20,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 import hsdp
+from hsdp.api import fsdp2
 from tests.support.counting import CollectiveCounter
 from tests.support.deep import Deep, collectives, loss_of, of_kind, seeded, step
 from tests.support.models import make_case
@@ -640,3 +643,17 @@ def test_custom_gathers_send_what_the_others_send() -> None:
                 model(torch.zeros(1, 64))
             sent.append(counter.total("all_gather").bytes_in)
         assert sent[0] == sent[1] > 0
+
+
+@dataclass(frozen=True)
+class _NewerPolicy(fsdp.MixedPrecisionPolicy):
+    """As torch 2.15 has it."""
+
+    param_dtype_override_fn: Any = None
+
+
+def test_settings_of_a_newer_torch_are_refused_by_name() -> None:
+    with mock.patch.dict(fsdp2._OWN_POLICIES, {_NewerPolicy: hsdp.MixedPrecisionPolicy}):
+        assert fsdp2.own_policy(_NewerPolicy(torch.bfloat16)) == hsdp.MixedPrecisionPolicy(torch.bfloat16)
+        with pytest.raises(ValueError, match=r"_NewerPolicy\(param_dtype_override_fn=.*has no such setting"):
+            fsdp2.own_policy(_NewerPolicy(torch.bfloat16, param_dtype_override_fn=len))

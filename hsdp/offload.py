@@ -79,6 +79,10 @@ class DiskOffloadPolicy(OffloadPolicy):
 
     directory: str | os.PathLike[str]
 
+    def __post_init__(self) -> None:
+        if not isinstance(self.directory, (str, os.PathLike)):
+            raise TypeError(f"DiskOffloadPolicy(directory={self.directory!r}): expected the path of a directory")
+
     def home(self, device: torch.device) -> torch.device:
         """The CPU: to torch, a mapped file is host memory."""
         return torch.device("cpu")

@@ -164,3 +164,10 @@ def check_reduce_op(op: str, where: str) -> ReduceOp:
     if name == "sum":
         return "sum"
     raise ValueError(f"{where}: reduce op {op!r} is not known; choose 'avg' or 'sum'")
+
+
+def check_flag(method: str, value: Any, keyword: str = "") -> bool:
+    """Returns `value` if it is True or False; raises TypeError naming `method`, and the `keyword`, otherwise."""
+    if not isinstance(value, bool):
+        raise TypeError(f"{method}({keyword}{value!r}): expected True or False")
+    return value

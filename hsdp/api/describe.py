@@ -25,8 +25,11 @@ def describe(model: nn.Module, *, params: bool = True) -> str:
         params: whether to list parameters.
 
     Raises:
+        TypeError: it is no module.
         ValueError: nothing in the model is sharded.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"describe: expected an nn.Module, not {type(model).__name__}")
     alike: dict[tuple[str, ...], list[str]] = {}
     for name, depth, unit in _tree(model):
         indent = "  " * depth

@@ -26,7 +26,7 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     """
     if not isinstance(module, HSDPModule):
         raise ValueError(f"register_forward_method: {type(module).__name__} is not sharded; call fully_shard on it first")
-    method = getattr(module, method_name, None)
+    method = getattr(module, method_name, None) if isinstance(method_name, str) else None
     if not callable(method):
         raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
     # The bound method would keep the module alive from inside: bind anew at each call.

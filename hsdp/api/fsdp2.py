@@ -28,7 +28,7 @@ from torch.distributed.fsdp import UnshardHandle as _UnshardHandle
 from hsdp.comm.mesh import DataParallelMeshDims
 from hsdp.errors import StateError
 from hsdp.offload import CPUOffloadPolicy, OffloadPolicy
-from hsdp.policies import MixedPrecisionPolicy
+from hsdp.policies import MixedPrecisionPolicy, check_flag
 from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, RegistryItem
@@ -231,18 +231,14 @@ def share_comm_ctx(modules: list[Any]) -> None:
     """Makes several roots (a pipeline's stages on this rank) use the same side streams.
 
     Raises:
+        TypeError: `modules` is no list.
         ValueError: one of `modules` is not sharded.
     """
+    if not isinstance(modules, (list, tuple)):
+        raise TypeError(f"share_comm_ctx: expected a list of sharded modules, not {type(modules).__name__}")
     for module in modules:
         if not isinstance(module, FSDP2Compat):
             raise ValueError(f"share_comm_ctx: {type(module).__name__} is not sharded; call fully_shard on it first")
     runtimes = [own_state(module).own_runtime() for module in modules]
     for runtime in runtimes[1:]:
         runtime.share_streams(runtimes[0])
-
-
-def check_flag(method: str, value: Any, keyword: str = "") -> bool:
-    """Returns `value` if it is True or False; raises TypeError naming `method`, and the `keyword`, otherwise."""
-    if not isinstance(value, bool):
-        raise TypeError(f"{method}({keyword}{value!r}): expected True or False")
-    return value

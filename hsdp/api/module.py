@@ -11,9 +11,10 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Compat, UnshardHandle, check_flag
+from hsdp.api.fsdp2 import FSDP2Compat, UnshardHandle
 from hsdp.api.setters import Setters
 from hsdp.format import several
+from hsdp.policies import check_flag
 from hsdp.schedule.module_hooks import ModuleHooks
 from hsdp.schedule.runtime import Runtime, await_failure, runtime_of
 from hsdp.torch_private import leave_out_of_graphs, runs_as_it_is, set_compiler

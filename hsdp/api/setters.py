@@ -10,10 +10,10 @@ import torch
 from torch import Tensor
 from torch.distributed.fsdp import FSDPModule
 
-from hsdp.api.fsdp2 import FSDP2Compat, check_flag
+from hsdp.api.fsdp2 import FSDP2Compat
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
 from hsdp.comm.replica_reduce import DEFAULT, AllReduce, AllReduceStage, CustomAllReduce
-from hsdp.policies import check_reduce_op
+from hsdp.policies import check_flag, check_reduce_op
 from hsdp.schedule.root import Root
 from hsdp.unit.sharing import refuse_shared
 from hsdp.unit.state import stale

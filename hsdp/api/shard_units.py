@@ -21,6 +21,7 @@ from hsdp.api.fully_shard import fully_shard
 from hsdp.api.module import HSDPModule, has_forward
 from hsdp.comm.groups import own_rank
 from hsdp.format import dotted
+from hsdp.policies import check_flag
 
 
 @dataclass(frozen=True)
@@ -78,6 +79,8 @@ def shard_units(
     """
     if not isinstance(model, nn.Module):
         raise TypeError(f"shard_units: expected an nn.Module, not {type(model).__name__}")
+    check_flag("shard_units", root, "root=")
+    check_flag("shard_units", dry_run, "dry_run=")
     kwargs = {name: list(value) if name in _SETS and value is not None else value for name, value in kwargs.items()}
     try:
         inspect.signature(fully_shard).bind(model, **kwargs)
@@ -140,7 +143,7 @@ class _Matcher:
     def __post_init__(self) -> None:
         pattern = self.pattern
         if isinstance(pattern, str):
-            self._regex = re.compile(regex_of(pattern))
+            self._regex = compiled(pattern, "shard_units")
         elif isinstance(pattern, type) and not issubclass(pattern, nn.Module):
             raise TypeError(f"shard_units: pattern {pattern!r} is not a type of nn.Module")
         elif not callable(pattern) and not isinstance(pattern, by_numel):
@@ -184,19 +187,27 @@ class _Matcher:
         raise ValueError(f"shard_units: pattern {named} {why}")
 
 
-def regex_of(glob: str) -> str:
-    """A glob as a regular expression; `**.` may also stand for no component at all."""
+def compiled(glob: str, function: str) -> re.Pattern[str]:
+    """A glob that was passed to a function, as a regular expression; `**.` may also stand for no component at all.
+
+    Raises:
+        ValueError: it is none.
+    """
+    rest = glob
     rules = (("**.", r"(?:.*\.)?"), ("**", ".*"), ("*", r"[^.]*"), ("?", r"[^.]"))
     pattern = ""
-    while glob:
-        sign, meaning = next((rule for rule in rules if glob.startswith(rule[0])), (glob[0], re.escape(glob[0])))
-        if sign == "[" and "]" in glob[2:]:
-            stop = glob.index("]", 2)
-            inside = glob[1:stop].replace("\\", r"\\")
-            sign, meaning = glob[: stop + 1], f"[{'^' + inside[1:] if inside[0] == '!' else inside}]"
+    while rest:
+        sign, meaning = next((rule for rule in rules if rest.startswith(rule[0])), (rest[0], re.escape(rest[0])))
+        if sign == "[" and "]" in rest[2:]:
+            stop = rest.index("]", 2)
+            inside = rest[1:stop].replace("\\", r"\\")
+            sign, meaning = rest[: stop + 1], f"[{'^' + inside[1:] if inside[0] == '!' else inside}]"
         pattern += meaning
-        glob = glob[len(sign) :]
-    return pattern
+        rest = rest[len(sign) :]
+    try:
+        return re.compile(pattern)
+    except re.error as error:
+        raise ValueError(f"{function}: pattern {glob!r} is no glob: {error}") from None
 
 
 class _Chooser:

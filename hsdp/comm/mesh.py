@@ -29,6 +29,12 @@ class DataParallelMeshDims:
     replicate: str | tuple[str, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name, value in (("shard", self.shard), ("replicate", self.replicate)):
+            listed = value if isinstance(value, (tuple, list)) else () if value is None else (value,)
+            if not all(isinstance(axis, str) for axis in listed):
+                raise TypeError(
+                    f"DataParallelMeshDims({name}={value!r}): expected the name of a mesh axis, or a tuple of them"
+                )
         if not self.shard_names and not self.replicate_names:
             raise ValueError("DataParallelMeshDims(): give shard=, replicate= or both the names of mesh axes")
 

@@ -31,6 +31,7 @@ from hsdp.optim.states import Entries
 from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
+from hsdp.policies import check_flag
 from hsdp.torch_private import rewrap_step
 from hsdp.unit.landing import is_landed
 from hsdp.unit.lookup import name_of, unit_of
@@ -89,6 +90,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
         raise TypeError(f"optim.local takes a torch.optim.Optimizer, not {type(optimizer).__name__}")
+    for name, flag in (("flat", flat), ("over_replicas", over_replicas), ("elementwise", elementwise)):
+        check_flag("optim.local", flag, f"{name}=")
     cls = type(optimizer)
     if isinstance(getattr(optimizer, "_hsdp_stepper", None), _Stepper):
         raise ValueError(f"optim.local({cls.__name__}): it steps local tensors already")

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from hsdp.optim.whole_matrix import BUCKET_BYTES, WholeMatrix
+from hsdp.policies import check_flag
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)
 """Of the quintic polynomial, for the steepest slope at 0."""
@@ -92,6 +93,7 @@ class Muon(WholeMatrix, torch.optim.Muon):
                 f"Muon(ns_coefficients={ns_coefficients}, ns_steps={ns_steps}): expected three coefficients, and "
                 "fewer than 100 steps"
             )
+        check_flag("Muon", over_replicas, "over_replicas=")
         if bucket_bytes < 1:
             raise ValueError(f"Muon(bucket_bytes={bucket_bytes}): it must be at least 1")
         self._ns_dtype = ns_dtype

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from hsdp.api.shard_units import regex_of
+from hsdp.api.shard_units import compiled
 from hsdp.format import dotted
 from hsdp.planning.facts import ParamFacts, UnitFacts
 
@@ -39,7 +38,7 @@ def with_active(units: Sequence[UnitFacts], active: Mapping[str, float] | None) 
 
 
 def _matched(units: list[UnitFacts], pattern: str, part: float) -> list[UnitFacts]:
-    glob, matched, names = re.compile(regex_of(pattern)), False, []
+    glob, matched, names = compiled(pattern, "plan(active=...)"), False, []
     found = []
     for unit in units:
         prefix = "" if unit.parent is None else unit.name

@@ -85,9 +85,12 @@ def trace(model: nn.Module) -> Iterator[Trace]:
             called by their paths in it.
 
     Raises:
+        TypeError: it is no module.
         ValueError: nothing in the model is sharded.
         RuntimeError: the model is being traced already.
     """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"trace: expected an nn.Module, not {type(model).__name__}")
     units: dict[Unit, str] = {}
     for path, module in model.named_modules():
         if (unit := unit_of_module(module)) is not None:

@@ -55,12 +55,14 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         buffers: compare these too. Running means, which each rank takes of its own data, differ rightly.
 
     Raises:
-        TypeError: `model` is not a module.
+        TypeError: `model` is not a module, or `optimizer` no optimizer.
         ValueError: nothing is sharded.
         StateError: in the middle of a forward or backward.
         DivergenceError: values differ; on every rank, with their names and the ranks that hold them. Where most ranks
             agree, the others are named. Or not every rank came here.
     """
+    if optimizer is not None and not hasattr(optimizer, "state"):
+        raise TypeError(f"check_replicas(optimizer=...): expected an optimizer, not {type(optimizer).__name__}")
     units = units_below(model, True, "check_replicas")
     check_idle(units, "check_replicas")
     meshes: dict[tuple[Any, Any], tuple[Unit, list[_Value]]] = {}

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from fnmatch import translate
 
 from hsdp.errors import CheckpointError
+from hsdp.policies import check_flag
 
 Rename = Mapping[str, str] | Callable[[str], str | None]
 """From a checkpoint's name to a model's: a mapping (names that are not in it stay), or a function (None: leave it out)."""
@@ -55,6 +56,8 @@ class Choice:
     _patterns: list[list[re.Pattern[str]]] = field(init=False, repr=False, compare=False, default_factory=list)
 
     def __post_init__(self) -> None:
+        check_flag("load", self.strict, "strict=")
+        check_flag("load", self.cast, "cast=")
         for name, globs in (("include", self.include), ("exclude", self.exclude)):
             if isinstance(globs, str) or not all(isinstance(one, str) for one in globs or ()):
                 raise TypeError(f"load({name}={globs!r}): expected a list of patterns, like ['blocks.*']")

@@ -50,6 +50,7 @@ from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.checkpoint.structure import agreed, listed
 from hsdp.errors import CheckpointError
+from hsdp.policies import check_flag
 
 logger = logging.getLogger("hsdp.checkpoint")
 
@@ -98,7 +99,7 @@ def save(
         A handle: finished, or under way if `async_`.
 
     Raises:
-        ValueError: an argument makes no sense.
+        TypeError, ValueError: an argument makes no sense.
         ImportError: what the URL needs is not installed.
         CheckpointError: on all ranks: ranks were called with different arguments, any rank could not do its part, the disk
             has no room, another job saves to the directory; or an earlier asynchronous save had failed.
@@ -108,7 +109,7 @@ def save(
         ranks = Ranks(process_group)
         where, num = ranks.agree(
             f"checkpoint.save to {directory}",
-            lambda: _arguments(directory, step, keep),
+            lambda: _arguments(directory, optimizer, step, keep, async_),
             {"step": step, "keep": keep, "async_": async_, "an optimizer": optimizer is not None},
         )
         what = f"saving step {num} to {directory}"
@@ -133,14 +134,17 @@ def save(
         return handle
 
 
-def _arguments(directory: str | os.PathLike[str], step: Any, keep: Any) -> tuple[AnyPath, int]:
+def _arguments(directory: str | os.PathLike[str], optimizer: Any, step: Any, keep: Any, async_: Any) -> tuple[AnyPath, int]:
     """The directory and the step that `save` was called with.
 
     Raises:
-        ValueError: an argument makes no sense.
+        TypeError, ValueError: an argument makes no sense.
         CheckpointError: an earlier save in the background had failed.
     """
     raise_untold()
+    check_flag("checkpoint.save", async_, "async_=")
+    if optimizer is not None and not hasattr(optimizer, "state"):
+        raise TypeError(f"checkpoint.save(optimizer=...): expected one optimizer, not {type(optimizer).__name__}")
     if not _is_count(step, 0):
         raise ValueError(f"checkpoint.save(step={step!r}): expected the number of steps done, an int of at least 0")
     if keep is not None and not _is_count(keep, 1):

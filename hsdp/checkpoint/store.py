@@ -72,10 +72,13 @@ def expanded(path: str | os.PathLike[str]) -> AnyPath:
     Raises:
         CheckpointError: there is no such home directory, or no working directory.
         ImportError: what the URL needs is not installed.
+        TypeError: it is no path.
         ValueError: it is empty; there are no such URLs, or it was one before pathlib took a slash out of it.
     """
     if isinstance(path, RemotePath):
         return path
+    if not isinstance(path, (str, bytes, os.PathLike)):
+        raise TypeError(f"the path of checkpoints is to be a string or a Path, and is of type {type(path).__name__}")
     text = os.fsdecode(path)
     if not text:
         raise ValueError("the path of checkpoints is empty; for the working directory give '.'")

@@ -73,6 +73,26 @@ def test_an_empty_path_is_not_the_working_directory(tmp_path: Path, monkeypatch:
     assert checkpoint.save(os.fsencode("."), model, step=1).path == tmp_path / "step-000001"  # type: ignore[arg-type]
 
 
+def test_arguments_of_the_wrong_kind_are_refused_by_name(tmp_path: Path) -> None:
+    model: Any = nn.Linear(3, 2)
+    checkpoint.save(tmp_path, model, step=1)
+    mistakes: list[tuple[Any, str]] = [
+        (
+            lambda: checkpoint.save(model, tmp_path, step=1),
+            "the path of checkpoints is to be a string or a Path, .* Linear",
+        ),
+        (lambda: checkpoint.resume(None, model), "the path of checkpoints is to be"),  # type: ignore[arg-type]
+        (lambda: checkpoint.save(tmp_path, model, step=2, async_="no"), r"checkpoint.save\(async_='no'\): expected True"),  # type: ignore[arg-type]
+        (lambda: checkpoint.save(tmp_path, model, [], step=2), r"checkpoint.save\(optimizer=...\): expected one optimizer"),  # type: ignore[arg-type]
+        (lambda: checkpoint.load(tmp_path, model, cast="no"), r"load\(cast='no'\): expected True or False"),  # type: ignore[arg-type]
+        (lambda: checkpoint.load(tmp_path, model, strict=0), r"load\(strict=0\): expected True or False"),  # type: ignore[arg-type]
+    ]
+    for call, words in mistakes:
+        with pytest.raises(TypeError, match=words):
+            call()
+    assert names(tmp_path) == [LOCK, "step-000001"]
+
+
 def test_a_link_to_nothing_is_told_and_is_no_directory_without_checkpoints(tmp_path: Path) -> None:
     model = nn.Linear(3, 2)
     (tmp_path / "disk").symlink_to(tmp_path / "unmounted")

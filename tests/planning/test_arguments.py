@@ -10,6 +10,7 @@ from torch import nn
 
 import hsdp
 from hsdp.planning import Plan
+from hsdp.planning.command import main
 
 WIDTH, EXPERTS = 32, 8
 
@@ -75,6 +76,12 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes_are_refused_by_name(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         _plan(**options)
+
+
+def test_the_command_says_in_a_line_that_a_sequence_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--preset", "llama3-8b", "--shard", "8", "--seq-len", "9000"])
+    assert "--seq-len 9000 is more than the 8192 --tokens-per-rank" in capsys.readouterr().err
 
 
 def test_backends_may_be_written_in_capitals() -> None:

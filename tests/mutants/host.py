@@ -31,7 +31,7 @@ def writes_blocks_again_that_others_still_read() -> Any:
 
 @mutant(Check(host._disagrees), kill="DID NOT RAISE")
 def lets_any_two_collectives_meet() -> Any:
-    return mock.patch.object(host_memory, "_OP", 0)
+    return mock.patch.object(host_memory, "_KEY", 0)
 
 
 @mutant(Check(host._abandons), kill="AssertionError")

@@ -55,8 +55,6 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
         meshes += [mesh for mesh in meshes_of(args.world) if mesh[1] % parts == 0]
     if not meshes:
         parser.error("no mesh: pass --replicate 8 --shard 64, --mesh 8x64 16x32, or --world 512 for all of that size")
-    if args.seq_len is not None and args.seq_len > args.tokens_per_rank:
-        parser.error(f"--seq-len {args.seq_len} is more than the {args.tokens_per_rank} --tokens-per-rank of a rank")
     facts = preset(
         args.preset,
         dtype=_DTYPES[args.storage],

@@ -44,7 +44,8 @@ class Assumptions:
             (`hsdp.optim.local(over_replicas=True)`, `hsdp.optim.Muon(over_replicas=True)`).
         activations: bytes that autograd holds when a forward ends; None: estimated from the shapes of weights (see
             `hsdp.planning.activations`).
-        seq_len: tokens of one sequence, for attention, at most `tokens_per_rank`; None: as many, but at most 8,192.
+        seq_len: tokens of one sequence, for attention; more than `tokens_per_rank` where ranks share sequences (context
+            parallelism, whose own communication is not planned). None: `tokens_per_rank`, but at most 8,192.
         machine: title of what ranks run on, where the next four are its own; "" if they were told.
         link: how ranks are connected.
         flops: per second and rank, as achieved.
@@ -90,11 +91,6 @@ class Assumptions:
             raise ValueError(f"plan(optimizer={self.optimizer!r}): expected one of {', '.join(map(repr, KINDS))}")
         if not isinstance(self.over_replicas, bool):
             raise TypeError(f"plan(over_replicas={self.over_replicas!r}): expected True or False")
-        if self.seq_len is not None and self.seq_len > self.tokens_per_rank:
-            raise ValueError(
-                f"plan(seq_len={self.seq_len}): a rank has only tokens_per_rank={self.tokens_per_rank}, and sequences that "
-                "several ranks share are not planned; raise tokens_per_rank, or pass the tokens of it that a rank has"
-            )
         if not isinstance(self.recompute, bool) and self.recompute != "selective":
             raise ValueError(f'plan(recompute={self.recompute!r}): expected False, True or "selective"')
 

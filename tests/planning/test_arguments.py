@@ -10,7 +10,6 @@ from torch import nn
 
 import hsdp
 from hsdp.planning import Plan
-from hsdp.planning.command import main
 
 WIDTH, EXPERTS = 32, 8
 
@@ -65,7 +64,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"over_replicas": "no"}, TypeError, r"plan\(over_replicas='no'\): expected True or False"),
     ({"backend": "glooo"}, ValueError, r"plan\(backend='glooo'\): not known; choose one of .*gloo"),
     ({"backend": 3}, TypeError, r"plan\(backend=3\)"),
-    ({"seq_len": 65}, ValueError, r"plan\(seq_len=65\): a rank has only tokens_per_rank=64"),
     ({"ignored_params": ["0.dense.weight"]}, TypeError, r"plan\(ignored_params=\.\.\.\) takes a list of parameters"),
     ({"replicate_params": 3}, TypeError, r"plan\(replicate_params=\.\.\.\) takes a list of parameters, not int"),
     ({"ignored_params": nn.Parameter(torch.ones(2))}, TypeError, "not Parameter"),
@@ -76,12 +74,6 @@ WRONG: list[tuple[dict[str, Any], type[Exception], str]] = [
 def test_mistakes_are_refused_by_name(options: dict[str, Any], kind: type[Exception], words: str) -> None:
     with pytest.raises(kind, match=words):
         _plan(**options)
-
-
-def test_the_command_says_in_a_line_that_a_sequence_is_too_long(capsys: pytest.CaptureFixture[str]) -> None:
-    with pytest.raises(SystemExit):
-        main(["--preset", "llama3-8b", "--shard", "8", "--seq-len", "9000"])
-    assert "--seq-len 9000 is more than the 8192 --tokens-per-rank" in capsys.readouterr().err
 
 
 def test_backends_may_be_written_in_capitals() -> None:

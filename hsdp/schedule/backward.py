@@ -350,7 +350,8 @@ class Backwards(Endings):
                 due = settings.requires_grad_sync and (gradients.stashed or deferred)
                 if due or unit in left or gradients.arrivals.leaves:
                     self._reduce(unit)
-        if drains:
+        # Where units have been called under another root since, nobody will ask this one for what runs on.
+        if drains or any(unit.runtime_ref is not self.reference for unit in self.units):
             self.drain()
         else:
             self.pipeline.tell_errors()  # of what landed meanwhile; what runs on tells when it is drained

@@ -9,10 +9,10 @@ import torch
 from torch import nn
 
 import hsdp
-from tests.support.deep import DIM, Deep, floats, seeded
+from tests.support.deep import DIM, Deep, floats, mean_grads, seeded
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
-from tests.support.twin import assert_same, full_params
+from tests.support.twin import assert_same, full_grads, full_params
 
 
 def _head(model: Any, rank: int, k: int) -> None:
@@ -95,3 +95,23 @@ def _of_several(env: RankEnv) -> None:
 
 def test_a_unit_of_several_modules_is_a_root_too(pool2: Pool) -> None:
     pool2.run(_of_several)
+
+
+def _flushed(env: RankEnv) -> None:
+    """The unit comes below the model between its own forward and its own backward, whose reductions run on."""
+
+    def run(model: Any, rank: int) -> None:
+        loss = model.blocks[-1](floats(rank)).square().sum()
+        with torch.no_grad():
+            model(floats(rank, 1))
+        loss.backward()
+
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    model.set_is_last_backward(False)
+    run(model, env.rank)
+    model.flush()
+    assert_same(full_grads(model), mean_grads(seeded(Deep), run, env.world_size))
+
+
+def test_a_flush_lands_what_an_earlier_root_reduced(pool2: Pool) -> None:
+    pool2.run(_flushed)

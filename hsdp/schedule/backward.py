@@ -46,7 +46,7 @@ class Backwards(Endings):
         if backward is not None and task in backward.tasks:
             return backward
         if backward is not None:
-            bury_tasks(backward)
+            bury_tasks(backward.tasks)
         if backward is None or backward.ending or not backward.tasks:
             # A backward that failed is rolled back before a new one begins: later that would undo the new gradients too.
             self.refuse_landing("backward")
@@ -317,7 +317,7 @@ class Backwards(Endings):
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
         if backward is not self.backward or task not in backward.tasks:
             return  # of an iteration that was aborted
-        bury_tasks(backward)  # a task inside of this one may have failed, and its error been caught there
+        bury_tasks(backward.tasks)  # a task inside of this one may have failed, and its error been caught there
         if len(backward.tasks) == 1:
             try:
                 backward.ending = True

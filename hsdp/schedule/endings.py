@@ -11,7 +11,7 @@ import weakref
 from hsdp.comm.observer import Point
 from hsdp.errors import StateError
 from hsdp.schedule.passes import BackwardPass, Token
-from hsdp.schedule.root import Root
+from hsdp.schedule.root import Root, bury_tasks
 from hsdp.torch_private import graph_task, queue_callback
 
 
@@ -26,7 +26,7 @@ class Endings(Root):
         """Behind the ends of all roots that the graph task went through: what landed stays."""
         if backward is not self.backward:
             return
-        if self.around.tasks and self.around.under_way():
+        if self.around.tasks and self.is_inside():
             self.around.held = backward
         else:
             for unit in self.units:
@@ -63,11 +63,16 @@ class Endings(Root):
     def enclose(self) -> None:
         """Inside of a graph task a forward begins, or a unit is entered: backwards inside of it will be parts of it."""
         task, token = graph_task(), Token()
-        if self.around.under_way(task):
+        if self.is_inside() and task in self.around.tasks:
             return
         self.around.tasks[task] = weakref.ref(token, self._dropped_around)
         # Twice: behind the ends of all roots that the task goes through.
         queue_callback(lambda: queue_callback(lambda: self._commit_held(task, token)))
+
+    def is_inside(self) -> bool:
+        """Whether a graph task is under way that backwards of this root are parts of."""
+        bury_tasks(self.around.tasks)
+        return bool(self.around.tasks)
 
     def _dropped_around(self, token: object) -> None:
         """A graph task around failed: so have the backwards inside of it that ended."""
@@ -91,7 +96,7 @@ class Endings(Root):
                 f"backward through {self.root.name!r}: an earlier backward inside of this one failed, and its error was "
                 "caught; with its gradients went those that this one had brought: let such an error pass"
             )
-        if around.held is not None and not around.under_way():
+        if around.held is not None and not self.is_inside():
             around.held = None
             for unit in self.units if self.backward is None else ():
                 unit.gradients.commit()

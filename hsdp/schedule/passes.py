@@ -150,10 +150,3 @@ class Around:
         self.tasks: dict[int, weakref.ref[Token]] = {}
         self.held: BackwardPass | None = None
         self.lost = False
-
-    def under_way(self, task: int | None = None) -> bool:
-        """Whether one of the tasks is under way, or that one."""
-        for number, token in list(self.tasks.items()):
-            if token() is None:
-                del self.tasks[number]
-        return bool(self.tasks) if task is None else task in self.tasks

@@ -31,7 +31,7 @@ from hsdp.format import dotted
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
 from hsdp.schedule.moments import Moment
-from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Visit
+from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Token, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
@@ -282,14 +282,14 @@ class Root:
         backward = self.backward
         if backward is None or backward.ending or not backward.tasks or graph_task() == NO_TASK:
             return False
-        bury_tasks(backward)
+        bury_tasks(backward.tasks)
         return bool(backward.tasks)
 
     def is_ending(self) -> bool:
         """Whether the last graph task of a backward is over, and its gradients land or wait for those of other roots."""
         if self.backward is None or not self.backward.ending:
             return False
-        bury_tasks(self.backward)
+        bury_tasks(self.backward.tasks)
         return bool(self.backward.tasks)
 
     def runs_elsewhere(self) -> bool:
@@ -302,12 +302,12 @@ class Root:
         # Who has caught the error of a backward of its own may hold what tells that it is over.
         if backward is None or backward.thread == get_ident():
             return False
-        bury_tasks(backward)
+        bury_tasks(backward.tasks)
         # One that failed on a device has told the host before the engine's thread has let go of it.
         deadline = time.monotonic() + (_LETS_GO if self.streams.active else 0.0)
         while backward.tasks and time.monotonic() < deadline:
             time.sleep(1e-4)
-            bury_tasks(backward)
+            bury_tasks(backward.tasks)
         return bool(backward.tasks)
 
     def running(self) -> Moment:
@@ -320,11 +320,11 @@ class Root:
         return made_in, running_node()
 
 
-def bury_tasks(backward: BackwardPass) -> None:
+def bury_tasks(tasks: dict[int, weakref.ref[Token]]) -> None:
     """Forgets graph tasks that failed: the engine dropped their callbacks, and with them the tokens."""
-    for task, token in list(backward.tasks.items()):
+    for task, token in list(tasks.items()):
         if token() is None:
-            del backward.tasks[task]
+            del tasks[task]
 
 
 def _guards(comms: Iterable[Comm]) -> list[DivergenceGuard]:

@@ -37,7 +37,7 @@ class Runtime(Backwards):
         if (event := self.root.settings.post_optim_event) is not None:
             self.root.settings.post_optim_event = None
             self.streams.join(event)
-        if torch.is_grad_enabled() and graph_task() != NO_TASK:
+        if graph_task() != NO_TASK:  # also without gradients: in a checkpoint inside of the one that runs, it is run again
             self.enclose()
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")

@@ -61,6 +61,12 @@ def _recomputed(model: Any, x: Tensor) -> Tensor:
     return x
 
 
+def _recomputed_twice(model: Any, x: Tensor) -> Tensor:
+    for block in (*model.blocks, model.last):
+        x = checkpoint(partial(checkpoint, block, use_reentrant=True), x, use_reentrant=True)
+    return x
+
+
 def _beside_a_part(model: Any, x: Tensor) -> Tensor:
     out: Tensor = model(x) + model.blocks[-1](x)
     return out
@@ -69,6 +75,7 @@ def _beside_a_part(model: Any, x: Tensor) -> Tensor:
 CASES: dict[str, tuple[Callable[[], nn.Module], bool, Callable[[Any, Tensor], Tensor]]] = {
     "models behind one another": (Shelf, False, _one_behind_another),
     "models in reentrant checkpoints": (Shelf, False, _recomputed),
+    "models in reentrant checkpoints in others": (Shelf, False, _recomputed_twice),
     "a model and a part of it": (Shelf, True, _beside_a_part),
     "a model and a part of it, a reentrant checkpoint": (partial(Shelf, True), True, _beside_a_part),
     "a model of reentrant checkpoints and a part of it": (partial(Deep, True), True, _beside_a_part),

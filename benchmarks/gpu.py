@@ -2,7 +2,8 @@
 
     verbs      every path of collectives.py on a real NCCL group of one rank, its results checked
     steps      Llama blocks in bf16 as one rank of idle worlds of 8 and 64 sees them, hsdp / FSDP2 / plain in turns: what
-               sharding adds to a step besides communication, and the peak of memory
+               sharding adds to a step besides communication, the host's share of it, the peak of memory, and how often the
+               host waits for the device; with `--compiled` also with blocks that torch.compile has compiled
     overlap    the same with collectives that take set times on their streams (the GPU spins): how much of that is hidden,
                told by `hsdp.trace` and by the time of a step beside one without delays
 
@@ -17,8 +18,8 @@ import json
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+import warnings
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, ClassVar
@@ -27,11 +28,11 @@ import torch
 import torch.distributed as dist
 import torch.multiprocessing as mp
 from torch import Tensor, nn
-from torch._C._distributed_c10d import _create_work_from_future as create_work
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 import hsdp
 from benchmarks.harness import positive, progress, publish, shard
+from benchmarks.idle_world import idle_world
 from hsdp.comm.collectives import Comm
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
@@ -157,92 +158,38 @@ def _verbs_main(_: int, kind: str, result: str) -> None:
     Path(result).write_text(json.dumps(checked))
 
 
-# -- worlds of one process ----------------------------------------------------------------------------------------------
-
-
-class IdleGroup(dist.ProcessGroup):
-    """A group of one process that passes for one rank of many: collectives write what they must, in one kernel each.
-
-    torch's own fake group copies a gathered tensor once per rank: in a world of 64, 64 kernels that no cluster has.
-    """
-
-    def __init__(self, rank: int, size: int) -> None:
-        super().__init__(rank, size)
-        self._done = torch.futures.Future[None]()
-        self._done.set_result(None)
-
-    def getBackendName(self) -> str:  # noqa: N802  (torch's name)
-        """What hsdp and torch take it for."""
-        return "fake"
-
-    @property
-    def group_name(self) -> str:
-        """The name that torch gave it."""
-        return str(dist.distributed_c10d._world.pg_names[self])
-
-    def _work(self) -> Any:
-        return create_work(self._done)
-
-    def _allgather_base(self, output: Tensor, mine: Tensor, *_: Any) -> Any:
-        return self.allgather_into_tensor_coalesced([output], [mine])
-
-    def allgather_into_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
-        """Fills outputs with copies of this rank's inputs."""
-        rows = [output.view(self.size(), -1) for output in outputs]
-        torch._foreach_copy_(rows, [mine.view(1, -1).expand_as(row) for mine, row in zip(inputs, rows, strict=True)])
-        return self._work()
-
-    def _reduce_scatter_base(self, output: Tensor, whole: Tensor, *_: Any) -> Any:
-        return self.reduce_scatter_tensor_coalesced([output], [whole])
-
-    def reduce_scatter_tensor_coalesced(self, outputs: list[Tensor], inputs: list[Tensor], *_: Any) -> Any:
-        """Fills outputs with this rank's part of the inputs."""
-        mine = [one.view(self.size(), -1)[self.rank()] for one in inputs]
-        torch._foreach_copy_([output.view(-1) for output in outputs], mine)
-        return self._work()
-
-    def allreduce(self, *_: Any) -> Any:
-        """Leaves the tensors as they are."""
-        return self._work()
-
-    allreduce_coalesced = broadcast = barrier = allreduce
-
-    all_gather_single, all_gather_single_coalesced = _allgather_base, allgather_into_tensor_coalesced
-    reduce_scatter_single, reduce_scatter_single_coalesced = _reduce_scatter_base, reduce_scatter_tensor_coalesced
-
-
-@contextmanager
-def idle_world(size: int) -> Iterator[None]:
-    """Makes this process rank 0 of `size` ranks that are not there."""
-    if "idle" not in dist.Backend.backend_list:
-        dist.Backend.register_backend(
-            "idle", lambda _store, rank, size, _timeout: IdleGroup(rank, size), devices=["cpu", "cuda"]
-        )
-    dist.init_process_group("idle", store=dist.HashStore(), rank=0, world_size=size)
-    try:
-        yield
-    finally:
-        dist.destroy_process_group()
-
-
 # -- steps ------------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Measured:
-    """A library in a world: milliseconds of a step, round by round, and the peak of allocated memory in MiB."""
+    """A library in a world, its blocks compiled or not.
+
+    Attributes:
+        ms, host_ms: milliseconds of a step, round by round: until the device is done, and until the host has enqueued it.
+        peak_mib, reserved_mib: the peak of allocated memory, and what the allocator holds for it, in MiB.
+        syncs: how often the host waits for the device in a step, as far as PyTorch sees it.
+    """
 
     library: str
     world: int
+    compiled: bool
     ms: list[float]
+    host_ms: list[float]
     peak_mib: float
+    reserved_mib: float
+    syncs: int
 
 
-def prepare(library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device) -> tuple[nn.Module, Callable[[], None]]:
+def prepare(
+    library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device, compiled: bool = False
+) -> tuple[nn.Module, Callable[[], None]]:
     """A sharded model in bf16 with fp32 shards (plain: all bf16), and its step with AdamW."""
     torch.manual_seed(0)
     with device:
         model = Blocks(sizes)
+    for block in model.blocks if compiled else ():
+        block.compile()
     shard(library, (*model.blocks, model), mesh, "bf16/fp32")
     if library == "plain":
         model.bfloat16()
@@ -257,20 +204,22 @@ def prepare(library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device) 
     return model, step
 
 
-def measure_steps(library: str, world: int, sizes: Sizes, device: torch.device) -> Measured:
+def measure_steps(library: str, world: int, sizes: Sizes, device: torch.device, compiled: bool = False) -> Measured:
     """One library as rank 0 of an idle world."""
     with idle_world(world):
         mesh = _mesh(world, device)
-        _, step = prepare(library, sizes, mesh, device)
+        _, step = prepare(library, sizes, mesh, device, compiled)
         for _ in range(sizes.warmup):
             step()
+        syncs = _syncs(step, device)
         _reset_peak(device)
         times = [_time(step, sizes.steps, device) for _ in range(sizes.rounds)]
-        return Measured(library, world, times, _peak_mib(device))
+        ms, host_ms = ([one[k] for one in times] for k in (0, 1))
+        return Measured(library, world, compiled, ms, host_ms, *_peaks_mib(device), syncs)
 
 
-def _steps_main(_: int, kind: str, library: str, world: int, sizes: Sizes, result: str) -> None:
-    measured = measure_steps(library, world, sizes, _device(kind))
+def _steps_main(_: int, kind: str, library: str, world: int, sizes: Sizes, compiled: bool, result: str) -> None:
+    measured = measure_steps(library, world, sizes, _device(kind), compiled)
     Path(result).write_text(json.dumps(vars(measured)))
 
 
@@ -337,13 +286,13 @@ def measure_overlap(sizes: Sizes, device: torch.device) -> Overlap:
         model, step = prepare("hsdp", sizes, mesh, device)
         for _ in range(sizes.warmup):
             step()
-        plain = statistics.median(_time(step, sizes.steps, device) for _ in range(sizes.rounds))
+        plain = statistics.median(_time(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
         # Forward takes about a third of a step of a block, and two gathers and two reductions lie beside three thirds.
         pause = plain / 1e3 / sizes.layers / 6
         _spin(pause, device)
         pauses = {"all-gather": pause, "reduce-scatter": pause, "all-reduce": 2 * pause}
         slow_down(model, pauses)
-        slow = statistics.median(_time(step, sizes.steps, device) for _ in range(sizes.rounds))
+        slow = statistics.median(_time(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
         with hsdp.trace(model) as t:
             for _ in range(sizes.steps):
                 step()
@@ -373,16 +322,35 @@ def _mesh(world: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
-def _time(step: Callable[[], object], num_steps: int, device: torch.device) -> float:
-    """Milliseconds of a step."""
+def _time(step: Callable[[], object], num_steps: int, device: torch.device) -> tuple[float, float]:
+    """Milliseconds of a step: until the device is done, and until the host has enqueued it."""
     gc.collect()
     streams = Streams(device)
     streams.synchronize()
     start = time.perf_counter()
     for _ in range(num_steps):
         step()
+    enqueued = time.perf_counter()
     streams.synchronize()
-    return 1e3 * (time.perf_counter() - start) / num_steps
+    return tuple(1e3 * (end - start) / num_steps for end in (time.perf_counter(), enqueued))  # type: ignore[return-value]
+
+
+def _syncs(step: Callable[[], object], device: torch.device) -> int:
+    """How often the host waits for the device in a step, as far as PyTorch tells."""
+    if device.type != "cuda":
+        step()
+        return 0
+    torch.cuda.set_sync_debug_mode("warn")
+    try:
+        with warnings.catch_warnings(record=True) as told:
+            warnings.simplefilter("always")
+            step()
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    waits = [one for one in told if "synchronizing" in str(one.message)]
+    for one in waits[:3]:
+        progress(f"the host waits at {one.filename}:{one.lineno}")
+    return len(waits)
 
 
 def _reset_peak(device: torch.device) -> None:
@@ -390,22 +358,26 @@ def _reset_peak(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
 
 
-def _peak_mib(device: torch.device) -> float:
-    return torch.cuda.max_memory_allocated(device) / 2**20 if device.type == "cuda" else 0.0
+def _peaks_mib(device: torch.device) -> tuple[float, float]:
+    """Allocated at the peak, and reserved."""
+    if device.type != "cuda":
+        return 0.0, 0.0
+    return torch.cuda.max_memory_allocated(device) / 2**20, torch.cuda.max_memory_reserved(device) / 2**20
 
 
 # -- the whole --------------------------------------------------------------------------------------------------------
 
 
-def run(kind: str, worlds: Sequence[int], sizes: Sizes, folder: Path) -> dict[str, Any]:
-    """All parts, each in a process of its own, so that none finds another's memory."""
+def run(kind: str, worlds: Sequence[int], sizes: Sizes, folder: Path, compiled: bool = False) -> dict[str, Any]:
+    """All parts, each in a process of its own, so that none finds another's memory; `compiled`: in the first world too."""
     found: dict[str, Any] = {"steps": []}
     progress("verbs ...")
     found["verbs"] = _in_process(_verbs_main, folder / "verbs", kind)
-    for world in worlds:
+    for world, with_compiler in [(world, False) for world in worlds] + [(world, True) for world in worlds[:1] if compiled]:
         for library in LIBRARIES:
-            progress(f"{library} in a world of {world} ...")
-            found["steps"].append(_in_process(_steps_main, folder / f"{library}{world}", kind, library, world, sizes))
+            progress(f"{library} in a world of {world}{', compiled' * with_compiler} ...")
+            name = f"{library}{world}{with_compiler}"
+            found["steps"].append(_in_process(_steps_main, folder / name, kind, library, world, sizes, with_compiler))
     progress("overlap ...")
     found["overlap"] = _in_process(_overlap_main, folder / "overlap", kind, sizes)
     return found
@@ -421,11 +393,15 @@ def table(found: dict[str, Any]) -> str:
     overlap = found["overlap"]
     lines = [
         f"{len(found['verbs'])} paths of collectives.py checked on a group of one rank",
-        f"{'world':>6}  {'library':8}{'ms per step (min median max)':>30}{'peak MiB':>12}",
+        f"{'world':>6}  {'library':15}{'ms per step (min median max)':>29}{'host ms':>9}{'peak MiB':>10}{'reserved':>10}"
+        f"{'waits':>7}",
     ]
     for row in found["steps"]:
         spread = f"{min(row['ms']):.1f} {statistics.median(row['ms']):.1f} {max(row['ms']):.1f}"
-        lines.append(f"{row['world']:6}  {row['library']:8}{spread:>30}{row['peak_mib']:12.0f}")
+        lines.append(
+            f"{row['world']:6}  {row['library'] + ' compiled' * row['compiled']:15}{spread:>29}"
+            f"{statistics.median(row['host_ms']):9.1f}{row['peak_mib']:10.0f}{row['reserved_mib']:10.0f}{row['syncs']:7}"
+        )
     lines.append(
         f"overlap, 2 x 4: {overlap['plain_ms']:.1f} ms a step, {overlap['delayed_ms']:.1f} ms with "
         f"{overlap['delays_ms']:.1f} ms of delays in its collectives: {overlap['hidden']:.0%} hidden; traced: "
@@ -439,6 +415,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu", description=__doc__)
     parser.add_argument("--device", choices=["cuda", "cpu"], default="cuda", help="cpu: a rehearsal with tiny sizes")
     parser.add_argument("--worlds", nargs="+", type=positive, default=[8, 64], help="sizes of the idle worlds")
+    parser.add_argument("--compiled", action="store_true", help="in the first world also with compiled blocks")
     parser.add_argument("--json", metavar="FILE", help="write everything measured here")
     args = parser.parse_args(argv)
     if args.device == "cuda" and not torch.cuda.is_available():
@@ -446,7 +423,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     started = time.perf_counter()
     sizes = Sizes() if args.device == "cuda" else TINY
     with tempfile.TemporaryDirectory(prefix="hsdp-bench-") as folder:
-        found = run(args.device, args.worlds, sizes, Path(folder))
+        found = run(args.device, args.worlds, sizes, Path(folder), args.compiled)
     device = torch.cuda.get_device_name() if args.device == "cuda" else "cpu, a rehearsal"
     told = [found["overlap"]["summary"], f"{time.perf_counter() - started:.0f} s in all; {sizes}", table(found)]
     settings = {**vars(args), "sizes": vars(sizes)}

@@ -6,7 +6,8 @@
     python -m tests.soak.device --device cuda          every case once, on the CUDA devices of this machine
     python -m tests.soak.device --device cuda --sanitizer          the same, with torch's detector of races
 
-Where there are fewer CUDA devices than ranks, the ranks share them and communicate by gloo.
+Where there are fewer CUDA devices than ranks, the ranks share them and communicate by gloo, or, with NCCL 2.30 or newer
+and NCCL_MULTI_RANK_GPU_ENABLE=1, by NCCL.
 
 Exits with 1 if a run failed; with both systems, if one of hsdp did. The log has a line per run, and what failed in full.
 """

@@ -160,7 +160,7 @@ def _check_in_step(group: dist.ProcessGroup, device: str) -> None:
 def use_device(device: str, rank: int, world_size: int) -> str:
     """Makes `device` the rank's own and known to torch; returns the backends of a process group for it.
 
-    Ranks that share a device communicate by gloo: NCCL refuses two ranks on one.
+    Ranks that share a device communicate by gloo, unless NCCL is told to put several ranks on one, which 2.30 and newer do.
     """
     if device == "cpu":
         return "gloo"
@@ -173,7 +173,7 @@ def use_device(device: str, rank: int, world_size: int) -> str:
 
         backends.MULTIPLIES |= {"emulccl"}  # as NCCL does, for which it stands
         return emulator.BACKENDS
-    if module.device_count() >= world_size:
+    if module.device_count() >= world_size or os.environ.get("NCCL_MULTI_RANK_GPU_ENABLE") == "1":
         return f"cpu:gloo,{device}:{dist.get_default_backend_for_device(device)}"
     _gather_singly(device)
     return f"cpu:gloo,{device}:gloo"

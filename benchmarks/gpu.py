@@ -39,7 +39,7 @@ from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork
 from hsdp.examples.llama import Block, LlamaConfig
 
-LIBRARIES = ("plain", "hsdp", "fsdp2")
+LIBRARIES = ("plain", "hsdp", "hsdp flat", "fsdp2")
 
 
 @dataclass(frozen=True)
@@ -149,7 +149,7 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
 
 
 def _verbs_main(_: int, kind: str, result: str) -> None:
-    device = _device(kind)
+    device = device_of(kind)
     store = dist.FileStore(f"{result}.store", 1)
     dist.init_process_group("nccl" if kind == "cuda" else "gloo", store=store, rank=0, world_size=1)
     assert dist.group.WORLD is not None
@@ -183,23 +183,30 @@ class Measured:
 
 def prepare(
     library: str, sizes: Sizes, mesh: DeviceMesh, device: torch.device, compiled: bool = False
-) -> tuple[nn.Module, Callable[[], None]]:
-    """A sharded model in bf16 with fp32 shards (plain: all bf16), and its step with AdamW."""
+) -> tuple[nn.Module, Callable[[], Tensor]]:
+    """A sharded model in bf16 with fp32 shards (plain: all bf16), and its step with AdamW, which returns the loss.
+
+    "hsdp flat" is hsdp whose AdamW steps one flat tensor of shards.
+    """
     torch.manual_seed(0)
     with device:
         model = Blocks(sizes)
     for block in model.blocks if compiled else ():
         block.compile()
-    shard(library, (*model.blocks, model), mesh, "bf16/fp32")
+    shard(library.removesuffix(" flat"), (*model.blocks, model), mesh, "bf16/fp32")
     if library == "plain":
         model.bfloat16()
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)  # no temporaries
+    if library == "hsdp flat":
+        optimizer = hsdp.optim.local(optimizer, flat=True)
     x = torch.randn(sizes.rows, sizes.length, sizes.width, device=device, dtype=torch.bfloat16)
 
-    def step() -> None:
-        model(x).float().pow(2).mean().backward()
+    def step() -> Tensor:
+        loss: Tensor = model(x).float().pow(2).mean()
+        loss.backward()
         optimizer.step()
         optimizer.zero_grad()
+        return loss.detach()
 
     return model, step
 
@@ -213,13 +220,13 @@ def measure_steps(library: str, world: int, sizes: Sizes, device: torch.device, 
             step()
         syncs = _syncs(step, device)
         _reset_peak(device)
-        times = [_time(step, sizes.steps, device) for _ in range(sizes.rounds)]
+        times = [time_of(step, sizes.steps, device) for _ in range(sizes.rounds)]
         ms, host_ms = ([one[k] for one in times] for k in (0, 1))
         return Measured(library, world, compiled, ms, host_ms, *_peaks_mib(device), syncs)
 
 
 def _steps_main(_: int, kind: str, library: str, world: int, sizes: Sizes, compiled: bool, result: str) -> None:
-    measured = measure_steps(library, world, sizes, _device(kind), compiled)
+    measured = measure_steps(library, world, sizes, device_of(kind), compiled)
     Path(result).write_text(json.dumps(vars(measured)))
 
 
@@ -249,8 +256,9 @@ class SlowComm(Comm):
     """Seconds, by kind of collective."""
 
     def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> tuple[dist.ProcessGroup, int]:
+        ready = super()._ready(key, kind, owner, custom)  # first: from there on a trace counts the collective's time
         _spin(self.pauses[kind], self.device)
-        return super()._ready(key, kind, owner, custom)
+        return ready
 
 
 def slow_down(model: Any, pauses: dict[str, float]) -> None:
@@ -286,13 +294,13 @@ def measure_overlap(sizes: Sizes, device: torch.device) -> Overlap:
         model, step = prepare("hsdp", sizes, mesh, device)
         for _ in range(sizes.warmup):
             step()
-        plain = statistics.median(_time(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
+        plain = statistics.median(time_of(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
         # Forward takes about a third of a step of a block, and two gathers and two reductions lie beside three thirds.
         pause = plain / 1e3 / sizes.layers / 6
         _spin(pause, device)
         pauses = {"all-gather": pause, "reduce-scatter": pause, "all-reduce": 2 * pause}
         slow_down(model, pauses)
-        slow = statistics.median(_time(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
+        slow = statistics.median(time_of(step, sizes.steps, device)[0] for _ in range(sizes.rounds))
         with hsdp.trace(model) as t:
             for _ in range(sizes.steps):
                 step()
@@ -304,13 +312,14 @@ def measure_overlap(sizes: Sizes, device: torch.device) -> Overlap:
 
 
 def _overlap_main(_: int, kind: str, sizes: Sizes, result: str) -> None:
-    Path(result).write_text(json.dumps(vars(measure_overlap(sizes, _device(kind)))))
+    Path(result).write_text(json.dumps(vars(measure_overlap(sizes, device_of(kind)))))
 
 
 # -- the machine ------------------------------------------------------------------------------------------------------
 
 
-def _device(kind: str) -> torch.device:
+def device_of(kind: str) -> torch.device:
+    """The device of this process, made its own."""
     if kind == "cuda":
         torch.cuda.set_device(0)
         return torch.device("cuda", 0)
@@ -322,7 +331,7 @@ def _mesh(world: int, device: torch.device) -> DeviceMesh:
     return init_device_mesh(device.type, (world,), mesh_dim_names=("shard",))
 
 
-def _time(step: Callable[[], object], num_steps: int, device: torch.device) -> tuple[float, float]:
+def time_of(step: Callable[[], object], num_steps: int, device: torch.device) -> tuple[float, float]:
     """Milliseconds of a step: until the device is done, and until the host has enqueued it."""
     gc.collect()
     streams = Streams(device)
@@ -393,13 +402,13 @@ def table(found: dict[str, Any]) -> str:
     overlap = found["overlap"]
     lines = [
         f"{len(found['verbs'])} paths of collectives.py checked on a group of one rank",
-        f"{'world':>6}  {'library':15}{'ms per step (min median max)':>29}{'host ms':>9}{'peak MiB':>10}{'reserved':>10}"
+        f"{'world':>6}  {'library':20}{'ms per step (min median max)':>29}{'host ms':>9}{'peak MiB':>10}{'reserved':>10}"
         f"{'waits':>7}",
     ]
     for row in found["steps"]:
         spread = f"{min(row['ms']):.1f} {statistics.median(row['ms']):.1f} {max(row['ms']):.1f}"
         lines.append(
-            f"{row['world']:6}  {row['library'] + ' compiled' * row['compiled']:15}{spread:>29}"
+            f"{row['world']:6}  {row['library'] + ' compiled' * row['compiled']:20}{spread:>29}"
             f"{statistics.median(row['host_ms']):9.1f}{row['peak_mib']:10.0f}{row['reserved_mib']:10.0f}{row['syncs']:7}"
         )
     lines.append(

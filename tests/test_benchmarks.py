@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.distributed.device_mesh import DeviceMesh
 
-from benchmarks import gpu, optimizer, tracing
+from benchmarks import gpu, gpu_ranks, optimizer, tracing
 from benchmarks.harness import Contender, Plan, Rounds, Row, Step, compare, report
 from benchmarks.step import Sizes, build
 from tests.support.rig import Pool, RankEnv
@@ -71,6 +71,16 @@ def test_the_gpu_benchmark_s_rehearsal(pool2: Pool) -> None:
     told = gpu.table({"verbs": verbs, "steps": steps, "overlap": vars(overlap)})
     assert all(library in told for library in gpu.LIBRARIES) and "10 paths" in told
     assert "all-reduce" in overlap.summary and overlap.delayed_ms > 0
+
+
+def _measure_ranks(env: RankEnv) -> list[dict[str, object]]:
+    return [gpu_ranks.measure(one, gpu.TINY, env.mesh(2), torch.device("cpu")) for one in ("hsdp", "fsdp2")]
+
+
+def test_the_rehearsal_of_ranks_that_share_a_gpu(pool2: Pool) -> None:
+    ours, theirs = pool2.run(_measure_ranks)[0]
+    assert ours["losses"] == pytest.approx(theirs["losses"], rel=1e-2)
+    assert "fsdp2" in gpu_ranks.table([{"mesh": "2", **ours}, {"mesh": "2", **theirs}])
 
 
 def test_the_optimizer_s_contenders_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:

@@ -23,6 +23,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from hsdp.comm.backends import MULTIPLIED
 from hsdp.comm.custom import is_exact
 from hsdp.comm.replica_reduce import DEFAULT
 from hsdp.comm.streams import Streams, host_wait
@@ -373,6 +374,8 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
                 in_sum = False
                 terms = [*part.inputs, *(one.whole for one in part.uneven)] or part.values()
                 torch._foreach_mul_(terms, scaling.before)
+            if part.plan.kind.reduce not in MULTIPLIED:
+                in_sum = False
             part.late_factor = scaling.after_all_reduce
             scaled.append((part, scaling.after_scatter))
             factors.add(scaling.after_scatter)

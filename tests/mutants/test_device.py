@@ -9,6 +9,7 @@ from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 
 import hsdp.api.setters
 import hsdp.schedule.pipeline
@@ -278,6 +279,11 @@ def autograd_nodes_of_all_threads_are_taken_to_be_numbered_alike() -> Any:
         return go
 
     return replaced(Runtime, "enter_backward", change)
+
+
+@mutant("bf16 throughout")
+def sums_in_bf16_are_multiplied_by_the_backend() -> Any:
+    return mock.patch.object(hsdp.schedule.pipeline, "MULTIPLIED", {torch.bfloat16, torch.float32, torch.float64})
 
 
 def _mutated(env: RankEnv, name: str, seed: int) -> None:

@@ -223,3 +223,19 @@ def check_small_terms_in_fp16(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(4, 1), (2, 2)], ids=mesh_id)
 def test_rule_15_deferred_sums_of_fp16_keep_small_terms(pool4: Pool, shape: tuple[int, ...]) -> None:
     pool4.run(check_small_terms_in_fp16, shape)
+
+
+def check_bf16_is_scaled_behind_the_sum(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
+    """torch has NCCL multiply sums in bf16 with half of a float's bytes, which are 0 for a mean over two ranks."""
+    precision = hsdp.MixedPrecisionPolicy(reduce_dtype=torch.bfloat16)
+    model = shard(seeded(Deep).float().to(env.device), env.mesh(shape), comm_policy=policy, mp_policy=precision)
+    model(floats(env.rank).float().to(env.device)).square().sum().backward()
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    grads = {name: None if grad is None else grad.cpu().double() for name, grad in full_grads(model).items()}
+    assert_same(grads, means, 0.02, 0.02)
+
+
+@pytest.mark.parametrize("policy", ["packed", "direct"])
+@pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
+def test_rule_15_no_backend_multiplies_bf16(device4: Pool, shape: tuple[int, ...], policy: str) -> None:
+    device4.run(check_bf16_is_scaled_behind_the_sum, shape, POLICIES[policy])

@@ -10,6 +10,7 @@
 #include <torch/csrc/utils/pybind.h>
 
 #include <atomic>
+#include <cstring>
 #include <map>
 
 namespace emul {
@@ -56,11 +57,20 @@ struct DeviceOptions : Backend::Options {
   explicit DeviceOptions(std::chrono::milliseconds timeout) : Backend::Options("emulccl", timeout) {}
 };
 
+// What NCCL multiplies with: of bfloat16 torch hands it a float, of which it reads the lower half (PyTorch's issue 190745).
+double factor_of(const ReduceOp& how, at::ScalarType type) {
+  double factor = static_cast<NCCLPreMulSumSupplement*>(how.supplement_.get())->double_factor;
+  if (type != at::kBFloat16) return factor;
+  float handed = static_cast<float>(factor);
+  c10::BFloat16 read;
+  std::memcpy(&read.x, &handed, sizeof read.x);
+  return read;
+}
 void reduce_now(const BackendPtr& gloo, at::Tensor tensor, const ReduceOp& how) {
   if (tensor.numel() == 0) return;
   bool average = how.op_ == ReduceOp::AVG, is_bool = tensor.scalar_type() == at::kBool;
   bool multiplies = how.op_ == ReduceOp::PREMUL_SUM;
-  if (multiplies) tensor.mul_(static_cast<NCCLPreMulSumSupplement*>(how.supplement_.get())->double_factor);
+  if (multiplies) tensor.mul_(factor_of(how, tensor.scalar_type()));
   AllreduceOptions options;
   options.reduceOp = average || multiplies ? ReduceOp(ReduceOp::SUM) : how;
   Tensors one{is_bool ? tensor.to(at::kInt) : tensor};

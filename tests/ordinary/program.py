@@ -41,19 +41,20 @@ class Program:
     Attributes:
         sharded: False for the twin.
         rank, world_size: the place of the rank, which the twin stands beside.
+        mesh: that of the ranks; the twin needs it to know who draws which rows.
     """
 
     def __init__(self, env: RankEnv, shape: tuple[int, ...], sharded: bool) -> None:
         self.sharded = sharded
         self.rank, self.world_size = env.rank, env.world_size
         self.roots: list[nn.Module] = []
-        self._mesh = env.mesh(shape)
+        self.mesh = env.mesh(shape)
 
     def shard(self, model: nn.Module, units: Iterable[nn.Module] = ()) -> nn.Module:
         """Makes units of these modules and of what is left of the model; leaves the twin alone."""
         if self.sharded:
             for module in (*units, model):
-                hsdp.fully_shard(module, mesh=self._mesh)
+                hsdp.fully_shard(module, mesh=self.mesh)
             self.roots.append(model)
         return model
 

@@ -16,6 +16,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.fingerprints import fingerprints
 from hsdp.checkpoint.contents import listing
+from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
 from hsdp.format import ranks_of
@@ -134,3 +135,14 @@ def agree_on(answers: Sequence[Mapping[str, tuple[Mesh, Any, Any]]]) -> list[Non
                     "ranks to a directory of its own, with process_group="
                 )
     return [None] * len(answers)
+
+
+def agree_on_sizes(ranks: Ranks, what: str, values: Iterable[Any]) -> None:
+    """Compares how much of a model will go from rank to rank, as bytes, in which nobody sees another shape or dtype.
+
+    Raises:
+        CheckpointError: on every rank: they differ.
+    """
+    tensors = [value for value in values if isinstance(value, Tensor)]
+    size = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
+    ranks.agree(what, lambda: None, {"model": f"{len(tensors)} tensors of {size:,} bytes"})

@@ -23,6 +23,7 @@ from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import as_bytes, fingerprint
+from hsdp.checkpoint.claims import agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
@@ -30,6 +31,7 @@ from hsdp.checkpoint.made import is_of_weights
 from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks, for_messages
+from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
@@ -53,9 +55,9 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
         (and write it, say), go through `iter_full_state_dict`.
 
     Raises:
-        CheckpointError: a parameter is on the meta device.
+        CheckpointError: on all ranks: a parameter is on the meta device, or a hook of the model's raised.
     """
-    entries = model_entries(model)
+    entries = alike(model.parameters(), lambda: model_entries(model))
     dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
     state: dict[str, Any] = {}
     for name, first in first_names(model, entries).items():
@@ -70,8 +72,11 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
 
     Yields:
         `(name, whole tensor)`; on ranks that do not get it `(name, None)`.
+
+    Raises:
+        CheckpointError: as `full_state_dict`.
     """
-    entries = model_entries(model)
+    entries = alike(model.parameters(), lambda: model_entries(model))
     dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
     for name, entry in entries.items():
         yield name, whole_value(entry.value, dst, cpu)
@@ -121,30 +126,63 @@ def load_full_state_dict(
         process_group: the ranks that hold the model; None: all.
 
     Raises:
-        CheckpointError: on all ranks, before anything is changed: names, shapes or dtypes differ.
+        ValueError: `src_rank` is not one of the ranks.
+        CheckpointError: on all ranks, before anything is changed: names, shapes or dtypes differ, or ranks were called with
+            another `src_rank` or another model. Only if `state` does not give a tensor a second time, or a hook of the
+            model's raises, the error says that the model is partly changed.
     """
     ranks = Ranks(process_group)
-    source = ranks.rank_of(src_rank)
-    here = ranks.rank == source
-    entries = model_entries(model)
-    given: Mapping[str, Any] = (state or {}) if here else {}
     what = "load_full_state_dict"
+    begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), model_entries(model)), {"src_rank": src_rank})
+    source, entries = begun
+    agree_on_sizes(ranks, what, [entry.value for entry in entries.values()])
+    here = ranks.rank == source
+    given: Mapping[str, Any] = (state or {}) if here else {}
     firsts = first_names(model, entries)
     ranks.one(what, lambda: _check_state(given, {n: entry.value for n, entry in entries.items()}, firsts), source)
     handover = Handover(model)
     handed: dict[str, Any] = {}
+    tensors = _Given(given)
     with torch.no_grad():
         for name, entry in entries.items():
             if not isinstance(entry.value, Tensor):
                 handed[entry.raw_name] = ranks.one(what, partial(given.get, name), source)
                 continue
             if firsts[name] == name:
-                deal(entry.value, given[name] if here else None, src_rank, ranks)
+                deal(entry.value, tensors.like(entry.value, name) if here else None, src_rank, ranks)
             if handover.is_watched or not handover.writes_to(entry.value):
                 handed[entry.raw_name] = entries[firsts[name]].value  # that of a tied name may be a copy that a hook made
-    if handed:
-        model.load_state_dict(handed, strict=False)
+
+    def hand_over() -> None:
+        with handing_over("the state"):
+            if tensors.error is not None:
+                raise tensors.error
+            if handed:
+                model.load_state_dict(handed, strict=False)
+
+    ranks.each(what, hand_over)
     tell_units(model)
+
+
+class _Given:
+    """Whole tensors that a mapping gives, perhaps from files.
+
+    An error must not leave the other ranks waiting for their rows: zeros take the place of what is missing, and who asked
+    raises it when all ranks have theirs.
+    """
+
+    def __init__(self, given: Mapping[str, Any]) -> None:
+        self._given = given
+        self.error: Exception | None = None
+
+    def like(self, target: Tensor, name: str) -> Tensor:
+        """The tensor of a name, which is to be of the shape and dtype of `target`."""
+        try:
+            whole: Tensor = self._given[name]
+            return whole
+        except Exception as error:
+            self.error = self.error or error
+            return torch.zeros(target.shape, dtype=target.dtype)
 
 
 @when_settled
@@ -161,15 +199,17 @@ def load_full_optimizer_state_dict(
     The optimizer may be fresh or stepped, and takes no step. Arguments as for `load_full_state_dict`.
 
     Raises:
+        ValueError: `src_rank` is not one of the ranks.
         CheckpointError: on all ranks, before anything is changed: the state is of other parameters, or of another kind
-            of optimizer.
+            of optimizer; or ranks were called with another `src_rank`. Only if a hook of the optimizer's raises, the error
+            says that it is partly changed.
     """
     ranks = Ranks(process_group)
-    source = ranks.rank_of(src_rank)
-    given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}
     what = "load_full_optimizer_state_dict"
+    begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), OptimizerStaging(model, optimizer)), {"src_rank": src_rank})
+    source, staging = begun
+    given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}
     described, groups, skeletons = ranks.one(what, lambda: describe_state(given), source)
-    staging = OptimizerStaging(model, optimizer)
     staged: dict[str, dict[str, Any]] = {}
     ranks.each(what, lambda: staged.update(staging.allocate(described)))
     merged: list[dict[str, Any]] = []
@@ -184,7 +224,12 @@ def load_full_optimizer_state_dict(
     # Nobody tells in which dtype the weights were: state that is narrower than its parameter was made for another one.
     numbers = staging.numbers()
     narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name])}
-    commit_optimizer(optimizer, staging.state_dict(staged, merged, skeletons), narrower)
+
+    def hand_over() -> None:
+        with handing_over("the state"):
+            commit_optimizer(optimizer, staging.state_dict(staged, merged, skeletons), narrower)
+
+    ranks.each(what, hand_over)
 
 
 def _is_narrower(entries: Mapping[str, Any], param: Tensor) -> bool:

@@ -34,7 +34,7 @@ from hsdp.checkpoint.objects import Packed, unpack_extras
 from hsdp.checkpoint.optimizers import OptimizerReading
 from hsdp.checkpoint.own import read_own
 from hsdp.checkpoint.ranks import Ranks
-from hsdp.checkpoint.reading import PARTLY, Reader
+from hsdp.checkpoint.reading import Reader, handing_over
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
@@ -409,10 +409,7 @@ class _Load:
     def _commit(self) -> None:
         """Changes the model and the optimizer. Nothing here can fail for what the checkpoint holds."""
         self._reader.run()
-        try:
+        with handing_over(f"checkpoint {self._path}"):
             self._weights.finish()
             if self._state is not None:
                 self._state.finish(self._weights.report.converted)
-        except Exception as error:  # of a hook of the model's or the optimizer's
-            text = f"handing it over raised {type(error).__name__}: {error}. {PARTLY}"
-            raise CheckpointError(f"checkpoint {self._path}: {text}") from error

@@ -55,16 +55,19 @@ def refuse_unnamed_state(optimizer: Optimizer) -> None:
 
 
 def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:
-    """Does `action` on all ranks of the meshes that the parameters are on, which all call this: what it raises, all raise.
+    """Does `action` on all ranks of the meshes that the parameters are on, which all call this: if one raises, all do.
 
     Raises:
-        CheckpointError: `action` raised it on this rank or on another.
+        CheckpointError: `action` raised it on this rank, or any error on another.
+        Exception: what `action` raised here.
     """
     text: str | None = None
+    raised: Exception | None = None
     try:
         result = action()
-    except CheckpointError as error:
-        text = str(error)
+    except Exception as error:
+        raised = error
+        text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         for group in map(mesh.get_group, axes) if mesh.get_coordinate() is not None else ():
@@ -74,6 +77,8 @@ def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:
                 texts: list[str | None] = [None] * group.size()
                 dist.all_gather_object(texts, text, group=group)
                 text = next((one for one in texts if one is not None), text)
+    if raised is not None and not isinstance(raised, CheckpointError):
+        raise raised
     if text is not None:
         raise CheckpointError(text)
     return result

@@ -34,6 +34,19 @@ _BLOCK = 32 << 20
 """How many bytes are read at a time where they cannot go to their place directly."""
 
 
+@contextlib.contextmanager
+def handing_over(where: str) -> Iterator[None]:
+    """Says of an error of the body, which gives a model or an optimizer what was read, what it means for them.
+
+    Raises:
+        CheckpointError: the body raised, a hook of the model's perhaps; begins with `where`.
+    """
+    try:
+        yield
+    except Exception as error:
+        raise CheckpointError(f"{where}: handing it over raised {type(error).__name__}: {error}. {PARTLY}") from error
+
+
 @dataclass(frozen=True)
 class _Read:
     """A part of a piece, and the part of a tensor that it is read to."""

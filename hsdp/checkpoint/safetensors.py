@@ -15,52 +15,33 @@ and maps files, so that a rank touches the bytes of its own rows only.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import importlib
 import json
 import os
-import re
-import struct
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.tensor import DTensor
 
 from hsdp.checkpoint.choice import Choice, Rename, Report
-from hsdp.checkpoint.commits import sync_names
-from hsdp.checkpoint.contents import listing, local_box, model_entries
+from hsdp.checkpoint.claims import agree_on_sizes
+from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
+from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, Writer, lay_out
 from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of
 
-_INDEX = "model.safetensors.index.json"
-_SINGLE = "model.safetensors"
-_OURS = re.compile(r"model(-\d{5}-of-\d{5})?\.safetensors(\.index\.json)?(\.partial)?")
 _TIES = "hsdp_tied"
 """Metadata entry: names that were not written because they stand for a parameter that was, as JSON."""
-
-_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "I64": torch.int64,
-    "I32": torch.int32,
-    "I16": torch.int16,
-    "I8": torch.int8,
-    "U8": torch.uint8,
-    "BOOL": torch.bool,
-}
-_CODES = {dtype: code for code, dtype in _DTYPES.items()}
 
 
 @when_settled
@@ -91,40 +72,55 @@ def save_safetensors(
 
     Raises:
         ValueError: an argument makes no sense, or the directory is a URL.
-        CheckpointError: on all ranks: a tensor's dtype is none that the format knows, or writing failed.
+        CheckpointError: on all ranks: a tensor's dtype is none that the format knows, ranks were called with another
+            `dtype`, `max_file_bytes` or model, or writing failed.
     """
-    if dtype is not None and not (dtype in _CODES and dtype.is_floating_point):
-        raise ValueError(f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in _CODES if t.is_floating_point]}")
-    if max_file_bytes < 1:
-        raise ValueError(f"save_safetensors(max_file_bytes={max_file_bytes!r}): expected at least 1")
-    if not all(isinstance(text, str) for item in (metadata or {}).items() for text in item):
-        raise ValueError(
-            f"save_safetensors(metadata={metadata!r}): expected strings only; no reader takes a header of others"
-        )
-    directory = _local("save_safetensors", directory)
     ranks = Ranks(process_group)
     what = f"save_safetensors to {directory}"
-    entries = model_entries(model)
+    given = {"dtype": dtype, "max_file_bytes": max_file_bytes}
+
+    def begun() -> tuple[Path, dict[str, Entry]]:
+        return _checked(directory, dtype, max_file_bytes, metadata), model_entries(model)
+
+    where, entries = ranks.agree(what, begun, given)
+    agree_on_sizes(ranks, what, [entry.value for entry in entries.values() if isinstance(entry.value, DTensor)])
     firsts = first_names(model, entries)
     tensors = {name: e.value for name, e in entries.items() if firsts[name] == name and isinstance(e.value, Tensor)}
     ties = {name: first for name, first in firsts.items() if name != first}
     header = {**(metadata or {}), "format": "pt", **({_TIES: json.dumps(ties)} if ties else {})}
     dst = first_rank(tensors.values())
     source = ranks.rank_of(dst)
-    files = _lay_out(tensors, dtype, max_file_bytes)
-    ranks.one(what, lambda: directory.mkdir(parents=True, exist_ok=True), source)
-    writer = _Writer(directory, header) if ranks.rank == source else None
+    files = lay_out(tensors, dtype, max_file_bytes)
+    ranks.one(what, lambda: where.mkdir(parents=True, exist_ok=True), source)
+    writer = Writer(where, header) if ranks.rank == source else None
     for file in files:
         if writer is not None:
             writer.begin(file)
         for name, place in file.tensors.items():
             # Converted before it is gathered: fewer bytes travel.
-            whole = whole_value(tensors[name].to(_DTYPES[place["dtype"]]), dst, cpu=True)
+            whole = whole_value(tensors[name].to(DTYPES[place["dtype"]]), dst, cpu=True)
             if writer is not None:
                 writer.write(whole)
             del whole
     ranks.one(what, lambda: None if writer is None else writer.publish(files), source)
-    return [directory / file.name for file in files]
+    return [where / file.name for file in files]
+
+
+def _checked(directory: str | os.PathLike[str], dtype: Any, max_file_bytes: int, metadata: Any) -> Path:
+    """The directory that `save_safetensors` was called with.
+
+    Raises:
+        ValueError: an argument makes no sense.
+    """
+    if dtype is not None and not (dtype in CODES and dtype.is_floating_point):
+        raise ValueError(f"save_safetensors(dtype={dtype!r}): expected one of {[t for t in CODES if t.is_floating_point]}")
+    if max_file_bytes < 1:
+        raise ValueError(f"save_safetensors(max_file_bytes={max_file_bytes!r}): expected at least 1")
+    if not all(isinstance(text, str) for item in (metadata or {}).items() for text in item):
+        raise ValueError(
+            f"save_safetensors(metadata={metadata!r}): expected strings only; no reader takes a header of others"
+        )
+    return _local("save_safetensors", directory)
 
 
 @when_settled
@@ -159,13 +155,17 @@ def load_safetensors(
         TypeError: `include`, `exclude` or `rename` make no sense.
         ValueError: the path is a URL.
         CheckpointError: on all ranks, before anything is changed: files are missing, truncated or damaged; names, shapes
-            or dtypes differ.
+            or dtypes differ. Only if a tensor cannot be read a moment later, or a hook of the model's raises, the error
+            says that the model is partly changed.
     """
-    safe_open, path = _library(), _local("load_safetensors", path)
-    choice = Choice(strict, include, exclude, rename, cast)
     ranks = Ranks(process_group)
     what = f"loading {path}"
-    entries = model_entries(model)
+
+    def begun() -> tuple[Any, Path, Choice, dict[str, Entry]]:
+        where = _local("load_safetensors", path)
+        return _library(), where, Choice(strict, include, exclude, rename, cast), model_entries(model)
+
+    safe_open, where, choice, entries = ranks.agree(what, begun, {})
     own = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
     firsts = first_names(model, entries)
     with contextlib.ExitStack() as stack:
@@ -173,20 +173,24 @@ def load_safetensors(
         reports: list[Report] = []
 
         def prepare() -> None:
-            files = _open(path, safe_open, stack)
+            files = _open(where, safe_open, stack)
             places.update({name: _Place(files[old], old) for name, old in choice.sources(list(files)).items()})
-            reports.append(_check(places, own, firsts, choice, sorted(files), path))
+            reports.append(_check(places, own, firsts, choice, sorted(files), where))
+
+        def take() -> None:
+            read: dict[str, Tensor] = {}
+            with handing_over("the files"):
+                with torch.no_grad():
+                    for name in set(reports[0].loaded) & places.keys():
+                        local_of(own[name]).copy_(_read(places[name], own[name]))
+                        read[firsts[name]] = own[name]
+                handover = Handover(model)
+                hand = [name for name in reports[0].loaded if handover.is_watched or not handover.writes_to(own[name])]
+                if hand:
+                    model.load_state_dict({entries[name].raw_name: read[firsts[name]] for name in hand}, strict=False)
 
         ranks.each(what, prepare)
-        read: dict[str, Tensor] = {}
-        with torch.no_grad():
-            for name in set(reports[0].loaded) & places.keys():
-                local_of(own[name]).copy_(_read(places[name], own[name]))
-                read[firsts[name]] = own[name]
-    handover = Handover(model)
-    hand = [name for name in reports[0].loaded if handover.is_watched or not handover.writes_to(own[name])]
-    if hand:
-        model.load_state_dict({entries[name].raw_name: read[firsts[name]] for name in hand}, strict=False)
+        ranks.each(what, take)
     tell_units(model)
     return reports[0]
 
@@ -207,124 +211,6 @@ def _library() -> Any:
         ) from error
 
 
-# -- writing -------------------------------------------------------------------------------------------------------
-
-
-class _File:
-    """One file to be written: its name, and the place of each tensor in it."""
-
-    def __init__(self) -> None:
-        self.name = _SINGLE
-        self.tensors: dict[str, dict[str, Any]] = {}
-        self.bytes = 0
-
-    def add(self, name: str, code: str, shape: Iterable[int], size: int) -> None:
-        self.tensors[name] = {"dtype": code, "shape": list(shape), "data_offsets": [self.bytes, self.bytes + size]}
-        self.bytes += size
-
-
-def _lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_file_bytes: int) -> list[_File]:
-    files = [_File()]
-    for name, tensor in tensors.items():
-        kept = dtype if dtype is not None and tensor.is_floating_point() else tensor.dtype
-        if kept not in _CODES:
-            raise CheckpointError(f"{name!r} has dtype {kept}, which safetensors does not know")
-        size = tensor.numel() * kept.itemsize
-        if files[-1].tensors and files[-1].bytes + size > max_file_bytes:
-            files.append(_File())
-        files[-1].add(name, _CODES[kept], tensor.shape, size)
-    if len(files) > 1:
-        for number, file in enumerate(files, 1):
-            file.name = f"model-{number:05d}-of-{len(files):05d}.safetensors"
-    return files
-
-
-class _Writer:
-    """The files being written, on the rank that writes.
-
-    An error must not leave the other ranks in the middle of a gather: it stops the writing, and comes out in `publish`.
-    """
-
-    def __init__(self, directory: Path, metadata: Mapping[str, str]) -> None:
-        self._directory = directory
-        self._metadata = dict(metadata)
-        self._stream: IO[bytes] | None = None
-        self._error: OSError | None = None
-
-    def begin(self, file: _File) -> None:
-        """Ends the file before, and begins the next."""
-        header = json.dumps({"__metadata__": self._metadata, **file.tensors}).encode()
-        header += b" " * (-len(header) % 8)  # so that tensors start aligned
-
-        def body() -> None:
-            self._end()
-            self._stream = self._partial(file.name).open("wb")
-            self._stream.write(struct.pack("<Q", len(header)) + header)
-
-        self._guard(body)
-
-    def write(self, tensor: Tensor) -> None:
-        """Writes the next tensor."""
-        tensor = tensor.resolve_neg().contiguous()
-        size = tensor.numel() * tensor.itemsize
-
-        def body() -> None:
-            assert self._stream is not None, "a file was begun"
-            # The tensor's own memory as a buffer, which torch offers by way of numpy only.
-            self._stream.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
-
-        if size:
-            self._guard(body)
-
-    def publish(self, files: list[_File]) -> None:
-        """Gives the files their names, the index last, and removes those of an earlier export.
-
-        Whoever comes while that is under way, or after the process was killed there, finds an export whole or no index,
-        never the index of one and files of another: that of an earlier export goes first.
-        """
-        self._guard(self._end)
-        current = [file.name for file in files]
-        if len(files) > 1:
-            current.append(_INDEX)
-            self._guard(lambda: self._write_index(files))
-        if self._error is not None:
-            for name in current:
-                self._partial(name).unlink(missing_ok=True)
-            raise self._error
-        (self._directory / _INDEX).unlink(missing_ok=True)
-        for name in current:
-            if name in (current[0], _INDEX):
-                sync_names(self._directory)
-            self._partial(name).replace(self._directory / name)
-        sync_names(self._directory)
-        for path in self._directory.iterdir():
-            if _OURS.fullmatch(path.name) and path.name not in current:
-                path.unlink()
-
-    def _write_index(self, files: list[_File]) -> None:
-        weights = {name: file.name for file in files for name in file.tensors}
-        index = {"metadata": {"total_size": sum(file.bytes for file in files)}, "weight_map": weights}
-        self._stream = self._partial(_INDEX).open("wb")
-        self._stream.write(json.dumps(index, indent=2).encode() + b"\n")
-        self._end()
-
-    def _partial(self, name: str) -> Path:
-        return self._directory / f"{name}.partial"
-
-    def _end(self) -> None:
-        if self._stream is not None:
-            self._stream.flush()
-            os.fsync(self._stream.fileno())
-            self._stream.close()
-
-    def _guard(self, body: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                body()
-            except OSError as error:
-                self._error = error
-
-
 # -- reading -------------------------------------------------------------------------------------------------------
 
 
@@ -332,13 +218,13 @@ def _open(path: Path, safe_open: Any, stack: contextlib.ExitStack) -> dict[str, 
     """Opens the files behind `path`; returns by tensor name the file that has it."""
     weights: dict[str, str] | None = None
     if path.is_dir():
-        if (path / _INDEX).is_file():
-            weights = _read_index(path / _INDEX)
+        if (path / INDEX).is_file():
+            weights = _read_index(path / INDEX)
             files = sorted(path / name for name in set(weights.values()))
         else:
-            files = [path / _SINGLE] if (path / _SINGLE).is_file() else sorted(path.glob("*.safetensors"))
+            files = [path / SINGLE] if (path / SINGLE).is_file() else sorted(path.glob("*.safetensors"))
             if len(files) != 1:
-                raise CheckpointError(f"{path} has {len(files)} .safetensors files and no {_INDEX}")
+                raise CheckpointError(f"{path} has {len(files)} .safetensors files and no {INDEX}")
     else:
         files = [path]
     places: dict[str, Any] = {}
@@ -351,7 +237,7 @@ def _open(path: Path, safe_open: Any, stack: contextlib.ExitStack) -> dict[str, 
             if weights is None or weights.get(name) == file.name:
                 places[name] = opened
     if weights is not None and (missing := [name for name in weights if name not in places]):
-        raise CheckpointError(f"{path / _INDEX} lists {listing(missing)}, which are not in the files that it names")
+        raise CheckpointError(f"{path / INDEX} lists {listing(missing)}, which are not in the files that it names")
     return places
 
 
@@ -394,7 +280,7 @@ def _check(
         if name not in places:
             continue
         found, first = places[name].file.get_slice(places[name].name), firsts[name]
-        shape, dtype = tuple(found.get_shape()), _DTYPES.get(found.get_dtype())
+        shape, dtype = tuple(found.get_shape()), DTYPES.get(found.get_dtype())
         floating = dtype is not None and dtype.is_floating_point and value.is_floating_point()
         if shape != tuple(value.shape):
             problems.append(f"{name!r} has shape {shape} in the files and {tuple(value.shape)} in the model")
@@ -430,5 +316,5 @@ def _read(place: _Place, like: Tensor) -> Tensor:
         if not sizes:
             return file.get_tensor(name)  # type: ignore[no-any-return]
         if 0 in sizes:
-            return torch.empty(sizes, dtype=_DTYPES[file.get_slice(name).get_dtype()])
+            return torch.empty(sizes, dtype=DTYPES[file.get_slice(name).get_dtype()])
         return file.get_slice(name)[tuple(slice(o, o + n) for o, n in zip(offsets, sizes, strict=True))]  # type: ignore[no-any-return]

@@ -90,7 +90,7 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
     try:
-        with _watched(env, program):
+        with watched(env, program.seed):
             sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
             _Play(env, program, sharded, twin, verdict).all()
     except _Wrong as wrong:
@@ -101,15 +101,15 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
 
 
 @contextmanager
-def _watched(env: RankEnv, program: Program) -> Iterator[None]:
-    """On the emulated device: delays that the program's seed chooses, and an AssertionError if there was a race.
+def watched(env: RankEnv, text: str) -> Iterator[None]:
+    """On the emulated device: delays that the text of a seed chooses, and an AssertionError if there was a race.
 
     Behind it, a device's current stream is the one from before.
     """
     if env.device == "cpu":
         yield
         return
-    seed = zlib.crc32(program.seed.encode())
+    seed = zlib.crc32(text.encode())
     modes = [*emulator.MODES]
     emulated = emulator.watched(modes[seed % len(modes)], seed % 1000) if env.device == emulator.NAME else nullcontext()
     module: Any = torch.get_device_module(env.device)

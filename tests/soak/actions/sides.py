@@ -25,7 +25,6 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned, opened
 from tests.soak.actions.programs import Program
-from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
 Values = list[tuple[str, Tensor]]
@@ -670,8 +669,7 @@ class Sharded(Side):
         return self.eval(at, {}) if kind == "data set" and self.written(kind, which) else []
 
     def save(self, at: int, kind: str) -> Values:
-        alone = self.device == emulator.NAME  # whose backend cannot send to one rank
-        if kind == "memory" or (kind == "whole" and alone):
+        if kind == "memory":
             return super().save(at, kind)
         if kind == "whole":
             whole = checkpoint.full_state_dict(self.model), checkpoint.full_optimizer_state_dict(self.model, self.optimizer)

@@ -243,6 +243,18 @@ struct DeviceBackend : Backend {
       gloo->alltoall_base(to, from, a, b)->wait();
     });
   }
+  WorkPtr send(Tensors& tensors, int to, int tag) override {
+    return start(OpType::SEND, "send", true, tensors, {}, [all = raw(tensors), gloo = gloo, to, tag] {
+      Tensors alone{all[0].tensor()};
+      gloo->send(alone, to, tag)->wait();
+    });
+  }
+  WorkPtr recv(Tensors& tensors, int from, int tag) override {
+    return start(OpType::RECV, "recv", true, {}, tensors, [all = raw(tensors), gloo = gloo, from, tag] {
+      Tensors alone{all[0].tensor()};
+      gloo->recv(alone, from, tag)->wait();
+    });
+  }
   WorkPtr barrier(const BarrierOptions&) override {
     return start(OpType::BARRIER, "barrier", true, {}, {}, [gloo = gloo] { gloo->barrier()->wait(); }, true);
   }

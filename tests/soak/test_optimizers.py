@@ -12,8 +12,17 @@ from tests.support.share import share
 
 @pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (2, "2d", 24), (4, "2d", 6)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
-    pool: Pool = request.getfixturevalue(f"pool{ranks}")
-    tally = run(pool, [draw(f"ci:{number}", SHAPES[ranks][mesh]) for number in range(share(count))], stop_at=2)
+    _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[ranks][mesh], share(count))
+
+
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 12), (4, "2d", 3)])
+def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
+    """With delays, and without races."""
+    _check(request.getfixturevalue(f"device{ranks}"), SHAPES[ranks][mesh], share(count))
+
+
+def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
+    tally = run(pool, [draw(f"ci:{number}", shape) for number in range(count)], stop_at=2)
     assert not tally.failures, "\n".join(f"{p}\n{told}" for found in tally.failed.values() for p, told in found)
 
 

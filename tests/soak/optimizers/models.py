@@ -35,7 +35,6 @@ class Body(nn.Module):
             self.up, self.down = nn.Linear(WIDTH, 3), nn.Linear(3, WIDTH)  # rows that ranks do not divide
         elif part.kind == "tied":
             self.up, self.down = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH, bias=False)
-            self.down.weight = self.up.weight
         elif part.kind == "norm":
             self.norm = nn.LayerNorm(WIDTH)
         elif part.kind == "experts":
@@ -47,6 +46,12 @@ class Body(nn.Module):
             self.b = nn.Linear(2, WIDTH, bias=False)
             self.base.requires_grad_(False)
         self.to(getattr(torch, part.dtype))
+        self.tie()
+
+    def tie(self) -> None:
+        """Makes the tied weights one parameter."""
+        if self.kind == "tied":
+            self.down.weight = self.up.weight
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self._compute(x.to(next(self.parameters()).dtype)).to(x.dtype)
@@ -76,6 +81,11 @@ class Net(nn.Module):
             x = x if at in skipped else part(x)
         out: Tensor = self.head(x)
         return out
+
+    def tie(self) -> None:
+        """Makes tied weights one parameter again."""
+        for body in self.parts:
+            body.tie()  # type: ignore[operator]
 
 
 def shard(model: Net, parts: Sequence[Part], mesh: DeviceMesh, options: Collection[str]) -> Any:

@@ -111,6 +111,11 @@ class Program:
     overlap: bool = False
     options: frozenset[str] = frozenset()
 
+    @property
+    def specs(self) -> list[Spec]:
+        """Of all optimizers that it may have at any time."""
+        return [*self.optimizers, *(action[2] for action in self.actions if action[0] == "replace")]
+
     def __str__(self) -> str:
         flags = [name for name in ("hooked", "held_back", "overlap") if getattr(self, name)] + sorted(self.options)
         lines = [f"seed {self.seed}, mesh {self.shape}, {', '.join(flags)}"]

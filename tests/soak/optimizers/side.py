@@ -36,6 +36,7 @@ class Side:
     """A model and what a program does to it.
 
     Attributes:
+        device: where it computes.
         shape: of the mesh now.
         ranks: those whose batches it is fed with.
         factors: what becomes of sums of gradients.
@@ -46,6 +47,7 @@ class Side:
     """
 
     ranks: range
+    device = "cpu"
 
     def __init__(self, program: Program, env: RankEnv, plain: Net) -> None:
         self.program, self.env = program, env
@@ -55,7 +57,7 @@ class Side:
         self.averages: list[Tensor] = []
         self.averaged = 0
         self.schedulers: dict[int, Any] = {}
-        self.scaler = torch.amp.GradScaler("cpu", init_scale=8.0, growth_interval=2)  # type: ignore[attr-defined]
+        self.scaler = torch.amp.GradScaler(self.device, init_scale=8.0, growth_interval=2)  # type: ignore[attr-defined]
         self.shape = program.shape
         self.take(self.model_of(plain, self.shape))
         names = list(self.params)
@@ -112,14 +114,17 @@ class Side:
             return [{"params": list(some), **settings} for some, settings in kinds if some]
         rate = RATES.get(spec.name, 0.01)
         parts = [list(names)[k :: spec.groups] for k in range(spec.groups)]
-        rates = [rate * (1 + k) for k in range(spec.groups)]
-        tensors = ("lr", "tensor") in spec.settings
-        return [{"params": part, "lr": torch.tensor(lr) if tensors else lr} for part, lr in zip(parts, rates, strict=True)]
+        rates: list[Any] = [rate * (1 + k) for k in range(spec.groups)]
+        if ("lr", "tensor") in spec.settings:  # torch takes them on the host, and beside the parameters
+            rates = [torch.tensor(lr, device=(self.device, "cpu")[k % 2]) for k, lr in enumerate(rates)]
+        return [{"params": part, "lr": lr} for part, lr in zip(parts, rates, strict=True)]
 
     def optimizer_of(self, spec: Spec, groups: list[dict[str, Any]]) -> Any:
         """An optimizer of groups that name their parameters."""
         settings: dict[str, Any] = {**({"eps": 1e-3} if spec.name in EPS else {}), **dict(spec.settings)}
         settings.pop("lr", None)
+        if spec.name == "Adagrad" and self.device == "cuda":
+            settings.pop("fused", None)  # torch has it for the CPU alone
         named = [{**group, "params": [self.params[name] for name in group["params"]]} for group in groups]
         if spec.name == "LBFGS":
             return torch.optim.LBFGS(named[0]["params"], lr=named[0]["lr"], **settings)
@@ -163,7 +168,7 @@ class Side:
     def batch(self, at: int, rank: int) -> Tensor:
         seeded = torch.Generator().manual_seed(1000 * at + rank)
         x = torch.randn(3, WIDTH, dtype=torch.float64, generator=seeded)
-        return x.to(self.params["head.weight"].dtype)
+        return x.to(self.device, self.params["head.weight"].dtype)
 
     def losses(self, at: int, skipped: Collection[int], scale: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
         """Runs forwards and backwards on a batch of each rank; returns the losses."""

@@ -246,10 +246,12 @@ class Sharded(Changing):
 
     def __init__(self, program: Program, env: RankEnv, plain: Net) -> None:
         self.ranks = range(env.rank, env.rank + 1)
+        self.device = env.device
         super().__init__(program, env, plain)
 
     def model_of(self, plain: Net, shape: tuple[int, ...]) -> Any:
         self.mesh = self.env.mesh(shape)
+        plain.to(self.device).tie()  # torch unties what it moves to a device of an extension
         model = shard(plain, self.program.parts, self.mesh, self.program.options)
         self.set_factors(model)
         return model

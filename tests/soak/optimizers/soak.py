@@ -2,6 +2,7 @@
 
     python -m tests.soak.optimizers --programs 5000 --ranks 2 --mesh 1d --seed 0 --log optimizers.log
     python -m tests.soak.optimizers --programs 500 --ranks 4 --mesh 2d --seed 0
+    python -m tests.soak.optimizers --programs 500 --device emul       with delays and a detector of races; or cuda
     python -m tests.soak.optimizers --show 0:17 --ranks 4 --mesh 2d                      prints a program
 
 Each class of failures is told with its count, its seeds, and a program of it that was shrunk. See `programs.py`.
@@ -18,6 +19,7 @@ from collections.abc import Sequence
 from tests.soak.actions.soak import Tally, run_all, shrink, table
 from tests.soak.optimizers.play import run_programs
 from tests.soak.optimizers.programs import SHAPES, Program, draw, smaller
+from tests.support import device as emulator
 from tests.support.facts import header
 from tests.support.rig import Pool
 
@@ -35,6 +37,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
     parser.add_argument("--mesh", choices=["1d", "2d"], default="1d")
     parser.add_argument("--seed", default="0")
+    parser.add_argument("--device", default="cpu", help="of the sharded side: cpu, cuda, or emul, the emulated one")
     parser.add_argument("--show", help="print the program of this seed and number, as 0:17, and end")
     parser.add_argument("--shrink", type=int, default=100, help="tries to shrink one program of each class of failures")
     parser.add_argument("--stop-at", type=int, default=0, help="end with this many failures")
@@ -47,7 +50,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log, flush=True)
     start = time.monotonic()
     programs = [draw(f"{args.seed}:{n}", shape) for n in range(args.first, args.first + args.programs)]
-    with Pool(args.ranks) as pool:
+    if args.device == emulator.NAME:
+        emulator.build()
+    with Pool(args.ranks, device=args.device) as pool:
         tally = run(pool, programs, args.stop_at)
         print(table(tally, len(programs)), file=args.log, flush=True)
         print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)

@@ -29,9 +29,9 @@ Optimizers = Sequence[torch.optim.Optimizer]
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A copy of a tensor; of a DTensor it is gathered, so every rank must call."""
+    """A copy of a tensor on the host; a DTensor is gathered for it, so every rank must call."""
     tensor = tensor.detach()
-    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone()
+    return (tensor.full_tensor() if isinstance(tensor, DTensor) else tensor).clone().cpu()
 
 
 def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:

@@ -34,7 +34,9 @@ __all__ = ["Outcome", "Pool", "PoolTimeout", "RankEnv", "RemoteError", "describe
 
 _PRELOAD = [
     "__main__",
+    "pytest",
     "torch",
+    "torch._dynamo",
     "torch.distributed.checkpoint",
     "torch.distributed.fsdp",
     "torch.distributed.tensor",

@@ -49,8 +49,9 @@ def _steps(env: RankEnv, models: tuple[Any, Any], optimizers: list[Any], count: 
             model(x).square().mean().backward()
             optimizer.step()
             optimizer.zero_grad()
+    mine = full_params(models[0])
     for name, value in full_params(models[1]).items():
-        torch.testing.assert_close(full_params(models[0])[name], value, rtol=0, atol=1e-13, msg=name)
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-13, msg=name)
 
 
 def _is_edited(env: RankEnv, kind: dict[str, bool]) -> None:

@@ -45,8 +45,9 @@ def _groups(model: nn.Module) -> list[dict[str, Any]]:
 
 
 def _same(actual: Any, expected: Any) -> None:
+    mine = full_params(actual)
     for name, value in full_params(expected).items():
-        torch.testing.assert_close(full_params(actual)[name], value, rtol=0, atol=1e-14, msg=name)
+        torch.testing.assert_close(mine[name], value, rtol=0, atol=1e-14, msg=name)
 
 
 def _same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) -> None:

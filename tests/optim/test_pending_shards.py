@@ -167,8 +167,9 @@ def _other_steps(env: RankEnv) -> None:
         for other in others:  # of the same gradients, straight behind it
             other.step()
             other.zero_grad()
+        expected = full_params(theirs)
         for name, value in full_params(mine).items():
-            torch.testing.assert_close(value, full_params(theirs)[name], rtol=0, atol=1e-13, msg=name)
+            torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-13, msg=name)
 
 
 def test_another_optimizer_steps_what_has_landed(pool4: Pool) -> None:

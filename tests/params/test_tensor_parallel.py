@@ -43,6 +43,7 @@ from tests.support.twin import (
     sgd,
     train,
     twin_of,
+    whole,
 )
 
 DIM, HIDDEN, LENGTH = 8, 16, 4
@@ -430,7 +431,7 @@ def check_uneven_checkpoints(env: RankEnv, dim: int, directory: str) -> None:
 
 
 def full_moments(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    return {name: full(optimizer.state[param]["exp_avg"]) for name, param in model.named_parameters()}
+    return whole({name: optimizer.state[param]["exp_avg"] for name, param in model.named_parameters()})
 
 
 @pytest.mark.parametrize("dim", [0, -1])

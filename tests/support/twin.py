@@ -12,8 +12,10 @@ from functools import partial
 from typing import Any, Literal
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
-from torch.distributed.tensor import DTensor
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 from tests.support.models import Batch, Case, Loss, mse
 
@@ -136,12 +138,65 @@ def full(tensor: Tensor) -> Tensor:
 
 def full_params(model: nn.Module) -> dict[str, Tensor]:
     """Every whole parameter by name."""
-    return {name: full(param) for name, param in model.named_parameters()}
+    return whole(dict(model.named_parameters()))
 
 
 def full_grads(model: nn.Module) -> dict[str, Tensor | None]:
     """Every whole gradient by its parameter's name; None where there is none."""
-    return {name: None if p.grad is None else full(p.grad) for name, p in model.named_parameters()}
+    grads = {name: param.grad for name, param in model.named_parameters()}
+    held = whole({name: grad for name, grad in grads.items() if grad is not None})
+    return {name: held.get(name) for name in grads}
+
+
+def whole(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+    """As `full`, of many: those that the same axis of a mesh shards travel together, which takes a tenth of the time."""
+    together: dict[Any, list[str]] = {}
+    for name, tensor in tensors.items():
+        if (axis := _sharded_by(tensor)) is not None:
+            together.setdefault((tensor.device_mesh, axis, tensor.dtype), []).append(name)  # type: ignore[attr-defined]
+    gathered: dict[str, Tensor] = {}
+    for (mesh, axis, _), names in together.items():
+        gathered.update(zip(names, _gather([tensors[name] for name in names], mesh, axis), strict=True))
+    return {name: gathered[name] if name in gathered else full(tensor) for name, tensor in tensors.items()}
+
+
+def _sharded_by(tensor: Tensor) -> int | None:
+    """The only axis of its mesh over which a DTensor on the CPU is cut, each rank's part being a plain tensor."""
+    if not isinstance(tensor, DTensor) or not tensor.numel() or tensor.device_mesh.get_coordinate() is None:
+        return None
+    local, placements = tensor._local_tensor.detach(), tensor.placements  # detached: what is on its way has arrived
+    if local.device.type != "cpu" or type(local) is not Tensor:
+        return None
+    axes = [axis for axis, placement in enumerate(placements) if type(placement) is not Replicate]
+    return axes[0] if len(axes) == 1 and type(placements[axes[0]]) is Shard else None
+
+
+def _gather(tensors: list[Any], mesh: DeviceMesh, axis: int) -> list[Tensor]:
+    """The whole of each tensor, of one dtype; each rank holds rows as `torch.chunk` cuts them, perhaps none."""
+    ranks, at = mesh.size(axis), mesh.get_local_rank(axis)
+    shapes: list[list[torch.Size]] = []  # [tensor][rank]
+    for tensor in tensors:
+        dim, size = tensor.placements[axis].dim, list(tensor.shape)
+        rows, each = size[dim], -(-size[dim] // ranks)
+        held = [max(0, min(each, rows - rank * each)) for rank in range(ranks)]
+        shapes.append([torch.Size((*size[:dim], part, *size[dim + 1 :])) for part in held])
+        assert tensor._local_tensor.shape == shapes[-1][at], f"{tensor._local_tensor.shape}, but {tensor._spec}"
+    mine = torch.cat([tensor._local_tensor.detach().reshape(-1) for tensor in tensors])
+    sent = mine.new_zeros(sum(of_ranks[0].numel() for of_ranks in shapes))  # the first rank holds most
+    sent[: mine.numel()] = mine
+    everyone = sent.new_empty(ranks, sent.numel())
+    dist.all_gather_into_tensor(everyone.view(-1).view(torch.uint8), sent.view(torch.uint8), group=mesh.get_group(axis))
+    parts = [everyone[rank].split_with_sizes(_sizes(shapes, rank, sent.numel()))[:-1] for rank in range(ranks)]
+    return [
+        torch.cat([part[k].view(of_ranks[rank]) for rank, part in enumerate(parts)], tensor.placements[axis].dim)
+        for k, (tensor, of_ranks) in enumerate(zip(tensors, shapes, strict=True))
+    ]
+
+
+def _sizes(shapes: list[list[torch.Size]], rank: int, total: int) -> list[int]:
+    """How many elements each tensor has on a rank, and the padding behind them."""
+    sizes = [of_ranks[rank].numel() for of_ranks in shapes]
+    return [*sizes, total - sum(sizes)]
 
 
 def assert_same(

@@ -37,8 +37,8 @@ MULTIPLIES = frozenset({"nccl", "fake"})
 fake one moves nothing; it counts as NCCL does, so that what is counted there holds on GPUs."""
 
 MULTIPLIED = frozenset({torch.float16, torch.float32, torch.float64})
-"""What they multiply rightly. Of bfloat16 torch hands NCCL a float, of which NCCL reads the lower half: 0 for all powers of two
-(PyTorch's issue 190745)."""
+"""What they multiply rightly. Of bfloat16 torch hands NCCL a float, of which NCCL reads the lower half: 0 for all powers of
+two (PyTorch's issue 190745)."""
 
 ASK_IN_GROUP = frozenset({"gloo", "nccl", "xccl"})
 """Backends of torch's own groups whose works tell the host when they have ended, so that it can look around meanwhile."""

@@ -28,8 +28,8 @@ from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
 TOLERANCE_OF_FLOAT32 = 1e-4
-TOLERANCE_OF_ASGD = 1e-6
-"""On a device it steps tensors of a group together by default, and computes its rates in float32 there."""
+TOLERANCE_OF_RATES = 1e-6
+"""Of ASGD and of rates that are tensors: both are in float32, in which a device divides by multiplying with the inverse."""
 COMPARED_BEFORE = ("step", "clip", "scaled", "move", "save", "replace")
 
 OWED: list[tuple[tuple[str, ...], str, str]] = [
@@ -95,8 +95,9 @@ class _Play:
         self.env, self.program, self.verdict = env, program, verdict
         self.doing = "the beginning"
         narrow = any(part.dtype == "float32" for part in program.parts)
-        rounds = env.device != "cpu" and any(spec.name == "ASGD" for spec in program.specs)
-        self.tolerance = TOLERANCE_OF_FLOAT32 if narrow else TOLERANCE_OF_ASGD if rounds else TOLERANCE
+        rates = any(spec.name == "ASGD" or ("lr", "tensor") in spec.settings for spec in program.specs)
+        rounds = env.device != "cpu" and rates
+        self.tolerance = TOLERANCE_OF_FLOAT32 if narrow else TOLERANCE_OF_RATES if rounds else TOLERANCE
         torch.manual_seed(7)
         plains = [Net(program.parts)]
         plains.append(Net(program.parts))

@@ -123,6 +123,8 @@ class Side:
         """An optimizer of groups that name their parameters."""
         settings: dict[str, Any] = {**({"eps": 1e-3} if spec.name in EPS else {}), **dict(spec.settings)}
         settings.pop("lr", None)
+        if self.program.overlap and spec.name == "SGD":
+            settings.pop("nesterov", None)  # torch adds the momentum to the gradients themselves, which others step, too
         if spec.name == "Adagrad" and self.device == "cuda":
             settings.pop("fused", None)  # torch has it for the CPU alone
         named = [{**group, "params": [self.params[name] for name in group["params"]]} for group in groups]

@@ -185,7 +185,7 @@ def _gather(tensors: list[Any], mesh: DeviceMesh, axis: int) -> list[Tensor]:
     sent = mine.new_zeros(sum(of_ranks[0].numel() for of_ranks in shapes))  # the first rank holds most
     sent[: mine.numel()] = mine
     everyone = sent.new_empty(ranks, sent.numel())
-    dist.all_gather_into_tensor(everyone.view(-1).view(torch.uint8), sent.view(torch.uint8), group=mesh.get_group(axis))
+    dist.all_gather([row.view(torch.uint8) for row in everyone], sent.view(torch.uint8), group=mesh.get_group(axis))
     parts = [everyone[rank].split_with_sizes(_sizes(shapes, rank, sent.numel()))[:-1] for rank in range(ranks)]
     return [
         torch.cat([part[k].view(of_ranks[rank]) for rank, part in enumerate(parts)], tensor.placements[axis].dim)

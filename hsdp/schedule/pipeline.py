@@ -374,8 +374,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
                 in_sum = False
                 terms = [*part.inputs, *(one.whole for one in part.uneven)] or part.values()
                 torch._foreach_mul_(terms, scaling.before)
-            if part.plan.kind.reduce not in MULTIPLIED:
-                in_sum = False
+            in_sum = in_sum and part.plan.kind.reduce in MULTIPLIED
             part.late_factor = scaling.after_all_reduce
             scaled.append((part, scaling.after_scatter))
             factors.add(scaling.after_scatter)

@@ -17,6 +17,7 @@ from hypothesis import settings
 import hsdp.debug  # noqa: F401  # as it is outside of tests: this process counts copies and bytes
 from tests.support import device as emulator
 from tests.support.rig import Pool
+from tests.support.share import spread
 from tests.support.worker import restore_globals
 
 torch.set_num_threads(1)
@@ -25,6 +26,14 @@ os.environ.setdefault("HSDP_DEBUG", "1")  # inherited by the workers: a silent r
 # Deterministic, so that a red CI run can be repeated, and without deadlines, because machines are shared.
 settings.register_profile("hsdp", derandomize=True, deadline=None, print_blob=True)
 settings.load_profile("hsdp")
+
+
+@pytest.hookimpl(trylast=True)  # behind `-k`: what is asked for by name is run
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leaves combinations of parameters out: every value has its test."""
+    items[:], others = spread(items)
+    if others:
+        config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:

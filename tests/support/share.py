@@ -1,9 +1,14 @@
-"""How many of their cases long tests run: by default a third of random ones and of planted bugs, and half of those that
-repeat on gloo what pretended ranks have shown; all with HSDP_FULL=1."""
+"""How many of their cases long tests run: by default a third of random ones and of planted bugs, half of those that repeat
+on gloo what pretended ranks have shown, and of each test on ranks as many as take every value of every parameter once; all
+with HSDP_FULL=1."""
 
 from __future__ import annotations
 
 import os
+from collections.abc import Hashable, Sequence
+from itertools import combinations
+
+import pytest
 
 FULL = os.environ.get("HSDP_FULL", "0") not in ("", "0")
 
@@ -11,3 +16,49 @@ FULL = os.environ.get("HSDP_FULL", "0") not in ("", "0")
 def share(cases: int) -> int:
     """Of `cases`, how many to run now."""
     return cases if FULL else max(1, cases // 3)
+
+
+def each_value_once(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:
+    """Of the combinations `cases`, one value per parameter each, some that have every value: their indices, in order.
+
+    Greedy: the next is the one with most values that none has so far, and of these the one with most new pairs of values.
+    """
+    values = [set(enumerate(case)) for case in cases]
+    pairs = [set(combinations(enumerate(case), 2)) for case in cases]
+    missing = set[tuple[int, Hashable]]().union(*values)
+    met: set[tuple[tuple[int, Hashable], tuple[int, Hashable]]] = set()
+    chosen = []
+    while missing:
+        best = max(range(len(cases)), key=lambda i: (len(values[i] & missing), len(pairs[i] - met)))
+        missing -= values[best]
+        met |= pairs[best]
+        chosen.append(best)
+    return sorted(chosen)
+
+
+def combination(item: pytest.Function) -> tuple[Hashable, ...]:
+    """Which value each `parametrize` of a test's case stands for; values are told apart by identity."""
+    params = item.callspec.params
+    names = [mark.args[0] for mark in item.iter_markers("parametrize")]
+    rows = [name.replace(" ", "").split(",") if isinstance(name, str) else name for name in names]
+    return tuple(tuple(id(params[name]) for name in row) for row in rows)
+
+
+def takes_ranks(item: pytest.Function) -> bool:
+    """Whether a test has processes work for it: one that asks for its pool by `request` has its name from a parameter."""
+    return any(name == "request" or name.startswith(("pool", "device")) for name in item.fixturenames)
+
+
+def spread(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:
+    """(those to run now, the others) of the tests collected."""
+    if FULL:
+        return items, []
+    tests: dict[tuple[str, str], list[pytest.Function]] = {}
+    for item in items:
+        if isinstance(item, pytest.Function) and hasattr(item, "callspec") and takes_ranks(item):
+            tests.setdefault((item.nodeid.partition("::")[0], item.originalname), []).append(item)
+    others = set()
+    for cases in tests.values():
+        chosen = set(each_value_once([combination(case) for case in cases]))
+        others.update(case for i, case in enumerate(cases) if i not in chosen)
+    return [item for item in items if item not in others], [item for item in items if item in others]

@@ -193,7 +193,13 @@ class _Stepper:
             for group, targets in zip(optimizer.param_groups, self._groups, strict=True):
                 group["params"] = [target.tensor for target in targets]
             optimizer.state = self._state
-            bare(optimizer)
+            try:
+                bare(optimizer)
+            except BaseException:
+                # Where memory ended between two moments, half a state is there: what this step began is begun anew.
+                for tensor in self._held.begun_since(self._state):
+                    del self._state[tensor]
+                raise
             for targets in self._groups if self._flat else ():
                 for target in targets:
                     target.take_back()
@@ -215,7 +221,7 @@ class _Stepper:
                 if self._replica_gathers is not None:
                     self._replica_gathers.run()
             finally:
-                # So it may have made states, which it goes on with the next time.
+                # So it may have put others into the states, which it goes on with the next time.
                 if not self._held.are_those_of(self._state):
                     self._show(optimizer)
 

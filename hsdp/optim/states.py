@@ -17,7 +17,13 @@ class Entries:
 
     def __init__(self, state: Mapping[Any, dict[str, Any]]) -> None:
         self._dicts = list(state.values())
+        self._filled = list(map(bool, self._dicts))
         self._values = list(chain.from_iterable(map(dict.values, self._dicts)))
+
+    def begun_since(self, state: Mapping[Any, dict[str, Any]]) -> list[Any]:
+        """The keys of the state whose dicts were not there, or empty."""
+        known = {id(one) for one, filled in zip(self._dicts, self._filled, strict=True) if filled}
+        return [key for key, one in state.items() if id(one) not in known]
 
     def are_those_of(self, state: Mapping[Any, dict[str, Any]]) -> bool:
         """Whether the state has the same dicts, and they the same values. Loops in C: this runs twice in every step."""

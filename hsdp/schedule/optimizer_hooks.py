@@ -113,6 +113,7 @@ def _before_optimizer_step(
     _make_ready(optimizer)
     closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
     if not callable(closure) or not _units_of(optimizer):
+        _weights_change(optimizer)
         return None
 
     @functools.wraps(closure)
@@ -120,11 +121,23 @@ def _before_optimizer_step(
         told = closure(*args, **kwargs)
         with torch.no_grad():
             _make_ready(optimizer)
+        _weights_change(optimizer)
         return told
 
     if "closure" in kwargs:
         return args, {**kwargs, "closure": ready}
     return (args[0], ready, *args[2:]), kwargs
+
+
+def _weights_change(optimizer: torch.optim.Optimizer) -> None:
+    """The weights have a new version before they are stepped, too.
+
+    Behind a step that raises half-way torch runs no hook, and foreach operations of DTensors pass by autograd's counters.
+    With a closure it is behind the closure, in which weights are still the old ones.
+    """
+    for ref in _units_of(optimizer):
+        if (unit := ref()) is not None:
+            unit.weights_changed()
 
 
 def _make_ready(optimizer: torch.optim.Optimizer) -> None:

@@ -10,9 +10,12 @@ from unittest import mock
 import hsdp.optim.matrices
 from hsdp.optim.matrices import Bucket, MatrixParam
 from hsdp.optim.replicas import ReplicaGathers, Share
+from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
+from hsdp.schedule import optimizer_hooks
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
+from tests.optim import test_failed_steps as failed
 from tests.optim import test_muon as muon
 from tests.optim import test_muon_replicas as shares
 from tests.optim import test_pending_shards as pending
@@ -117,3 +120,21 @@ def lands_pending_shards_without_waiting() -> Any:
 @mutant(HELD, kill="held since the step before")
 def overlooks_who_holds_the_memory_of_pending_shards() -> Any:
     return mock.patch.object(PendingShards, "held_elsewhere", lambda self: False)
+
+
+# -- steps that fail ------------------------------------------------------------------------------------------------
+
+
+@mutant(Check(failed.check_begun_anew, ("local",)), kill="half a state is left")
+def keeps_states_that_a_failed_step_has_begun() -> Any:
+    return mock.patch.object(Entries, "begun_since", lambda entries, state: [])
+
+
+@mutant(Check(failed.check_others_stay, ("local",)), kill="other states than those of before")
+def drops_all_states_behind_a_failed_step() -> Any:
+    return mock.patch.object(Entries, "begun_since", lambda entries, state: list(state))
+
+
+@mutant(Check(failed.check_half_a_step, ((2, 1), False)), kill="DID NOT RAISE")
+def versions_weights_behind_whole_steps_alone() -> Any:
+    return mock.patch.object(optimizer_hooks, "_weights_change", lambda optimizer: None)

@@ -138,6 +138,8 @@ class _Play:
         pending = name == "zero" and bool(self.sharded.model.pending_gradients())
         ours, error = _attempt(getattr(self.sharded, name), at, *action[1:])
         theirs, twins = _attempt(getattr(self.twin, name), at, *action[1:])
+        if error is None and twins is not None:
+            _, error = _attempt(self.sharded.wait)  # a device tells late what a kernel raised
         self.judge(action, error, twins)
         if pending:
             self.twin.show_zeros(self.sharded)

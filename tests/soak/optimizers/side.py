@@ -123,8 +123,10 @@ class Side:
         """An optimizer of groups that name their parameters."""
         settings: dict[str, Any] = {**({"eps": 1e-3} if spec.name in EPS else {}), **dict(spec.settings)}
         settings.pop("lr", None)
-        if self.program.overlap and spec.name == "SGD":
-            settings.pop("nesterov", None)  # torch adds the momentum to the gradients themselves, which others step, too
+        if settings.get("nesterov") and spec.name == "SGD":
+            # The other one, which devices have by default, adds the momentum to the gradients themselves, of which flat
+            # optimizers have copies.
+            settings["foreach"] = False
         if spec.name == "Adagrad" and self.device == "cuda":
             settings.pop("fused", None)  # torch has it for the CPU alone
         named = [{**group, "params": [self.params[name] for name in group["params"]]} for group in groups]

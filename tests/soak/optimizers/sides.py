@@ -278,6 +278,10 @@ class Sharded(Changing):
     def ready(self) -> None:
         self.model.flush()
 
+    def wait(self) -> None:
+        """Waits for the device, which raises what its kernels did."""
+        torch.get_device_module(self.device).synchronize()
+
     def mean(self, losses: list[Tensor]) -> Tensor:
         mean = losses[0] / self.env.world_size
         dist.all_reduce(mean)

@@ -228,6 +228,10 @@ def draw(seed: str, shape: tuple[int, ...]) -> Program:
     for at, action in reversed([*enumerate(actions)]):
         if action[0] == "freeze" and action[2]:  # most are thawed again: their counts of steps are others from then on
             actions.insert(rng.randrange(at + 1, len(actions) + 1), ("freeze", action[1], False))
+    steps = [at for at, action in enumerate(actions) if action[0] == "step"]
+    counts = random.Random(f"{seed}:counts")  # of its own: other actions stay what they were
+    if any("flat" in spec.wrap for spec in specs) and len(steps) > 1:  # what steps as one is to have counts in common
+        actions.insert(counts.randrange(steps[0], steps[-1]) + 1, ("edit", "count", counts.randrange(8)))
     options = frozenset(name for name, chance in (("replicated", 0.15), ("sum", 0.15)) if rng.random() < chance)
     return Program(
         seed,

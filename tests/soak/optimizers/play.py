@@ -44,6 +44,11 @@ OWED: list[tuple[tuple[str, ...], str, str]] = [
         "StateError: .* is not sharded as .*; load it",
         "`load_state_dict` does not bring shares of states along",
     ),
+    (
+        ("step", "scaled"),
+        "in-place operations that require placement changes",
+        "the same of an optimizer of torch's on DTensors",
+    ),
     (("move", "restore"), r"whole tensor \(\) in the state dict", "torch gives whole values to parameters without dims"),
 ]
 """Errors that hsdp may raise where the twin does not: in which actions, a pattern of "Type: message", and why."""

@@ -89,8 +89,10 @@ class Side:
         """Optimizers step in backward, if the program has it so."""
         for optimizer in self.optimizers if self.program.hooked else ():
             (param,) = optimizer.param_groups[0]["params"]
-            if param.requires_grad:
-                param.register_post_accumulate_grad_hook(self.stepped_in_backward(optimizer))
+            trained = param.requires_grad
+            param.requires_grad_()  # torch puts no hook on a frozen one, which may be thawed later
+            param.register_post_accumulate_grad_hook(self.stepped_in_backward(optimizer))
+            param.requires_grad_(trained)
 
     def stepped_in_backward(self, optimizer: torch.optim.Optimizer) -> Callable[[Tensor], None]:
         def step(param: Tensor) -> None:

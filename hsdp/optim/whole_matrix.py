@@ -51,6 +51,8 @@ class WholeMatrix(torch.optim.Optimizer):
     _plans: dict[tuple[object, ...], list[_Plan]]
     _comms: dict[tuple[int, ...], Comm]
     _adamw: AdamWGroups | None
+    _changes = 0  # how often this step has changed momenta or weights
+    _stopped: int | None = None  # how often the step before had, if it raised
 
     def transform(self, matrices: Tensor, group: dict[str, Any]) -> Tensor:
         """Updates of whole matrices `[k, rows, cols]` of one group, of the same shape. May overwrite `matrices`."""
@@ -119,7 +121,7 @@ class WholeMatrix(torch.optim.Optimizer):
         return {**super().__getstate__(), **{key: self.__dict__[key] for key in self._settings if key in self.__dict__}}
 
     def _forget(self) -> None:
-        self._plans, self._comms, self._adamw = {}, {}, None
+        self._plans, self._comms, self._adamw, self._stopped = {}, {}, None, None
 
     # -- a step ----------------------------------------------------------------------------------------------------------
 
@@ -135,7 +137,8 @@ class WholeMatrix(torch.optim.Optimizer):
 
         Raises:
             StateError: a gradient is not sharded as its parameter is.
-            DivergenceError: ranks have gradients for different parameters.
+            DivergenceError: ranks have gradients for different parameters, or the step before failed on them at different
+                points: momenta of replicas may differ, and shards of a matrix be of different steps. Load a checkpoint.
         """
         loss = None
         if closure is not None:
@@ -147,19 +150,26 @@ class WholeMatrix(torch.optim.Optimizer):
         targets = [target for plan in plans for one in plan.exchanges for target in one.bucket.targets]
         for target in targets:
             self._grad(target)  # refuses before anything is changed
-        for plan in plans:
-            self._run(plan)
-        increment_version([target.param for target in targets])  # which `_apply` does not touch
-        if any(group.get("algorithm") == "adamw" for group in self.param_groups):
-            self._adamw = self._adamw or AdamWGroups(self._over_replicas)
-            self._adamw.step(self)
+        self._changes = 0
+        try:
+            for plan in plans:
+                self._run(plan)
+            if any(group.get("algorithm") == "adamw" for group in self.param_groups):
+                self._adamw = self._adamw or AdamWGroups(self._over_replicas)
+                self._adamw.step(self)
+        except BaseException:
+            self._stopped = self._changes
+            raise
+        finally:
+            increment_version([target.param for target in targets])  # which `_apply` does not touch
+        self._stopped = None
         return loss
 
     def _planned(self) -> list[_Plan]:
         """The plans for the parameters that have gradients, looked up as long as these are the same."""
         pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
         cuts = repr([(g.get("matrices"), g.get("split_sizes")) for g in self.param_groups])  # a list has no hash
-        key = (cuts, *((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs))
+        key = (cuts, self._stopped, *((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs))
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:
             if len(self._plans) >= 16:  # who steps other parameters each time would collect plans
@@ -192,8 +202,9 @@ class WholeMatrix(torch.optim.Optimizer):
         for bucket in buckets:
             bucket.route(me)
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
-        told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas))
-        label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters")
+        told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas, self._stopped))
+        behind = "" if self._stopped is None else f", behind a step that failed after {self._stopped} changes"
+        label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters{behind}")
         key = zlib.crc32(told.encode()) << 16
         exchanges = [Exchange(bucket, comm, ranks, label, key + 4 * at) for at, bucket in enumerate(buckets)]
         return _Plan(comm, exchanges, label, key)
@@ -223,6 +234,7 @@ class WholeMatrix(torch.optim.Optimizer):
             grads = [self._grad(target) for target in targets]
             buffers = [self._buffer(target) for target in targets]
             torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+            self._changes += 1
             values = torch._foreach_lerp(grads, buffers, group["momentum"]) if group["nesterov"] else buffers
             found.update((id(target), value) for target, value in zip(targets, values, strict=True))
         return found
@@ -274,7 +286,9 @@ class WholeMatrix(torch.optim.Optimizer):
         for (_, factor), (group, parts, values) in kinds.items():
             lr = float(group["lr"])
             torch._foreach_mul_(parts, 1 - lr * group["weight_decay"])
+            self._changes += 1
             torch._foreach_add_(parts, values, alpha=-lr * factor)
+            self._changes += 1
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from hsdp.optim.matrices import Bucket, MatrixParam
 from hsdp.optim.replicas import ReplicaGathers, Share
 from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
+from hsdp.optim.whole_matrix import WholeMatrix
 from hsdp.schedule import optimizer_hooks
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
@@ -138,3 +139,9 @@ def drops_all_states_behind_a_failed_step() -> Any:
 @mutant(Check(failed.check_half_a_step, ((2, 1), False)), kill="DID NOT RAISE")
 def versions_weights_behind_whole_steps_alone() -> Any:
     return mock.patch.object(optimizer_hooks, "_weights_change", lambda optimizer: None)
+
+
+@mutant(Check(failed.check_muon_goes_on, ((2, 1), ("_foreach_lerp", "_foreach_lerp_"))), kill="DID NOT RAISE")
+def forgets_where_a_step_failed() -> Any:
+    nothing = property(lambda optimizer: None, lambda optimizer, value: None)
+    return mock.patch.object(WholeMatrix, "_stopped", nothing)

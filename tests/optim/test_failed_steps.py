@@ -9,7 +9,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from hsdp.errors import StaleParametersError
+from hsdp import check_replicas
+from hsdp.errors import DivergenceError, StaleParametersError
 from hsdp.optim import Muon, local
 from tests.support.models import language
 from tests.support.rig import Pool, RankEnv
@@ -151,3 +152,36 @@ def check_beside_matrices(env: RankEnv) -> None:
 
 def test_groups_of_adamw_beside_matrices_begin_anew_too(pool2: Pool) -> None:
     pool2.run(check_beside_matrices)
+
+
+def check_muon_goes_on(env: RankEnv, shape: tuple[int, ...], operators: tuple[str, str]) -> None:
+    """A step fails at the rank's operator of the two; the next one is made on all ranks, or refused on all."""
+    model: Any = shard(CASE.model(), env.mesh(shape))
+    matrices = [param for param in model.parameters() if param.ndim == 2]
+    optimizer = Muon(matrices, lr=0.01)
+    for step in range(4):
+        CASE.loss(model, CASE.batch(step, env.rank)).backward()
+        if step == 1:
+            failing = mock.patch.object(torch, operators[env.rank], side_effect=MemoryError)
+            with failing, pytest.raises(MemoryError):
+                optimizer.step()
+        elif step == 2 and operators[0] != operators[1]:
+            with pytest.raises(DivergenceError, match=r"Muon.* behind a step that failed after \d changes"):
+                optimizer.step()
+            return
+        else:
+            optimizer.step()
+        optimizer.zero_grad()
+    check_replicas(model, optimizer)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_ranks_that_failed_at_one_operator_go_on(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(check_muon_goes_on, shape, ("_foreach_lerp", "_foreach_lerp"))
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_ranks_that_failed_at_different_operators_are_told(shape: tuple[int, ...]) -> None:
+    """One has moved its momenta, the other one has not."""
+    with Pool(2) as pool:  # its groups are of no use afterwards
+        pool.run(check_muon_goes_on, shape, ("_foreach_lerp", "_foreach_lerp_"))

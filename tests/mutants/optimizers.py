@@ -131,7 +131,7 @@ def keeps_states_that_a_failed_step_has_begun() -> Any:
     return mock.patch.object(Entries, "begun_since", lambda entries, state: [])
 
 
-@mutant(Check(failed.check_others_stay, ("local",)), kill="other states than those of before")
+@mutant(Check(failed.check_others_stay, ("local",)), kill="other counts")
 def drops_all_states_behind_a_failed_step() -> Any:
     return mock.patch.object(Entries, "begun_since", lambda entries, state: list(state))
 
@@ -141,7 +141,10 @@ def versions_weights_behind_whole_steps_alone() -> Any:
     return mock.patch.object(optimizer_hooks, "_weights_change", lambda optimizer: None)
 
 
-@mutant(Check(failed.check_muon_goes_on, ((2, 1), ("_foreach_lerp", "_foreach_lerp_"))), kill="DID NOT RAISE")
+APART = Check(failed.check_muon_goes_on, ((2, 1), ("_foreach_lerp", "_foreach_lerp_")), ends="DivergenceError")
+
+
+@mutant(APART, kill="no rank was told")
 def forgets_where_a_step_failed() -> Any:
     nothing = property(lambda optimizer: None, lambda optimizer, value: None)
     return mock.patch.object(WholeMatrix, "_stopped", nothing)

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp import check_replicas
-from hsdp.errors import DivergenceError, StaleParametersError
+from hsdp.errors import StaleParametersError
 from hsdp.optim import Muon, local
 from tests.support.models import language
 from tests.support.rig import Pool, RankEnv
@@ -120,8 +120,9 @@ def check_others_stay(env: RankEnv, wrap: str) -> None:
         param.grad = grad
     held = {id(param) for param, state in failed.state.items() if state}
     _step_without_memory(failed, 1)
-    assert {id(param) for param, state in failed.state.items() if state} == held, "other states than those of before"
+    assert {id(param) for param, state in failed.state.items() if state} == held
     failed.step()
+    assert all((int(failed.state[param]["step"]) > 1) is (id(param) in held) for param in failed.state), "other counts"
     names = {"step", "exp_avg", "exp_avg_sq"}
     for group in failed.param_groups:
         for param in group["params"]:
@@ -155,23 +156,19 @@ def test_groups_of_adamw_beside_matrices_begin_anew_too(pool2: Pool) -> None:
 
 
 def check_muon_goes_on(env: RankEnv, shape: tuple[int, ...], operators: tuple[str, str]) -> None:
-    """A step fails at the rank's operator of the two; the next one is made on all ranks, or refused on all."""
+    """A step fails at the rank's operator of the two, and others come behind it."""
     model: Any = shard(CASE.model(), env.mesh(shape))
-    matrices = [param for param in model.parameters() if param.ndim == 2]
-    optimizer = Muon(matrices, lr=0.01)
+    optimizer = Muon([param for param in model.parameters() if param.ndim == 2], lr=0.01)
     for step in range(4):
         CASE.loss(model, CASE.batch(step, env.rank)).backward()
         if step == 1:
             failing = mock.patch.object(torch, operators[env.rank], side_effect=MemoryError)
             with failing, pytest.raises(MemoryError):
                 optimizer.step()
-        elif step == 2 and operators[0] != operators[1]:
-            with pytest.raises(DivergenceError, match=r"Muon.* behind a step that failed after \d changes"):
-                optimizer.step()
-            return
         else:
             optimizer.step()
         optimizer.zero_grad()
+    assert operators[0] == operators[1], "no rank was told"
     check_replicas(model, optimizer)
 
 
@@ -181,7 +178,8 @@ def test_ranks_that_failed_at_one_operator_go_on(pool2: Pool, shape: tuple[int, 
 
 
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
-def test_ranks_that_failed_at_different_operators_are_told(shape: tuple[int, ...]) -> None:
+def test_ranks_that_failed_at_different_operators_are_told(pool2: Pool, shape: tuple[int, ...]) -> None:
     """One has moved its momenta, the other one has not."""
-    with Pool(2) as pool:  # its groups are of no use afterwards
-        pool.run(check_muon_goes_on, shape, ("_foreach_lerp", "_foreach_lerp_"))
+    outcomes = pool2.run_raw(check_muon_goes_on, shape, ("_foreach_lerp", "_foreach_lerp_"))
+    for one in outcomes:
+        assert one.error == "DivergenceError" and "behind a step that failed after" in one.message, one

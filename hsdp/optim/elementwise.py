@@ -85,7 +85,7 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
 
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
-        ValueError: something replaced its `step` already (a scheduler does).
+        ValueError: something replaced its `step` already (a scheduler does), or it is made with `differentiable=True`.
         StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):
@@ -100,6 +100,11 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
             f"optim.local({cls.__name__}): not known to update each element by itself. If it looks at unsharded parameters "
             "(their norms, rows or columns, as LAMB, Adafactor and Muon do), shards would give other updates: leave it as "
             "it is. If it does not, pass elementwise=True"
+        )
+    if any(group.get("differentiable") for group in optimizer.param_groups):
+        raise ValueError(
+            f"optim.local({cls.__name__}): differentiable=True; a step of local tensors is not part of the autograd graph, "
+            "so gradients through it would be missing: leave the optimizer as it is"
         )
     if "step" in vars(optimizer):
         raise ValueError(

@@ -189,6 +189,8 @@ def test_optimizers_that_local_cannot_step_are_refused() -> None:
         torch.optim.lr_scheduler.StepLR(late, 1)
         with pytest.raises(ValueError, match="make the scheduler afterwards"):
             local(late)
+        with pytest.raises(ValueError, match="differentiable=True"):
+            local(torch.optim.SGD(matrices, lr=0.1, differentiable=True))
         matrices[0].grad = torch.zeros(matrices[0].shape, dtype=matrices[0].dtype)
         with pytest.raises(hsdp.StateError, match="not sharded as the parameter"):
             optimizer.step()

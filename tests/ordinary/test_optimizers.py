@@ -206,6 +206,35 @@ def skips_steps_of_infinite_gradients(program: Program) -> Results:
     return results(model, scale=torch.tensor(scaler.get_scale(), dtype=torch.float64))
 
 
+def scales_losses_for_two_optimizers(program: Program) -> Results:
+    """Has one `GradScaler` for two optimizers, micro-batches, and gradients that are not finite on one rank."""
+    model = blocks()
+    program.shard(model, model)
+    params = list(model.parameters())
+    optimizers = [
+        _steps(program, torch.optim.AdamW(params[:3], lr=0.01, fused=True)),
+        _steps(program, torch.optim.SGD(params[3:], lr=0.1, momentum=0.9)),
+    ]
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0, growth_interval=2)
+    scales = []
+    for k in range(6):
+        for at in range(2):
+            with model.accumulate(last=at == 1) if program.sharded else nullcontext():  # type: ignore[operator]
+                loss = program.loss(model, 2 * k + at)
+                if k in (2, 3) and at == 0 and (program.rank == 1 or not program.sharded):
+                    loss = loss * (float("inf") if k == 2 else float("nan"))
+                scaler.scale(loss).backward()
+        for optimizer in optimizers[k % 2 :]:
+            scaler.unscale_(optimizer)
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+        scaler.update()
+        scales.append(torch.tensor(scaler.get_scale(), dtype=torch.float64))
+        for optimizer in optimizers:
+            optimizer.zero_grad(set_to_none=k % 2 == 0)
+    return results(model, scales=torch.stack(scales))
+
+
 def steps_under_a_schedule(program: Program) -> Results:
     """Has a schedule of learning rate and momentum, and AMSGrad."""
     model, optimizer = _sharded(program, amsgrad=True)

@@ -51,14 +51,21 @@ class Tally:
         return sum(map(len, self.failed.values()))
 
 
-def run_all(pool: Pool, programs: Sequence[Any], system: str = "hsdp", stop_at: int = 0, runner: Any = None) -> Tally:
+def run_all(
+    pool: Pool,
+    programs: Sequence[Any],
+    system: str = "hsdp",
+    stop_at: int = 0,
+    runner: Any = None,
+    group_timeout: float = GROUP_TIMEOUT,
+) -> Tally:
     """Runs programs on the pool's ranks, a batch per call; goes on behind failures, up to `stop_at` of them if given."""
     tally, at = Tally(), 0
     call = (run_programs,) if runner is None else runner
     while at < len(programs):
         batch = list(programs[at : at + BATCH])
         try:
-            verdicts = pool.run(*call, batch, system, timeout=60.0 + 3.0 * len(batch), group_timeout=GROUP_TIMEOUT)
+            verdicts = pool.run(*call, batch, system, timeout=60.0 + 3.0 * len(batch), group_timeout=group_timeout)
         except RemoteError as error:
             place, failure, told, done = _first_failure(pool, batch, system, error, call)
             tally.failed[failure].append((batch[place], told))
@@ -108,6 +115,7 @@ def shrink(
     tries: int = 150,
     runner: Any = None,
     smaller: Callable[[Any], Iterator[Any]] = smaller,
+    group_timeout: float = GROUP_TIMEOUT,
 ) -> tuple[Any, str]:
     """A smaller program that fails in the same class, and what it tells; `smaller` gives candidates."""
     told, again = "", True
@@ -117,7 +125,7 @@ def shrink(
             tries -= 1
             if tries <= 0:
                 break
-            failed = run_all(pool, [other], system, runner=runner).failed
+            failed = run_all(pool, [other], system, runner=runner, group_timeout=group_timeout).failed
             if failure in failed:
                 program, told, again = other, failed[failure][0][1], True
                 break

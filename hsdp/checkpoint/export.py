@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -15,6 +16,7 @@ import torch
 from torch import Tensor
 
 from hsdp.checkpoint.commits import sync_names
+from hsdp.checkpoint.whole_tensors import Withheld
 from hsdp.errors import CheckpointError
 
 INDEX = "model.safetensors.index.json"
@@ -77,14 +79,14 @@ def lay_out(tensors: Mapping[str, Tensor], dtype: torch.dtype | None, max_file_b
 class Writer:
     """The files being written, on the rank that writes.
 
-    An error must not leave the other ranks in the middle of a gather: it stops the writing, and comes out in `publish`.
+    An error must not leave the other ranks in the middle of a gather: it stops the writing, and is withheld.
     """
 
-    def __init__(self, directory: Path, metadata: Mapping[str, str]) -> None:
+    def __init__(self, directory: Path, metadata: Mapping[str, str], withheld: Withheld) -> None:
         self._directory = directory
         self._metadata = dict(metadata)
         self._stream: IO[bytes] | None = None
-        self._error: OSError | None = None
+        self._withheld = withheld
 
     def begin(self, file: File) -> None:
         """Ends the file before, and begins the next."""
@@ -98,34 +100,42 @@ class Writer:
 
         self._guard(body)
 
-    def write(self, tensor: Tensor) -> None:
-        """Writes the next tensor."""
-        tensor = tensor.resolve_neg().contiguous()
-        size = tensor.numel() * tensor.itemsize
+    def write(self, tensor: Tensor | None) -> None:
+        """Writes the next tensor; None if an error is withheld."""
 
         def body() -> None:
-            assert self._stream is not None, "a file was begun"
+            assert self._stream is not None and tensor is not None, "a file was begun, and the tensor gathered"
+            plain = tensor.resolve_neg().contiguous()
             # The tensor's own memory as a buffer, which torch offers by way of numpy only.
-            self._stream.write((ctypes.c_char * size).from_address(tensor.data_ptr()))
+            if size := plain.numel() * plain.itemsize:
+                self._stream.write((ctypes.c_char * size).from_address(plain.data_ptr()))
 
-        if size:
-            self._guard(body)
+        self._guard(body)
+
+    def complete(self, files: list[File]) -> None:
+        """Writes what is left: the end of the last file, and the index of several."""
+        self._guard(self._end)
+        if len(files) > 1:
+            self._guard(lambda: self._write_index(files))
+
+    def discard(self, files: list[File]) -> None:
+        """Removes what was written."""
+        if self._stream is not None:
+            with contextlib.suppress(OSError):
+                self._stream.close()
+        for name in (*[file.name for file in files], INDEX):
+            with contextlib.suppress(OSError):
+                self._partial(name).unlink(missing_ok=True)
 
     def publish(self, files: list[File]) -> None:
-        """Gives the files their names, the index last, and removes those of an earlier export.
+        """Gives the complete files their names, the index last, and removes those of an earlier export.
 
         Whoever comes while that is under way, or after the process was killed there, finds an export whole or no index,
         never the index of one and files of another: that of an earlier export goes first.
         """
-        self._guard(self._end)
         current = [file.name for file in files]
         if len(files) > 1:
             current.append(INDEX)
-            self._guard(lambda: self._write_index(files))
-        if self._error is not None:
-            for name in current:
-                self._partial(name).unlink(missing_ok=True)
-            raise self._error
         (self._directory / INDEX).unlink(missing_ok=True)
         for name in current:
             if name in (current[0], INDEX):
@@ -153,8 +163,5 @@ class Writer:
             self._stream.close()
 
     def _guard(self, body: Callable[[], None]) -> None:
-        if self._error is None:
-            try:
-                body()
-            except OSError as error:
-                self._error = error
+        if self._withheld.error is None:
+            self._withheld.attempt(body)

@@ -1,4 +1,4 @@
-"""Whole state dicts: gathered to one rank, or dealt out from one, one tensor at a time.
+"""Whole state dicts: gathered to one rank, or dealt out from one, one tensor at a time (`whole_tensors.py`).
 
     gather   ranks of dst's shard group --rows, point to point--> their places in one whole tensor on dst
     deal     src --rows, point to point--> ranks of its shard group --broadcast--> their replicas
@@ -9,20 +9,17 @@ shard group hold nothing beside theirs, other replicas do not even take part in 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
-from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.optim import Optimizer
 
-from hsdp.buffers.fingerprints import as_bytes, fingerprint
+from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.claims import agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
@@ -30,13 +27,12 @@ from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.made import is_of_weights
 from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
-from hsdp.checkpoint.ranks import Ranks, for_messages
+from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.structure import leaves_of, mapped
+from hsdp.checkpoint.whole_tensors import Withheld, deal, first_rank, whole_tensor
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
-from hsdp.params.dtensors import full_tensor, part_of_whole
-from hsdp.params.local import local_of
 from hsdp.unit.lookup import units_below
 
 
@@ -55,13 +51,18 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
         (and write it, say), go through `iter_full_state_dict`.
 
     Raises:
-        CheckpointError: on all ranks: a parameter is on the meta device, or a hook of the model's raised.
+        CheckpointError: on all ranks: a parameter is on the meta device, a hook of the model's raised, ranks hold other
+            numbers of bytes (as another dtype has them), or another rank failed, for want of memory say.
+        Exception: what failed on this rank, when the others have heard of it.
     """
-    entries = alike(model.parameters(), lambda: model_entries(model))
-    dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
+    entries, dst = _begun(model, rank0_only)
     state: dict[str, Any] = {}
+    withheld = Withheld()
     for name, first in first_names(model, entries).items():
-        state[name] = state[first] if first in state else whole_value(entries[name].value, dst, cpu)
+        state[name] = state[first] if first in state else whole_value(entries[name].value, dst, cpu, withheld)
+        if withheld.error is not None:
+            state = dict.fromkeys(state)  # room for what other ranks still send
+    alike(model.parameters(), withheld.release)
     return state if dst is None or dst == own_rank() else {}
 
 
@@ -76,10 +77,23 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
     Raises:
         CheckpointError: as `full_state_dict`.
     """
-    entries = alike(model.parameters(), lambda: model_entries(model))
-    dst = first_rank(entry.value for entry in entries.values()) if rank0_only else None
+    entries, dst = _begun(model, rank0_only)
     for name, entry in entries.items():
-        yield name, whole_value(entry.value, dst, cpu)
+        withheld = Withheld()
+        value = whole_value(entry.value, dst, cpu, withheld)
+        alike(model.parameters(), withheld.release)  # before anybody writes it
+        yield name, value
+        del value  # not beside the next one
+
+
+def _begun(model: nn.Module, rank0_only: bool) -> tuple[dict[str, Entry], int | None]:
+    """The model's entries, and the rank that gets them whole (None: each)."""
+
+    def begun() -> tuple[dict[str, Entry], int | None]:
+        entries = model_entries(model)
+        return entries, first_rank(entry.value for entry in entries.values()) if rank0_only else None
+
+    return alike(model.parameters(), begun, lambda made: [entry.value for entry in made[0].values()])
 
 
 def full_optimizer_state_dict(
@@ -95,14 +109,21 @@ def full_optimizer_state_dict(
 
     Raises:
         CheckpointError: on all ranks: a parameter of the optimizer is not one of the model's, or state is a plain tensor
-            that has the shape of a rank's rows.
+            that has the shape of a rank's rows; or as `full_state_dict`.
+        Exception: as `full_state_dict`.
     """
-    state = alike(model.parameters(), lambda: optimizer_state(model, optimizer))
-    dst = first_rank(model.parameters()) if rank0_only else None
 
-    held = state["state"]
+    def begun() -> tuple[dict[str, Any], int | None]:
+        return optimizer_state(model, optimizer), first_rank(model.parameters()) if rank0_only else None
+
+    def given(made: tuple[dict[str, Any], int | None]) -> list[Any]:
+        return [leaf for entries in made[0]["state"].values() for leaf in leaves_of(entries).values()]
+
+    state, dst = alike(model.parameters(), begun, given)
+    held, withheld = state["state"], Withheld()
     for name, entries in held.items():
-        held[name] = whole_value(entries, dst, cpu)
+        held[name] = whole_value(entries, dst, cpu, withheld)
+    alike(model.parameters(), withheld.release)
     return state if dst is None or dst == own_rank() else {}
 
 
@@ -128,8 +149,8 @@ def load_full_state_dict(
     Raises:
         ValueError: `src_rank` is not one of the ranks.
         CheckpointError: on all ranks, before anything is changed: names, shapes or dtypes differ, or ranks were called with
-            another `src_rank` or another model. Only if `state` does not give a tensor a second time, or a hook of the
-            model's raises, the error says that the model is partly changed.
+            another `src_rank` or another model. Only if `state` does not give a tensor a second time, memory is short, or a
+            hook of the model's raises, the error says that the model is partly changed.
     """
     ranks = Ranks(process_group)
     what = "load_full_state_dict"
@@ -142,47 +163,27 @@ def load_full_state_dict(
     ranks.one(what, lambda: _check_state(given, {n: entry.value for n, entry in entries.items()}, firsts), source)
     handover = Handover(model)
     handed: dict[str, Any] = {}
-    tensors = _Given(given)
+    withheld = Withheld()
     with torch.no_grad():
         for name, entry in entries.items():
             if not isinstance(entry.value, Tensor):
                 handed[entry.raw_name] = ranks.one(what, partial(given.get, name), source)
                 continue
             if firsts[name] == name:
-                deal(entry.value, tensors.like(entry.value, name) if here else None, src_rank, ranks)
+                whole = withheld.attempt(partial(given.__getitem__, name)) if here else None
+                deal(entry.value, whole, src_rank, ranks, withheld)
+                del whole  # not beside the next one
             if handover.is_watched or not handover.writes_to(entry.value):
                 handed[entry.raw_name] = entries[firsts[name]].value  # that of a tied name may be a copy that a hook made
 
     def hand_over() -> None:
         with handing_over("the state"):
-            if tensors.error is not None:
-                raise tensors.error
+            withheld.release()
             if handed:
                 model.load_state_dict(handed, strict=False)
 
     ranks.each(what, hand_over)
     tell_units(model)
-
-
-class _Given:
-    """Whole tensors that a mapping gives, perhaps from files.
-
-    An error must not leave the other ranks waiting for their rows: zeros take the place of what is missing, and who asked
-    raises it when all ranks have theirs.
-    """
-
-    def __init__(self, given: Mapping[str, Any]) -> None:
-        self._given = given
-        self.error: Exception | None = None
-
-    def like(self, target: Tensor, name: str) -> Tensor:
-        """The tensor of a name, which is to be of the shape and dtype of `target`."""
-        try:
-            whole: Tensor = self._given[name]
-            return whole
-        except Exception as error:
-            self.error = self.error or error
-            return torch.zeros(target.shape, dtype=target.dtype)
 
 
 @when_settled
@@ -215,12 +216,14 @@ def load_full_optimizer_state_dict(
     merged: list[dict[str, Any]] = []
     ranks.each(what, lambda: merged.extend(staging.groups(groups)))
     ranks.each(what, lambda: staging.check(described, merged))
+    withheld = Withheld()
     with torch.no_grad():
         for name, entries in staged.items():
             whole = leaves_of(given["state"][name]) if given else {}
             for entry, value in entries.items():
                 if isinstance(value, Tensor):
-                    deal(value, whole.get(entry), src_rank, ranks)
+                    deal(value, whole.get(entry), src_rank, ranks, withheld)
+    ranks.each(what, withheld.release)  # before any rank hands over what it has
     # Nobody tells in which dtype the weights were: state that is narrower than its parameter was made for another one.
     numbers = staging.numbers()
     narrower = {numbers[name] for name, entries in staged.items() if _is_narrower(entries, staging.params[name])}
@@ -282,147 +285,18 @@ def first_names(model: nn.Module, entries: Mapping[str, Entry]) -> dict[str, str
     return names
 
 
-# -- one tensor ----------------------------------------------------------------------------------------------------
-
-
-def first_rank(values: Iterable[Any]) -> int:
-    """The first rank of the mesh that the tensors live on; of several, of the largest.
-
-    Beside parameters of tensor parallelism others live on the data-parallel ranks alone, which each rank sees others of.
-    """
-    meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
-    return int(max(meshes.values(), key=DeviceMesh.size).mesh.flatten()[0]) if meshes else 0
-
-
-def whole_value(value: Any, dst: int | None, cpu: bool) -> Any:
+def whole_value(value: Any, dst: int | None, cpu: bool, withheld: Withheld) -> Any:
     """A value with nothing sharded in it at any depth, for rank `dst` (None: for every rank); None for the others.
 
     Raises:
         CheckpointError: on every rank: it has shards in an object, where they are not found.
     """
     if isinstance(value, Tensor):
-        return _whole_tensor(value, dst, cpu)
-    whole = mapped(value, lambda leaf: _whole_tensor(leaf, dst, cpu) if isinstance(leaf, Tensor) else leaf, "a value")
+        return whole_tensor(value, dst, cpu, withheld)
+    leaf_of = partial(_whole_leaf, dst=dst, cpu=cpu, withheld=withheld)
+    whole = mapped(value, leaf_of, "a value")
     return whole if dst is None or dst == own_rank() else None
 
 
-def _whole_tensor(value: Tensor, dst: int | None, cpu: bool) -> Tensor | None:
-    with torch.no_grad():
-        if isinstance(value, DTensor):
-            whole = gather_to(value, dst) if dst is not None else full_tensor(value)
-        else:
-            whole = value if dst is None or dst == own_rank() else None
-        if whole is None:
-            return None
-        moved = whole.detach().cpu() if cpu else whole.detach()
-        shares = moved.untyped_storage().data_ptr() == local_of(value).untyped_storage().data_ptr()
-        return moved.clone() if shares else moved
-
-
-def gather_to(tensor: DTensor, dst: int) -> Tensor | None:
-    """The whole tensor on global rank `dst`, on the tensor's device; None on other ranks.
-
-    Every rank of the mesh calls it. Ranks that do not share a shard group with `dst` return at once.
-    """
-    axis = _only_shard_axis(tensor)
-    if axis is None:
-        whole = full_tensor(tensor) if not _is_replicated(tensor) else tensor.to_local()
-        return whole if own_rank() == dst else None
-    mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(axis)
-    members = dist.get_process_group_ranks(group)
-    if dst not in members:
-        return None
-    group, local = for_messages(group), tensor.to_local()
-    if own_rank() != dst:
-        if local.numel():
-            dist.send(as_bytes(local), dst, group=group)
-        return None
-    whole = torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device)
-    for rank, place in zip(members, _rows(tensor, axis, whole, mesh), strict=True):
-        if not place.numel():
-            continue
-        if rank == dst:
-            place.copy_(local)
-        elif place.is_contiguous():
-            dist.recv(as_bytes(place), rank, group=group)
-        else:
-            part = torch.empty(place.shape, dtype=place.dtype, device=place.device)
-            dist.recv(as_bytes(part), rank, group=group)
-            place.copy_(part)
-    return whole
-
-
-def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks) -> None:
-    """Writes `whole`, which only global rank `src` has, into `target` on every rank."""
-    if isinstance(target, DTensor) and 1 < target.device_mesh.size() == ranks.size and _has_rows(target):
-        _deal_rows(target, whole, src)
-        return
-    # Several axes shard it, or each rank has a mesh of its own beside others' (tensor or pipeline parallelism): each
-    # takes its part of the whole tensor.
-    local = local_of(target)
-    value = torch.empty(target.shape, dtype=target.dtype, device="cpu") if whole is None else whole.cpu().contiguous()
-    if ranks.talk is not None and value.numel():
-        dist.broadcast(as_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
-    local.copy_(part_of_whole(value, target._spec) if isinstance(target, DTensor) else value)
-
-
-def _deal_rows(target: DTensor, whole: Tensor | None, src: int) -> None:
-    mesh, local, axis = target.device_mesh, target.to_local(), _only_shard_axis(target)
-    own = mesh.get_coordinate()
-    found = (mesh.mesh == src).nonzero()
-    if own is None or not len(found):
-        raise CheckpointError(f"load_full_state_dict(src_rank={src}): it is not a rank of the mesh {mesh}")
-    at = found[0].tolist()
-    # First along the shard axis from src, then along each other axis from those who have it to those who have not.
-    others = [a for a in range(mesh.ndim) if a != axis]
-    value = local if local.is_contiguous() else torch.empty_like(local, memory_format=torch.contiguous_format)
-    if all(own[a] == at[a] for a in others):
-        if axis is None:
-            if whole is not None:
-                value.copy_(whole)
-        else:
-            _deal_from(target, value, whole, src, axis)
-    for done, a in enumerate(others):
-        if all(own[b] == at[b] for b in others[done + 1 :]) and mesh.size(a) > 1 and value.numel():
-            dist.broadcast(as_bytes(value), group=mesh.get_group(a), group_src=at[a])
-    if value is not local:
-        local.copy_(value)
-
-
-def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, axis: int) -> None:
-    mesh, group = target.device_mesh, for_messages(target.device_mesh.get_group(axis))
-    if whole is None:
-        if value.numel():
-            dist.recv(as_bytes(value), src, group=group)
-        return
-    for rank, rows in zip(dist.get_process_group_ranks(group), _rows(target, axis, whole, mesh), strict=True):
-        if rank == src:
-            value.copy_(rows)
-        elif rows.numel():
-            dist.send(as_bytes(rows.to(value.device)), rank, group=group)
-
-
-def _only_shard_axis(tensor: DTensor) -> int | None:
-    """The mesh axis that shards it, if there is exactly one and the others replicate."""
-    axes = [axis for axis, placement in enumerate(tensor.placements) if type(placement) is Shard]
-    rest = [placement for placement in tensor.placements if not isinstance(placement, Replicate)]
-    return axes[0] if len(axes) == len(rest) == 1 else None
-
-
-def _has_rows(tensor: DTensor) -> bool:
-    return _only_shard_axis(tensor) is not None or _is_replicated(tensor)
-
-
-def _is_replicated(tensor: DTensor) -> bool:
-    return all(isinstance(placement, Replicate) for placement in tensor.placements)
-
-
-def _rows(tensor: DTensor, axis: int, whole: Tensor, mesh: DeviceMesh) -> list[Tensor]:
-    """The part of `whole` that each rank along the shard axis holds; torch.chunk's rule, empty ones included."""
-    placement = tensor.placements[axis]
-    assert isinstance(placement, Shard), "the axis shards"
-    dim, count = placement.dim, mesh.size(axis)
-    size = whole.shape[dim]
-    chunk = -(-size // count)
-    starts = [min(rank * chunk, size) for rank in range(count)]
-    return [whole.narrow(dim, start, min(chunk, size - start)) for start in starts]
+def _whole_leaf(leaf: Any, dst: int | None, cpu: bool, withheld: Withheld) -> Any:
+    return whole_tensor(leaf, dst, cpu, withheld) if isinstance(leaf, Tensor) else leaf

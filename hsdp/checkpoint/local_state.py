@@ -54,29 +54,41 @@ def refuse_unnamed_state(optimizer: Optimizer) -> None:
         )
 
 
-def alike(params: Iterable[Tensor], action: Callable[[], T]) -> T:
+def alike(params: Iterable[Tensor], action: Callable[[], T], given: Callable[[T], Iterable[Any]] | None = None) -> T:
     """Does `action` on all ranks of the meshes that the parameters are on, which all call this: if one raises, all do.
 
+    Args:
+        params: parameters of the model.
+        action: what to do.
+        given: what of its result will go between the ranks, as bytes, none of which sees another one's dtypes.
+
     Raises:
-        CheckpointError: `action` raised it on this rank, or any error on another.
+        CheckpointError: `action` raised it on this rank, or any error on another; or sizes of what is given differ.
         Exception: what `action` raised here.
     """
     text: str | None = None
     raised: Exception | None = None
+    travels: list[DTensor] = []
     try:
         result = action()
+        travels += [value for value in given(result) if isinstance(value, DTensor)] if given is not None else []
     except Exception as error:
         raised = error
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
+        told = sum(value.numel() * value.dtype.itemsize for value in travels if value.device_mesh == mesh)
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         for group in map(mesh.get_group, axes) if mesh.get_coordinate() is not None else ():
-            failed = torch.tensor([text is not None], dtype=torch.int32, device=mesh.device_type)
-            dist.all_reduce(failed, dist.ReduceOp.MAX, group=group)
-            if failed.item():
-                texts: list[str | None] = [None] * group.size()
-                dist.all_gather_object(texts, text, group=group)
-                text = next((one for one in texts if one is not None), text)
+            seen = torch.tensor([text is not None, told, -told], dtype=torch.int64, device=mesh.device_type)
+            dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+            failed, most, least = seen.tolist()
+            if failed or most != -least:
+                answers: list[Any] = [None] * group.size()
+                dist.all_gather_object(answers, (text, told), group=group)
+                text = next((one for one, _ in answers if one is not None), None) or (
+                    f"ranks hold other numbers of bytes, {-least:,} and {most:,}: a tensor has another dtype or shape on "
+                    "some rank"
+                )
     if raised is not None and not isinstance(raised, CheckpointError):
         raise raised
     if text is not None:

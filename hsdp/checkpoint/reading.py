@@ -180,7 +180,7 @@ class Reader:
                 self._tell(done, total)
                 try:
                     read.run(self._files.open(read.file))
-                except (OSError, CheckpointError) as error:
+                except Exception as error:  # also for want of memory
                     text = f"{read.key!r} in {read.file} could not be read after all: {error}. {PARTLY}"
                     raise CheckpointError(f"checkpoint {self._where}: {text}") from error
                 done += read.bytes

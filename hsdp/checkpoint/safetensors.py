@@ -19,6 +19,7 @@ import importlib
 import json
 import os
 from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -30,13 +31,14 @@ from torch.distributed.tensor import DTensor
 from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.claims import agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
-from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, Writer, lay_out
-from hsdp.checkpoint.full import first_names, first_rank, tell_units, whole_value
+from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
+from hsdp.checkpoint.full import first_names, tell_units
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
+from hsdp.checkpoint.whole_tensors import Withheld, first_rank, whole_tensor
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of
 
@@ -79,29 +81,44 @@ def save_safetensors(
     what = f"save_safetensors to {directory}"
     given = {"dtype": dtype, "max_file_bytes": max_file_bytes}
 
-    def begun() -> tuple[Path, dict[str, Entry]]:
-        return _checked(directory, dtype, max_file_bytes, metadata), model_entries(model)
+    def begun() -> tuple[Path, dict[str, str], dict[str, Tensor], list[File], int]:
+        where, entries = _checked(directory, dtype, max_file_bytes, metadata), model_entries(model)
+        firsts = first_names(model, entries)
+        tensors = {name: e.value for name, e in entries.items() if firsts[name] == name and isinstance(e.value, Tensor)}
+        return where, firsts, tensors, lay_out(tensors, dtype, max_file_bytes), first_rank(tensors.values())
 
-    where, entries = ranks.agree(what, begun, given)
-    agree_on_sizes(ranks, what, [entry.value for entry in entries.values() if isinstance(entry.value, DTensor)])
-    firsts = first_names(model, entries)
-    tensors = {name: e.value for name, e in entries.items() if firsts[name] == name and isinstance(e.value, Tensor)}
+    where, firsts, tensors, files, dst = ranks.agree(what, begun, given)
+    agree_on_sizes(ranks, what, [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)])
     ties = {name: first for name, first in firsts.items() if name != first}
     header = {**(metadata or {}), "format": "pt", **({_TIES: json.dumps(ties)} if ties else {})}
-    dst = first_rank(tensors.values())
     source = ranks.rank_of(dst)
-    files = lay_out(tensors, dtype, max_file_bytes)
     ranks.one(what, lambda: where.mkdir(parents=True, exist_ok=True), source)
-    writer = Writer(where, header) if ranks.rank == source else None
+    withheld = Withheld()
+    writer = Writer(where, header, withheld) if ranks.rank == source else None
     for file in files:
         if writer is not None:
             writer.begin(file)
         for name, place in file.tensors.items():
             # Converted before it is gathered: fewer bytes travel.
-            whole = whole_value(tensors[name].to(DTYPES[place["dtype"]]), dst, cpu=True)
+            tensor, kept = tensors[name], DTYPES[place["dtype"]]
+            converted = withheld.attempt(partial(tensor.to, kept))
+            scrap = torch.empty_like(tensor, dtype=kept) if converted is None else converted
+            whole = whole_tensor(scrap, dst, True, withheld)
             if writer is not None:
                 writer.write(whole)
-            del whole
+            del whole, converted, scrap
+
+    def complete() -> None:
+        if writer is not None:
+            writer.complete(files)
+        withheld.release()
+
+    try:
+        ranks.each(what, complete)
+    except CheckpointError:
+        if writer is not None:
+            writer.discard(files)
+        raise
     ranks.one(what, lambda: None if writer is None else writer.publish(files), source)
     return [where / file.name for file in files]
 

@@ -8,11 +8,14 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import nn
+from torch.distributed.tensor import Shard
 
-from hsdp import checkpoint
+from hsdp import checkpoint, fully_shard
 from hsdp.checkpoint import CheckpointError
 from tests.checkpoint import models as cm
+from tests.soak.persistence.faults import planted
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
 
@@ -47,8 +50,18 @@ def test_arguments_that_decide_what_travels_are_compared(pool2: Pool, tmp_path: 
 def _cast(env: RankEnv, path: Path) -> None:
     """Bytes of other dtypes would be taken for values."""
     model = cm.build(env.mesh(2))
+    optimizer = cm.two_groups(model)
+    cm.train(model, optimizer, [0], env.rank, env.world_size)
     whole = checkpoint.full_state_dict(model)
+    if env.rank == 1:
+        for entries in optimizer.state.values():
+            entries["exp_avg"] = entries["exp_avg"].float()
+    with pytest.raises(CheckpointError, match=r"ranks hold other numbers of bytes, [\d,]+ and [\d,]+: "):
+        checkpoint.full_optimizer_state_dict(model, optimizer)
     model.to(torch.float32 if env.rank == 1 else torch.float64)
+    for gather in (checkpoint.full_state_dict, lambda model: list(checkpoint.iter_full_state_dict(model))):
+        with pytest.raises(CheckpointError, match=r"ranks hold other numbers of bytes, [\d,]+ and [\d,]+: "):
+            gather(model)
     calls = (
         lambda: checkpoint.save_safetensors(path, model),
         lambda: checkpoint.load_full_state_dict(model, whole),
@@ -145,6 +158,53 @@ def _vanishing(env: RankEnv) -> None:
 def test_a_state_that_vanishes_while_it_is_dealt_out_leaves_nobody_waiting(pool2: Pool, pool4: Pool) -> None:
     pool2.run(_vanishing)
     pool4.run(_vanishing)
+
+
+def _short_of_memory(env: RankEnv, failing: int, path: Path) -> None:
+    """One rank has no memory, once: at each operator in turn that needs some. All ranks hear of it, and can go on."""
+    model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), mesh=env.mesh((1, 2)), shard_placement_fn=_cut)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    whole, state = checkpoint.full_state_dict(model), checkpoint.full_optimizer_state_dict(model, optimizer)
+    calls: dict[str, Callable[[], object]] = {
+        "full": lambda: checkpoint.full_state_dict(model),
+        "each": lambda: list(checkpoint.iter_full_state_dict(model)),
+        "state": lambda: checkpoint.full_optimizer_state_dict(model, optimizer),
+        "export": lambda: checkpoint.save_safetensors(path, model, dtype=torch.float64),
+        "load": lambda: checkpoint.load_full_state_dict(model, whole),
+        "load state": lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, state),
+    }
+    for name, call in calls.items():
+        for count in range(1000):
+            error: Exception | None = None
+            with planted(("op", count, failing, "MemoryError"), env.rank, "") as charge:
+                try:
+                    call()
+                except (CheckpointError, MemoryError) as raised:
+                    error = raised
+            told: list[Any] = [None] * env.world_size
+            dist.all_gather_object(told, (charge.fired, str(error or "")))
+            # None, if the optimizer that is tried out for what it makes of a state could not be: nothing is compared then.
+            assert len({bool(text) for _, text in told}) == 1, f"{name}, operator {count}: {told}\n{charge.where}"
+            if not told[failing][0]:  # they were all tried
+                break
+    checkpoint.load_full_state_dict(model, whole)
+    checkpoint.load_full_optimizer_state_dict(model, optimizer, state)
+    found, again = checkpoint.full_state_dict(model), checkpoint.full_optimizer_state_dict(model, optimizer)
+    cm.assert_equal(found, whole)
+    assert str(again) == str(state)
+    assert not list(path.glob("*.partial"))
+
+
+def _cut(param: nn.Parameter) -> Shard | None:
+    """The second weight is cut along its columns, which do not lie one behind the other in the whole one."""
+    return Shard(1) if param.shape == (3, 5) else None
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_a_rank_that_has_no_memory_leaves_nobody_waiting(pool2: Pool, tmp_path: Path, failing: int) -> None:
+    pool2.run(_short_of_memory, failing, tmp_path / "export")
 
 
 def test_a_process_alone_hears_the_same(tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ from hsdp.checkpoint import (
     reading,
     saving,
     store,
+    whole_tensors,
 )
 from tests.checkpoint import models as cm
 from tests.checkpoint import test_async as in_background
@@ -352,14 +353,14 @@ def numbers_parameters_in_the_optimizers_state() -> Any:
 
 @mutant(check_whole, world=2, kill=DIFFERS)
 def gathers_rows_in_the_wrong_order() -> Any:
-    rows = full._rows
+    rows = whole_tensors._rows
 
     # Only where they are of one size, so that nothing but the values is wrong.
     def swapped(*args: Any) -> list[torch.Tensor]:
         found = rows(*args)
         return found[::-1] if found[0].shape == found[-1].shape else found
 
-    return mock.patch.object(full, "_rows", swapped)
+    return mock.patch.object(whole_tensors, "_rows", swapped)
 
 
 @mutant(check_stale, world=2)

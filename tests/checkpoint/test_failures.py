@@ -20,7 +20,7 @@ import torch.distributed.checkpoint as dcp
 from torch import nn
 
 from hsdp import checkpoint, fully_shard
-from hsdp.checkpoint import CheckpointError, loading, manifests, store
+from hsdp.checkpoint import CheckpointError, loading, manifests, reading, store
 from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.lock import LOCK, lock, unlock
 from tests.checkpoint import models as cm
@@ -56,6 +56,20 @@ def test_resume_loads_whatever_is_a_checkpoint_and_begins_anew_only_where_nothin
         checkpoint.resume(tmp_path / "file", model)
     with pytest.raises(CheckpointError, match="has no complete checkpoint of hsdp, but dcp;"):
         checkpoint.resume(tmp_path, model)
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EIO, "an I/O error"), MemoryError("no memory")])
+def test_what_fails_while_a_load_reads_is_told_with_what_it_has_changed(tmp_path: Path, error: Exception) -> None:
+    model, other = nn.Linear(2, 2), nn.Linear(2, 2)
+    path = checkpoint.save(tmp_path, model, step=3).path
+    told = f"'model.(weight|bias)' in __0_0.distcp could not be read after all: .*{error.args[-1]}. The model.*partly"
+    with (
+        mock.patch.object(reading, "read_into", side_effect=error),
+        pytest.raises(CheckpointError, match=told),
+    ):
+        checkpoint.load(path, other)
+    checkpoint.load(path, other)
+    assert torch.equal(other.weight, model.weight)
 
 
 def test_the_directory_above_a_run_is_not_taken_for_it_without_a_word(

@@ -8,6 +8,7 @@ import pytest
 
 from tests.mutants.actions import PLANTS
 from tests.mutants.engine import run_mutated
+from tests.mutants.persistence import PLANTS as PLANTS_OF_PERSISTENCE
 from tests.mutants.planting import MUTANTS, Check, Mutant
 from tests.mutants.states import PLANTS as PLANTS_OF_STATES
 from tests.support.rig import Outcome, Pool, describe
@@ -28,6 +29,7 @@ def _run(request: pytest.FixtureRequest, check: Check, mutant: Mutant | None) ->
 def test_every_bug_can_be_planted() -> None:
     """A patch of a name that is gone raises AttributeError, which may pass for the failure that the bug is to cause."""
     planted = [mutant.plant for mutant in MUTANTS.values()]
+    planted += PLANTS_OF_PERSISTENCE.values()
     for plant in (*planted, *(plant for plant, *_ in (*PLANTS.values(), *PLANTS_OF_STATES.values()))):
         with plant():
             pass

@@ -153,7 +153,7 @@ def smaller(program: Program) -> Iterator[Program]:
             yield replace(program, actions=actions[:start] + actions[start + size :])
     for at in range(len(program.parts) if len(program.parts) > 1 else 0):
         yield _without(program, at)
-    for simple in ({"schedule": ""}, {"optimizer": "AdamW"}, {"optimizer": "SGD"}):
+    for simple in ({"schedule": ""}, {"optimizer": "SGD"}):
         if any(getattr(program, name) != value for name, value in simple.items()):
             yield replace(program, **simple)  # type: ignore[arg-type]
     plain = [{"wrap": ""}, {"offload": False}, {"replicated": False}]

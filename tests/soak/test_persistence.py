@@ -10,7 +10,7 @@ from tests.support.rig import Pool
 from tests.support.share import share
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 75), (4, 30)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 36), (4, 9)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), share(count))
 

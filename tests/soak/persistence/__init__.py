@@ -3,5 +3,5 @@
 programs    what a program is, and how one is drawn       models    what is trained
 run         a model in training, sharded or as the twin   kept      how its state is kept, and given to another run
 faults      errors of torch and of the file system        play      plays a program beside its twin and judges it
-soak        the command
+values      compared                                      soak      the command
 """

@@ -32,10 +32,10 @@ from tests.soak.persistence.faults import Planted, planted
 from tests.soak.persistence.kept import Kept
 from tests.soak.persistence.programs import OF_RANKS, Fault, Layout, Program
 from tests.soak.persistence.run import Run, Snapshot
+from tests.soak.persistence.values import equal, near
 from tests.support.rig import RankEnv
 from tests.support.twin import full, whole
 
-TOLERANCE = 1e-10
 FILES = ("files", "async")
 PARTLY = "partly changed"
 COMPLETE = "is complete, but an earlier checkpoint could not be removed"
@@ -102,7 +102,6 @@ class _Play:
 
     Attributes:
         states: what was kept, in that order; `stored`: of them the checkpoints that must be in the directory.
-        maybe: a checkpoint whose save failed, and that may be complete all the same.
     """
 
     def __init__(self, env: RankEnv, program: Program, verdict: Verdict, folder: str) -> None:
@@ -112,7 +111,6 @@ class _Play:
         self.layout = program.layout
         self.states: list[Kept] = []
         self.stored: list[Kept] = []
-        self.under_way: Kept | None = None
         self.run = self.laid_out(self.layout, "other", seed=7)
         self.twin = self.plain(seed=7)
 
@@ -162,7 +160,7 @@ class _Play:
     def save(self, at: int, kind: str, at_most: int | None, again: bool, fault: Fault | None) -> None:
         if kind == "dcp" and not self.suits_torch():
             return
-        if kind in OF_RANKS:
+        if kind in (*OF_RANKS, "dcp"):
             fault = None  # that is torch's doing
         before = self.stored[-1] if self.stored else None
         step = before.step if again and before is not None and kind in FILES else at
@@ -411,7 +409,7 @@ class _Play:
         if kind == "safetensors":
             was, now = ({k: v for k, v in one.items() if not k.startswith("extra")} for one in (was, now))
         wrong = [f"{name} {'appeared' if name in now else 'is gone'}" for name in was.keys() ^ now.keys()]
-        wrong += [f"{name} differs" for name in was.keys() & now.keys() if not _equal(was[name], now[name])]
+        wrong += [f"{name} differs" for name in was.keys() & now.keys() if not equal(was[name], now[name])]
         self.same(sorted(wrong), f"{when} something differs")
 
     def compare(self, gradients: bool = False) -> None:
@@ -419,17 +417,17 @@ class _Play:
         wrong = []
         mine, other = self.whole(self.run), self.twin.tensors()
         wrong += [f"{name} is on one side only" for name in mine.keys() ^ other.keys()]
-        wrong += [f"{name} differs" for name in mine.keys() & other.keys() if not _near(mine[name], other[name])]
+        wrong += [f"{name} differs" for name in mine.keys() & other.keys() if not near(mine[name], other[name])]
         for name, param in self.run.params.items() if gradients else ():
             ours, theirs = param.grad, self.twin.params[name].grad
             if ours is None or theirs is None:
                 wrong += [f"gradient of {name} is on one side only"] if ours is not theirs else []
-            elif not _near(full(ours), theirs):
+            elif not near(full(ours), theirs):
                 wrong.append(f"gradient of {name} differs")
         for name, buffer in self.run.model.named_buffers():
-            if not _near(buffer, self.twin.model.get_buffer(name)):
+            if not near(buffer, self.twin.model.get_buffer(name)):
                 wrong.append(f"buffer {name} differs")
-        if not _near(self.run.schedule(), self.twin.schedule()):
+        if not near(self.run.schedule(), self.twin.schedule()):
             wrong.append("schedule differs")
         self.same(sorted(wrong), "something differs from the twin")
 
@@ -449,25 +447,3 @@ def _passing(old: Run, new: Run, moved: Run) -> None:
     for name, buffer in moved.model.named_buffers():
         if name.endswith("passing"):
             new.model.get_buffer(name).copy_(buffer)
-
-
-def _equal(one: Any, other: Any) -> bool:
-    if isinstance(one, Tensor) and isinstance(other, Tensor):
-        return (one.dtype, one.shape) == (other.dtype, other.shape) and torch.equal(one, other)
-    return _near(one, other, 0.0)
-
-
-def _near(one: Any, other: Any, tolerance: float = TOLERANCE) -> bool:
-    """Whether values at any depth are equal but for rounding."""
-    if isinstance(one, Tensor) or isinstance(other, Tensor):
-        one, other = torch.as_tensor(one).detach(), torch.as_tensor(other).detach()
-        if one.shape != other.shape or (one.ndim and one.dtype != other.dtype):
-            return False
-        return torch.allclose(one.double(), other.double(), rtol=tolerance, atol=tolerance)
-    if isinstance(one, dict) and isinstance(other, dict):
-        return one.keys() == other.keys() and all(_near(one[key], other[key], tolerance) for key in one)
-    if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)):
-        return len(one) == len(other) and all(_near(a, b, tolerance) for a, b in zip(one, other, strict=True))
-    if isinstance(one, float) and isinstance(other, float):
-        return abs(one - other) <= tolerance * max(1.0, abs(one))
-    return bool(one == other)

@@ -33,6 +33,7 @@ from hsdp.schedule.module_hooks import own_state
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, RegistryItem
 from hsdp.unit.unit import Unit
+from hsdp.weights.gather import check_idle
 
 _OWN_POLICIES: dict[Any, type] = {
     fsdp.MixedPrecisionPolicy: MixedPrecisionPolicy,
@@ -78,6 +79,23 @@ class UnshardHandle(_UnshardHandle):
         self._units = []
 
 
+class GradientReductionHandle(getattr(fsdp, "GradientReductionHandle", object)):  # type: ignore[misc]  # newer than torch 2.14
+    """What `finalize_backward(async_op=True)` returns.
+
+    Args:
+        finish: lands what the call has started.
+    """
+
+    def __init__(self, finish: Callable[[], None]) -> None:
+        self._finish: Callable[[], None] | None = finish
+
+    def wait(self) -> None:
+        """Waits until the reduced gradients are in `.grad`; at once if that was done."""
+        if self._finish is not None:
+            self._finish()
+            self._finish = None
+
+
 class FSDP2Compat(fsdp.FSDPModule):
     """The methods of FSDP2's `FSDPModule` that hsdp does not need, or does not have.
 
@@ -100,6 +118,32 @@ class FSDP2Compat(fsdp.FSDPModule):
                 if unit.gradients.is_pending():
                     unit.gradients.lose_all()
 
+    def set_manual_backward_finalization(self, enabled: bool) -> None:
+        """Whether gradients are to land at `finalize_backward` only: `set_is_last_backward(not enabled)`, in other words.
+
+        Not needed: clipping and the optimizer's step wait for what runs on. torch's pipelining calls it, from 2.15 on.
+        """
+        self.set_is_last_backward(not check_flag("set_manual_backward_finalization", enabled))
+
+    def finalize_backward(self, *, async_op: bool = False) -> GradientReductionHandle | None:
+        """Communicates the gradients of all backwards before, as `flush` does, and frees unsharded parameters.
+
+        Args:
+            async_op: return a handle, whose `wait` is to be called before anybody uses the gradients.
+
+        Raises:
+            StateError: in the middle of a forward or backward, or gradients of weights that a pipeline schedule computes by
+                themselves did not reach hsdp.
+        """
+        this: Any = self
+        check_idle(this._units(), "finalize_backward")
+        found = self._get_fsdp_state().start_finalizing()
+        handle = GradientReductionHandle(this.flush if found else lambda: None)
+        if check_flag("finalize_backward", async_op, "async_op="):
+            return handle
+        handle.wait()
+        return None
+
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
         """Accepted: hsdp's collectives always sum, and scale by themselves."""
         check_flag("set_force_sum_reduction_for_comms", enable)
@@ -117,6 +161,15 @@ class FSDP2Compat(fsdp.FSDPModule):
     def set_symm_mem_for_comm(self, backend: str = "NCCL") -> None:
         """Refused: buffers are the parameters' own places."""
         self._refuse(f"set_symm_mem_for_comm({backend!r})", _STAGING)
+
+    def set_keep_unsharded_storage(self, keep: bool, *, recurse: bool = True) -> None:
+        """Refused: memory of parameters that are not there must not be read in silence."""
+        if check_flag("set_keep_unsharded_storage", keep):
+            self._refuse(
+                "set_keep_unsharded_storage(True)",
+                "to have unsharded parameters stay where they are, keep them: reshard_after_forward=False and "
+                "set_reshard_after_backward(False)",
+            )
 
     def _get_fsdp_state(self) -> Any:
         """What libraries ask of FSDP2's internal state: its policy, and whether it reshards after backward."""
@@ -185,6 +238,12 @@ class FSDPStateShim(_Internals):
         return ParamGroupShim(self._unit.settings.reshard_after_backward)
 
     def _root_post_backward_final_callback(self) -> None:
+        if self.start_finalizing():
+            module: Any = self._module()
+            module.flush()
+
+    def start_finalizing(self) -> bool:
+        """Sends what backwards left, and frees unsharded parameters. Whether there were any since the last call."""
         module: Any = self._module()
         assert module is not None, "a stage that ran is alive"
         units, runtimes = module._units(), module._runtimes()
@@ -192,20 +251,20 @@ class FSDPStateShim(_Internals):
             runtime.take_outside()
         unfound = any([unit.pop_unfound() for unit in units])
         before, self._begun = self._begun, sum(runtime.begun for runtime in runtimes)
-        if self._begun == before:  # an evaluation, behind which schedules come here, too
-            for unit in units:
-                unit.reshard()
-            return
-        if unfound or (any(any(unit.trainable) for unit in units) and not any(unit.gradients.stashed for unit in units)):
+        begun = self._begun != before  # else an evaluation, behind which schedules come here, too
+        reached = any(unit.gradients.stashed for unit in units) or not any(runtime.awaits_gradients for runtime in runtimes)
+        if begun and (unfound or (any(any(unit.trainable) for unit in units) and not reached)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "
                 "into inputs and weights (zero-bubble, ZBV, DualPipeV) look for unsharded parameters in parameters(): call "
                 "unshard(async_op=True) on every sharded module of the stage before its forwards, and "
                 "set_is_last_backward(False) on the stage before each part of a backward, as torch's schedules do"
             )
-        module.flush()
+        for runtime in runtimes if begun else ():
+            runtime.send_pending(runs_on=True)
         for unit in units:
             unit.reshard()
+        return begun
 
 
 _torch_fully_shard: Any = getattr(fsdp.fully_shard, "__wrapped__", None)

@@ -46,8 +46,14 @@ class Setters(FSDP2Compat):
             unit.settings.requires_grad_sync = flag
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
-        """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too."""
+        """FSDP2's name of `set_requires_grad_sync`. As there, it switches the all-reduce over replicas too.
+
+        Pipelining of torch 2.15 says once that no backward is the last one, and this before each part of a backward: so it
+        is said again.
+        """
         flag = check_flag("set_requires_gradient_sync", requires_gradient_sync)
+        if not flag and not all(unit.settings.drains for unit in self._units()):
+            self.set_is_last_backward(False)
         for unit in self._units(recurse):
             settings = unit.settings
             settings.requires_grad_sync = settings.requires_all_reduce = flag

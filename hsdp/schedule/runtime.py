@@ -168,7 +168,15 @@ class Runtime(Backwards):
                 self.drain()
 
     def flush(self) -> None:
-        """Communicates every pending sum now, outside of a backward. Every rank calls it."""
+        """Communicates every pending sum now, outside of a backward, and waits for all that is under way."""
+        self.send_pending(runs_on=False)
+
+    def send_pending(self, runs_on: bool) -> None:
+        """Communicates every pending sum now, outside of a backward. Every rank calls it.
+
+        Args:
+            runs_on: wait for nothing. `flush` does, and so does whoever looks at gradients.
+        """
         self.recover()
         # All units are asked before any communicates: where one raises, no rank has started a collective.
         for unit in self.units:
@@ -177,8 +185,9 @@ class Runtime(Backwards):
             with torch.no_grad(), self.streams.at_home():
                 for unit in self.units:
                     if unit.gradients.stashed or unit.gradients.deferred:
-                        self._submit(unit, runs_on=False, all_reduce=True)
-            self.drain()
+                        self._submit(unit, runs_on, all_reduce=True)
+            if not runs_on:
+                self.drain()
         except BaseException:
             self._leave_word()
             self.reset()

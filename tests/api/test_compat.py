@@ -107,6 +107,9 @@ def test_what_is_not_there_is_refused_with_a_remedy() -> None:
         model.set_allocate_memory_from_process_group_for_comm(False)
         with pytest.raises(NotImplementedError, match=r"straight into their place.*set_custom_all_gather"):
             model.set_allocate_memory_from_process_group_for_comm(True)
+        model.set_keep_unsharded_storage(False)
+        with pytest.raises(NotImplementedError, match=r"set_keep_unsharded_storage\(True\).*reshard_after_forward=False"):
+            model.set_keep_unsharded_storage(True)
         with pytest.raises(NotImplementedError, match="set_symm_mem_for_comm"):
             model.set_symm_mem_for_comm("NCCL")
         with pytest.raises(ValueError, match="max_inflight_reduce_scatters=0"):

@@ -148,6 +148,8 @@ def _split(stage: Any, x: Tensor) -> None:
 
 
 def _inputs(stage: Any, x: Tensor) -> Any:
+    if MANUALLY:
+        stage.set_manual_backward_finalization(True)
     out = stage(x)
     _no_sync(stage)
     return stage_backward_input([out], [torch.ones_like(out)], [x], stage.parameters())[1]
@@ -158,18 +160,35 @@ def _weights(stage: Any, groups: Any) -> None:
     stage_backward_weight(stage.parameters(), groups)
 
 
+MANUALLY = False
+"""Whether the functions here speak to a stage as torch's schedules do since torch 2.15."""
+
+
+@pytest.fixture(params=[False, True], ids=["before torch 2.15", "since torch 2.15"])
+def protocol(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(globals(), "MANUALLY", request.param)
+
+
 def _no_sync(stage: Any) -> None:
-    stage.set_is_last_backward(False)
+    if not MANUALLY:
+        stage.set_is_last_backward(False)
     stage.set_reshard_after_backward(False)
     stage.set_requires_gradient_sync(False)
 
 
 def _reduce(stage: Any) -> None:
-    stage.set_is_last_backward(True)
+    if not MANUALLY:
+        stage.set_is_last_backward(True)
     stage.set_requires_gradient_sync(True)
-    fsdp.fully_shard.state(stage)._root_post_backward_final_callback()
+    if MANUALLY:
+        stage.set_reshard_after_backward(True)
+        stage.finalize_backward(async_op=True).wait()
+        stage.set_manual_backward_finalization(False)
+    else:
+        fsdp.fully_shard.state(stage)._root_post_backward_final_callback()
 
 
+@pytest.mark.usefixtures("protocol")
 @pytest.mark.parametrize("weights_last", [False, True])
 def test_split_backwards_sum_in_full_precision(weights_last: bool) -> None:
     # Behind a tanh, whose node is where gradients enter: those of weights alone pass nothing that hsdp sees.
@@ -192,6 +211,7 @@ def test_split_backwards_sum_in_full_precision(weights_last: bool) -> None:
         assert torch.equal(stage[0].weight.grad.to_local(), torch.full((DIM, DIM), 1 + 1 / 256))
 
 
+@pytest.mark.usefixtures("protocol")
 def test_split_backwards_that_find_no_parameters_are_refused() -> None:
     # Beside a whole backward, with which the stage has gradients, though not all.
     x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
@@ -208,6 +228,7 @@ def test_split_backwards_that_find_no_parameters_are_refused() -> None:
         _reduce(stage)
 
 
+@pytest.mark.usefixtures("protocol")
 @pytest.mark.parametrize("reshard", [True, False], ids=["freed", "kept after forward"])
 def test_split_backwards_before_which_the_stage_did_not_show_its_parameters_are_refused(reshard: bool) -> None:
     x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)

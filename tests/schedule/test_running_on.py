@@ -15,7 +15,7 @@ from torch import Tensor, nn
 import hsdp
 from hsdp.errors import StaleParametersError, StateError
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import mesh_id
+from tests.support.sharded import check_rest, mesh_id
 from tests.support.twin import assert_same, full_grads
 
 DIM = 4
@@ -300,3 +300,40 @@ def _writes_replicated(env: RankEnv, raises: bool) -> None:
 @pytest.mark.parametrize("raises", [False, True])
 def test_writes_to_replicated_parameters_are_told(pool2: Pool, raises: bool) -> None:
     pool2.run(_writes_replicated, raises)
+
+
+def _finalizes(env: RankEnv, shape: tuple[int, ...], between: str, syncs: bool) -> None:
+    """FSDP2's two calls since torch 2.15: nothing lands before the second one is waited for."""
+    model, twin = _pair(env, shape)
+    for step in range(2):
+        model.set_manual_backward_finalization(True)
+        model.set_reshard_after_backward(False)
+        for micro in range(2):
+            model.set_requires_gradient_sync(syncs)
+            _backward(env, model, twin, 2 * step + micro)
+        model.set_requires_gradient_sync(True)
+        model.set_reshard_after_backward(True)
+        if between == "waits":
+            assert model.finalize_backward() is None
+        else:
+            handle = model.finalize_backward(async_op=True)
+            if between == "zeroed":
+                for one in (model, twin):
+                    one.zero_grad()
+            elif between == "goes on":
+                _backward(env, model, twin, 7)
+            for _ in range(2):
+                handle.wait()
+        model.set_manual_backward_finalization(False)
+        check_rest(model)
+        assert not model.pending_gradients()
+        _same(model, twin)
+    assert model.finalize_backward(async_op=True).wait() is None, "with nothing to do"
+    _same(model, twin)
+
+
+@pytest.mark.parametrize("syncs", [True, False], ids=["each", "once"])
+@pytest.mark.parametrize("between", ["waits", "nothing", "zeroed", "goes on"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_a_backward_is_finalized_by_hand(pool2: Pool, shape: tuple[int, ...], between: str, syncs: bool) -> None:
+    pool2.run(_finalizes, shape, between, syncs)

@@ -4,6 +4,7 @@ with HSDP_FULL=1."""
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Hashable, Sequence
 from itertools import combinations
@@ -46,7 +47,8 @@ def combination(item: pytest.Function) -> tuple[Hashable, ...]:
 
 def takes_ranks(item: pytest.Function) -> bool:
     """Whether a test has processes work for it: one that asks for its pool by `request` has its name from a parameter."""
-    return any(name == "request" or name.startswith(("pool", "device")) for name in item.fixturenames)
+    names = inspect.signature(item.function).parameters
+    return any(name == "request" or name.startswith(("pool", "device")) for name in names)
 
 
 def spread(items: list[pytest.Item]) -> tuple[list[pytest.Item], list[pytest.Item]]:

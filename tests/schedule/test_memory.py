@@ -9,6 +9,7 @@ from functools import cache
 import pytest
 import torch
 from torch import nn
+from torch.distributed import fsdp
 
 from benchmarks.memory import Peaks, Setup, TransientBytes, build, formula, measure
 from tests.support.counting import LiveBytes
@@ -27,6 +28,9 @@ SETUPS = [
 ]
 SLACK = 0.02
 """In units: used-flags, padding, and the small parameter, which is packed."""
+
+
+SINCE_2_15 = hasattr(fsdp, "GradientReductionHandle")
 
 
 @pytest.fixture
@@ -60,8 +64,11 @@ def test_transient_memory_is_that_of_fsdp2_at_most(setup: Setup) -> None:
     ours, theirs = _peaks(setup, 7), _peaks(replace(setup, library="fsdp2", fusion="direct"), 7)
     # FSDP2 casts what a reduce-scatter in bf16 will have made at once; hsdp when it has ended.
     result = 1 / setup.shards if setup.precision == "bf16" and setup.replicas == 1 else 0
-    assert ours.forward <= theirs.forward + SLACK
-    assert ours.backward <= theirs.backward + result + SLACK
+    # docs/limits.md says so of torch 2.15, whose FSDP2 holds one unit less.
+    staged = SINCE_2_15 and setup.fusion == "packed"
+    queued = SINCE_2_15 and setup.precision == "bf16" and setup.replicas > 1
+    assert ours.forward <= theirs.forward + staged + SLACK
+    assert ours.backward <= theirs.backward + result + queued + SLACK
     if setup.precision == "fp32" and setup.fusion == "direct":
         assert ours.step <= theirs.step + SLACK, "all bytes at their peak, gradients too"
 

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
 from torch.func import functional_call
 from torch.utils.checkpoint import checkpoint
@@ -225,7 +226,8 @@ class _Readers(nn.Module):
 def _grads_of_shared_inputs(env: RankEnv, shape: tuple[int, ...], dtype: torch.dtype, recomputes: bool) -> None:
     def grads_of(library: Any) -> dict[str, Tensor | None]:
         model = _Readers(recomputes)
-        policy = MixedPrecisionPolicy(None if dtype is F32 else dtype, F32)
+        kind = fsdp.MixedPrecisionPolicy if library is torch_fully_shard else MixedPrecisionPolicy
+        policy = kind(None if dtype is F32 else dtype, F32)
         for unit in (*model.blocks, model):
             library(unit, mesh=env.mesh(shape), mp_policy=policy)
         model(batches[env.rank]).backward()

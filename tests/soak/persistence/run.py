@@ -159,7 +159,8 @@ def _put(moving: list[Any], held: list[Any]) -> None:
         if isinstance(one, Tensor):
             one.copy_(before)
         else:
-            one.seen = copy.deepcopy(before.seen)
+            one.seen.clear()  # the same dict: a state that was kept as it is shows what comes later
+            one.seen.update(copy.deepcopy(before.seen))
 
 
 class Snapshot:

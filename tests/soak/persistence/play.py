@@ -225,9 +225,14 @@ class _Play:
             raise _Wrong("another checkpoint is verified", f"{self.doing}\n{found}")
 
     def settle(self) -> None:
-        """Saves in the background come to their end."""
+        """Saves in the background come to their end, and retention with them."""
         for one in self.stored:
             one.value.wait()
+        found: set[str] = set()
+        if self.env.rank == 0 and os.path.isdir(self.steps):
+            found = {name for name in os.listdir(self.steps) if name.startswith("step-")}
+        wrong = sorted(found - {os.path.basename(one.value.path) for one in self.stored})
+        self.same(wrong, "a checkpoint is there that retention was to remove")
 
     # -- getting back -------------------------------------------------------------------------------------------------
 

@@ -136,10 +136,11 @@ class FSDP2Compat(fsdp.FSDPModule):
                 themselves did not reach hsdp.
         """
         this: Any = self
+        check_flag("finalize_backward", async_op, "async_op=")
         check_idle(this._units(), "finalize_backward")
         found = self._get_fsdp_state().start_finalizing()
         handle = GradientReductionHandle(this.flush if found else lambda: None)
-        if check_flag("finalize_backward", async_op, "async_op="):
+        if async_op:
             return handle
         handle.wait()
         return None

@@ -43,9 +43,10 @@ from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from hsdp.unit.zero_grad import Sentinels, Standing, ZeroGradSentinel
 from tests.mutants.planting import Plant, replaced
-from tests.soak.actions.play import Verdict, run_programs
+from tests.soak.actions.play import run_programs
 from tests.soak.actions.programs import SHAPES, Program, draw
 from tests.soak.actions.soak import run_all
+from tests.soak.verdicts import Verdict
 from tests.support.facts import header
 from tests.support.rig import Pool, RankEnv
 

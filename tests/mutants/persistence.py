@@ -16,11 +16,11 @@ from unittest import mock
 
 from hsdp.checkpoint import loading, optimizers, reading, saving, store, whole_tensors
 from tests.mutants.planting import Plant, replaced
-from tests.soak.actions.play import Verdict
 from tests.soak.actions.soak import run_all
 from tests.soak.persistence.play import run_programs
 from tests.soak.persistence.programs import Program, draw
 from tests.soak.persistence.soak import GROUP_TIMEOUT
+from tests.soak.verdicts import Verdict
 from tests.support.facts import header
 from tests.support.rig import Pool, RankEnv
 

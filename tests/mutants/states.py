@@ -24,10 +24,10 @@ from hsdp.optim.replicas import ReplicaGathers, Share
 from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
 from tests.mutants.planting import Plant, replaced
-from tests.soak.actions.play import Verdict
 from tests.soak.actions.soak import run_all
 from tests.soak.optimizers.play import run_programs
 from tests.soak.optimizers.programs import SHAPES, Program, draw
+from tests.soak.verdicts import Verdict
 from tests.support.facts import header
 from tests.support.rig import Pool, RankEnv
 

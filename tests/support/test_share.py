@@ -15,8 +15,8 @@ from tests.support.share import combination, each_value_once, spread
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
 
-@given(SIZES, st.randoms())
-def test_every_value_is_in_a_case_and_no_case_is_there_for_none(sizes: list[int], random: object) -> None:
+@given(SIZES)
+def test_every_value_is_in_a_case_and_no_case_is_there_for_none(sizes: list[int]) -> None:
     cases = list(product(*map(range, sizes)))
     chosen = [cases[i] for i in each_value_once(cases)]
     for position, size in enumerate(sizes):

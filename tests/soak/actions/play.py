@@ -7,14 +7,11 @@ parameters are compared whenever nothing is pending and gradients are about to b
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 import zlib
-from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +26,7 @@ from tests.soak.actions.fsdp2 import FSDP2
 from tests.soak.actions.models import Planned
 from tests.soak.actions.programs import Action, Program
 from tests.soak.actions.sides import Sharded, Side, Twin, Values, sides_of
+from tests.soak.verdicts import Verdict, Wrong, play_each
 from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
@@ -44,46 +42,9 @@ _OF_AUTOGRAD = "|".join(
 )
 
 
-@dataclass
-class Verdict:
-    """What came of a program on this rank.
-
-    Attributes:
-        named: errors that were owed, by type and action.
-        planned: how many actions raised on both sides.
-        failure: a class of failures ("" if it went well), with `told` about it.
-    """
-
-    named: Counter[str] = field(default_factory=Counter)
-    planned: int = 0
-    failure: str = ""
-    told: str = ""
-
-
-class Failed(Exception):  # noqa: N818  (what the rig shows is this name)
-    """A program failed; the message is JSON: its place among those of the job, the class of failure, what was told."""
-
-
-class _Wrong(Exception):  # noqa: N818
-    def __init__(self, failure: str, told: str) -> None:
-        super().__init__(failure)
-        self.failure, self.told = failure, told
-
-
 def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs, and stops at the first that fails, as ranks may be out of step behind it.
-
-    Raises:
-        Failed: one failed.
-    """
-    verdicts = []
-    for index, program in enumerate(programs):
-        verdict = play(env, program, system)
-        if verdict.failure:
-            done = [[dict(one.named), one.planned] for one in verdicts]
-            raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
-        verdicts.append(verdict)
-    return verdicts
+    """On a worker: plays programs up to the first that fails, see `play_each`."""
+    return play_each(programs, lambda program: play(env, program, system))
 
 
 def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
@@ -93,7 +54,7 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
         with watched(env, program.seed):
             sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
             _Play(env, program, sharded, twin, verdict).all()
-    except _Wrong as wrong:
+    except Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
     except Exception as error:
         verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
@@ -221,7 +182,7 @@ class _Play:
         if error is None:
             told = f"{type(twins_error).__name__}: {twins_error}"
             if excuse_for("silent", told, action[0], facts) is None:
-                raise _Wrong("silent where the twin raises", f"{self.doing}\n{told}")
+                raise Wrong("silent where the twin raises", f"{self.doing}\n{told}")
             for side in (self.sharded, self.twin):
                 side.zero(at, "none")
             return
@@ -258,7 +219,7 @@ class _Play:
             return
         told = f"{type(error).__name__}: {error}"
         if self.sharded.ends_with_errors:
-            raise _Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
+            raise Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
         named = isinstance(error, self.sharded.errors)
         if "wrote to parameter" in told:
             self.repair()
@@ -270,9 +231,9 @@ class _Play:
         stack = error.__dict__["stack"]
         twin_told = f"; the twin: {type(twins).__name__}: {twins}" if twins is not None else ""
         if isinstance(error, Planned) and twins is None:
-            raise _Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
+            raise Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
         what = f"named, not owed: {type(error).__name__}" if named else f"unnamed {type(error).__name__}"
-        raise _Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
+        raise Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
 
     def repair(self) -> None:
         """Puts back what a forward wrote: with one shard rank, or replicated, unsharded parameters are the shards."""
@@ -352,7 +313,7 @@ class _Play:
         if alive.item():
             told = "\n".join(wrong) or "(on other ranks)"
             failure = "wrong values" if not wrong else _class_of(wrong[0])
-            raise _Wrong(failure, f"before {self.doing}\n{told}")
+            raise Wrong(failure, f"before {self.doing}\n{told}")
 
     def _grad_differs(self, name: str, param: Any, other: Tensor) -> list[str]:
         grad = other.grad
@@ -398,7 +359,7 @@ class _Play:
         unequal = torch.tensor([any(not torch.equal(mine, one) for one in found)], dtype=torch.int64)
         dist.all_reduce(unequal)
         if unequal.item():
-            raise _Wrong("replicas differ", f"bits {[one.tolist() for one in found]}")
+            raise Wrong("replicas differ", f"bits {[one.tolist() for one in found]}")
 
 
 def _attempt(side: Side, at: int, action: Action) -> tuple[Values, Exception | None]:

@@ -18,7 +18,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import IO, Any
 
 from tests.soak.actions.fsdp2 import LEFT_OUT
 from tests.soak.actions.play import run_programs
@@ -141,6 +141,23 @@ def table(tally: Tally, programs: int) -> str:
     return "\n".join(lines)
 
 
+def tell(pool: Pool, tally: Tally, count: int, start: float, log: IO[str], tries: int, **how: Any) -> None:
+    """Prints what came of `count` programs since `start`, and of each class of failures the smallest one, shrunk.
+
+    Args:
+        tries: of `shrink`; 0: do not shrink.
+        how: what else it takes.
+    """
+    print(table(tally, count), file=log, flush=True)
+    print(f"{time.monotonic() - start:.0f} s", file=log, flush=True)
+    for failure, found in tally.failed.items():
+        small, why = min(found, key=lambda one: len(one[0].actions))
+        if tries:
+            small, told = shrink(pool, small, failure, tries=tries, **how)
+            why = told or why
+        print(f"\n=== {failure}\n{small}\n{why}", file=log, flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Soaks; returns how many programs failed."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -172,12 +189,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         emulator.build()
     with Pool(args.ranks, device=args.device) as pool:
         tally = run_all(pool, programs, args.system, args.stop_at)
-        print(table(tally, len(programs)), file=args.log, flush=True)
-        print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)
-        for failure, found in tally.failed.items():
-            small, why = min(found, key=lambda one: len(one[0].actions))
-            if args.shrink:
-                shrunk, told_now = shrink(pool, small, failure, args.system, args.shrink)
-                small, why = shrunk, told_now or why
-            print(f"\n=== {failure}\n{small}\n{why}", file=args.log, flush=True)
+        tell(pool, tally, len(programs), start, args.log, system=args.system, tries=args.shrink)
     return tally.failures

@@ -6,7 +6,6 @@ about to be used, and at the end. A program ends with the first error, be it owe
 
 from __future__ import annotations
 
-import json
 import re
 import traceback
 import warnings
@@ -20,10 +19,11 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
-from tests.soak.actions.play import Failed, Verdict, watched
+from tests.soak.actions.play import watched
 from tests.soak.optimizers.models import Net
 from tests.soak.optimizers.programs import Action, Program, Spec
 from tests.soak.optimizers.sides import Sharded, Twin, Values
+from tests.soak.verdicts import Over, Verdict, Wrong, play_each
 from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
@@ -54,30 +54,9 @@ OWED: list[tuple[tuple[str, ...], str, str]] = [
 """Errors that hsdp may raise where the twin does not: in which actions, a pattern of "Type: message", and why."""
 
 
-class _Wrong(Exception):  # noqa: N818
-    def __init__(self, failure: str, told: str) -> None:
-        super().__init__(failure)
-        self.failure, self.told = failure, told
-
-
-class _Over(Exception):  # noqa: N818
-    """The program ends here, as it may."""
-
-
 def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs, and stops at the first that fails, as ranks may be out of step behind it.
-
-    Raises:
-        Failed: one failed.
-    """
-    verdicts = []
-    for index, program in enumerate(programs):
-        verdict = play(env, program)
-        if verdict.failure:
-            done = [[dict(one.named), one.planned] for one in verdicts]
-            raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
-        verdicts.append(verdict)
-    return verdicts
+    """On a worker: plays programs up to the first that fails, see `play_each`."""
+    return play_each(programs, lambda program: play(env, program))
 
 
 def play(env: RankEnv, program: Program) -> Verdict:
@@ -86,9 +65,9 @@ def play(env: RankEnv, program: Program) -> Verdict:
     try:
         with warnings.catch_warnings(), watched(env, program.seed):
             warnings.simplefilter("ignore")
-            with suppress(_Over):
+            with suppress(Over):
                 _Play(env, program, verdict).all()
-    except _Wrong as wrong:
+    except Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
     except Exception as error:
         verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
@@ -158,13 +137,13 @@ class _Play:
         told_by_twin = "" if twins is None else f"{type(twins).__name__}: {twins}"
         if type(error) is type(twins):
             self.verdict.named[f"{type(error).__name__} of both sides in {action[0]}"] += 1
-            raise _Over
+            raise Over
         if error is not None and any(action[0] in at and re.search(pattern, told) for at, pattern, _ in OWED):
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
-            raise _Over
+            raise Over
         stack = "" if error is None else error.__dict__["stack"]
         what = "silent where the twin raises" if error is None else f"{type(error).__name__} in {action[0]}"
-        raise _Wrong(what, f"{self.doing}\n{told}\nthe twin: {told_by_twin}\n{stack}")
+        raise Wrong(what, f"{self.doing}\n{told}\nthe twin: {told_by_twin}\n{stack}")
 
     def compare(self) -> None:
         """Compares weights, gradients and states of both sides; ranks meet here."""
@@ -207,7 +186,7 @@ class _Play:
         if some.item():
             dist.all_gather_object(found, wrong)
             first = next(filter(None, found))[0]
-            raise _Wrong(re.sub(r" of .*| differs.*| is .*", "", first), f"{self.doing}\n" + "\n".join(map(str, found)))
+            raise Wrong(re.sub(r" of .*| differs.*| is .*", "", first), f"{self.doing}\n" + "\n".join(map(str, found)))
 
 
 def _alike(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:

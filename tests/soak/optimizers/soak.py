@@ -16,7 +16,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.soak.actions.soak import Tally, run_all, shrink, table
+from tests.soak.actions.soak import Tally, run_all, tell
 from tests.soak.optimizers.play import run_programs
 from tests.soak.optimizers.programs import SHAPES, Program, draw, smaller
 from tests.support import device as emulator
@@ -54,12 +54,5 @@ def main(argv: Sequence[str] | None = None) -> int:
         emulator.build()
     with Pool(args.ranks, device=args.device) as pool:
         tally = run(pool, programs, args.stop_at)
-        print(table(tally, len(programs)), file=args.log, flush=True)
-        print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)
-        for failure, found in tally.failed.items():
-            small, why = min(found, key=lambda one: len(one[0].actions))
-            if args.shrink:
-                shrunk, told = shrink(pool, small, failure, tries=args.shrink, smaller=smaller, runner=(run_programs,))
-                small, why = shrunk, told or why
-            print(f"\n=== {failure}\n{small}\n{why}", file=args.log, flush=True)
+        tell(pool, tally, len(programs), start, args.log, args.shrink, smaller=smaller, runner=(run_programs,))
     return tally.failures

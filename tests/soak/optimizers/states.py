@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import functools
-import io
 import os
 import tempfile
 from collections.abc import Sequence
@@ -24,6 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.distributed.tensor import DTensor
 
 from hsdp import checkpoint
+from tests.soak.verdicts import from_bytes, to_bytes
 
 Optimizers = Sequence[torch.optim.Optimizer]
 
@@ -39,17 +39,17 @@ def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:
     if kind in ("memory", "torch"):
         weights = {name: value.clone() for name, value in model.state_dict().items()}
         kept = [weights, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]]
-        return kept if kind == "memory" else _bytes(kept)
+        return kept if kind == "memory" else to_bytes(kept)
     if kind == "files":
         handles = [checkpoint.save(_folder(), model, one, step=100 * at + k) for k, one in enumerate(optimizers)]
         return [handle.wait() for handle in handles]
     if kind == "full":
         states = [checkpoint.full_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
-        return _bytes([checkpoint.full_state_dict(model), states])
+        return to_bytes([checkpoint.full_state_dict(model), states])
     full = StateDictOptions(full_state_dict=True, cpu_offload=True) if kind == "dcp full" else None
     both = get_state_dict(model, list(optimizers), options=full)
     if kind == "dcp full":
-        return _bytes(both)
+        return to_bytes(both)
     path = os.path.join(_folder(), f"dcp-{at}")
     dcp.save({"model": both[0], "optimizer": both[1]}, checkpoint_id=path)
     return path
@@ -58,7 +58,7 @@ def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:
 def restore(kind: str, kept: Any, model: Any, optimizers: Optimizers) -> None:
     """Puts what `keep` has kept into a model and its optimizers."""
     if kind in ("memory", "torch"):
-        weights, states = copy.deepcopy(kept) if kind == "memory" else _from_bytes(kept)
+        weights, states = copy.deepcopy(kept) if kind == "memory" else from_bytes(kept)
         model.load_state_dict(weights)
         for optimizer, state in zip(optimizers, states, strict=True):
             optimizer.load_state_dict(state)
@@ -66,12 +66,12 @@ def restore(kind: str, kept: Any, model: Any, optimizers: Optimizers) -> None:
         for path, optimizer in zip(kept, optimizers, strict=True):
             checkpoint.load(path, model, optimizer)
     elif kind == "full":
-        weights, states = _from_bytes(kept)
+        weights, states = from_bytes(kept)
         checkpoint.load_full_state_dict(model, weights)
         for optimizer, state in zip(optimizers, states, strict=True):
             checkpoint.load_full_optimizer_state_dict(model, optimizer, state)
     elif kind == "dcp full":
-        weights, states = _from_bytes(kept)
+        weights, states = from_bytes(kept)
         options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
         set_model_state_dict(model, weights, options=options)  # `set_state_dict` takes an empty one for none to set
         set_optimizer_state_dict(model, list(optimizers), states, options=options)
@@ -80,16 +80,6 @@ def restore(kind: str, kept: Any, model: Any, optimizers: Optimizers) -> None:
         loaded = {"model": weights, "optimizer": states}
         dcp.load(loaded, checkpoint_id=kept)
         set_state_dict(model, list(optimizers), model_state_dict=loaded["model"], optim_state_dict=loaded["optimizer"])
-
-
-def _bytes(kept: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(kept, file)
-    return file.getvalue()
-
-
-def _from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)
 
 
 @functools.cache

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import io
 import os
 from dataclasses import dataclass
 from typing import Any
@@ -15,6 +14,7 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 
 from hsdp import checkpoint
 from tests.soak.persistence.run import Run, Snapshot
+from tests.soak.verdicts import from_bytes, to_bytes
 
 
 @dataclass
@@ -50,7 +50,7 @@ def keep(kind: str, run: Run, directory: str, number: tuple[int, int], at_most: 
         return run.model.state_dict(), run.optimizer.state_dict(), extra
     if kind in ("memory", "bytes"):
         states = copy.deepcopy((run.model.state_dict(), run.optimizer.state_dict(), extra))
-        return states if kind == "memory" else _bytes(states)
+        return states if kind == "memory" else to_bytes(states)
     if kind == "dcp":
         model, optimizer = get_state_dict(run.model, run.optimizer)
         path = os.path.join(directory, f"dcp-{at}")
@@ -60,8 +60,8 @@ def keep(kind: str, run: Run, directory: str, number: tuple[int, int], at_most: 
         path = os.path.join(directory, f"tensors-{at}")
         checkpoint.save_safetensors(path, run.model, max_file_bytes=300)
     else:
-        path = _bytes(checkpoint.full_state_dict(run.model))
-    return path, _bytes(checkpoint.full_optimizer_state_dict(run.model, run.optimizer)), extra
+        path = to_bytes(checkpoint.full_state_dict(run.model))
+    return path, to_bytes(checkpoint.full_optimizer_state_dict(run.model, run.optimizer)), extra
 
 
 def give(kept: Kept, run: Run) -> Any:
@@ -72,7 +72,7 @@ def give(kept: Kept, run: Run) -> Any:
         assert (loaded.step, loaded.world_size) == (kept.step, dist.get_world_size())
         return loaded.extra
     if kind in ("memory", "bytes", "alias"):
-        model, optimizer, extra = _from_bytes(value) if kind == "bytes" else value
+        model, optimizer, extra = from_bytes(value) if kind == "bytes" else value
         run.model.load_state_dict(model)
         run.optimizer.load_state_dict(copy.deepcopy(optimizer) if kind == "memory" else optimizer)
         return extra
@@ -85,16 +85,6 @@ def give(kept: Kept, run: Run) -> Any:
     if kind == "safetensors":
         checkpoint.load_safetensors(value[0], run.model)
     else:
-        checkpoint.load_full_state_dict(run.model, _from_bytes(value[0]))
-    checkpoint.load_full_optimizer_state_dict(run.model, run.optimizer, _from_bytes(value[1]))
+        checkpoint.load_full_state_dict(run.model, from_bytes(value[0]))
+    checkpoint.load_full_optimizer_state_dict(run.model, run.optimizer, from_bytes(value[1]))
     return value[2]
-
-
-def _bytes(state: Any) -> bytes:
-    file = io.BytesIO()
-    torch.save(state, file)
-    return file.getvalue()
-
-
-def _from_bytes(data: bytes) -> Any:
-    return torch.load(io.BytesIO(data), weights_only=False)

@@ -8,7 +8,6 @@ saved last must load. All ranks must get an error if one does.
 from __future__ import annotations
 
 import fnmatch
-import json
 import os
 import re
 import shutil
@@ -26,13 +25,13 @@ from torch import Tensor
 
 import hsdp
 from hsdp import checkpoint
-from tests.soak.actions.play import Failed, Verdict
 from tests.soak.persistence import kept as keeping
 from tests.soak.persistence.faults import Planted, planted
 from tests.soak.persistence.kept import Kept
 from tests.soak.persistence.programs import OF_RANKS, Fault, Layout, Program
 from tests.soak.persistence.run import Run, Snapshot
 from tests.soak.persistence.values import equal, near
+from tests.soak.verdicts import Over, Verdict, Wrong, play_each
 from tests.support.rig import RankEnv
 from tests.support.twin import full, whole
 
@@ -42,30 +41,9 @@ COMPLETE = "is complete, but an earlier checkpoint could not be removed"
 NAMED = (hsdp.HSDPError, Planted)
 
 
-class _Wrong(Exception):  # noqa: N818
-    def __init__(self, failure: str, told: str) -> None:
-        super().__init__(failure)
-        self.failure, self.told = failure, told
-
-
-class _Over(Exception):  # noqa: N818
-    """The program ends here, as it may."""
-
-
 def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs, and stops at the first that fails, as ranks may be out of step behind it.
-
-    Raises:
-        Failed: one failed.
-    """
-    verdicts = []
-    for index, program in enumerate(programs):
-        verdict = play(env, program)
-        if verdict.failure:
-            done = [[dict(one.named), one.planned] for one in verdicts]
-            raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
-        verdicts.append(verdict)
-    return verdicts
+    """On a worker: plays programs up to the first that fails, see `play_each`."""
+    return play_each(programs, lambda program: play(env, program))
 
 
 def play(env: RankEnv, program: Program) -> Verdict:
@@ -78,9 +56,9 @@ def play(env: RankEnv, program: Program) -> Verdict:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             played = _Play(env, program, verdict, folder[0])
-            with suppress(_Over):
+            with suppress(Over):
                 played.all()
-    except _Wrong as wrong:
+    except Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
     except Exception as error:
         at = "" if played is None else played.doing
@@ -181,7 +159,7 @@ class _Play:
                 self.store(made, at_most)
             return
         if PARTLY in told:
-            raise _Wrong("a save says that something is partly changed", f"{self.doing}\n{told}")
+            raise Wrong("a save says that something is partly changed", f"{self.doing}\n{told}")
         self.same_as(was, "behind a save that failed")
         if kind in FILES:
             self.look_for(made, at_most, COMPLETE in told)
@@ -201,9 +179,9 @@ class _Play:
             answer = [newer]
         dist.broadcast_object_list(answer)
         if promised and not answer[0]:
-            raise _Wrong("a checkpoint that is complete is not there", self.doing)
+            raise Wrong("a checkpoint that is complete is not there", self.doing)
         if answer[0]:
-            raise _Over  # nobody knows what else retention has done
+            raise Over  # nobody knows what else retention has done
         self.there()
 
     def there(self) -> None:
@@ -222,7 +200,7 @@ class _Play:
             return
         found = checkpoint.verify(self.steps)
         if found.step not in [one.step for one in self.stored[-2:]]:
-            raise _Wrong("another checkpoint is verified", f"{self.doing}\n{found}")
+            raise Wrong("another checkpoint is verified", f"{self.doing}\n{found}")
 
     def settle(self) -> None:
         """Saves in the background come to their end, and retention with them."""
@@ -251,7 +229,7 @@ class _Play:
         extra, told = self.attempt(lambda: keeping.give(chosen, self.run), fault)
         if told is None:
             if gone:
-                raise _Wrong("a checkpoint loads that retention was to remove", self.doing)
+                raise Wrong("a checkpoint loads that retention was to remove", self.doing)
             self.take(chosen, extra)
         else:
             self.refused(chosen, before, told, gone)
@@ -290,7 +268,7 @@ class _Play:
             self.same_as(before, "behind a load that failed")
             return
         if not self.stored:
-            raise _Over
+            raise Over
         loaded = checkpoint.resume(self.steps, self.run.model, self.run.optimizer)
         assert loaded is not None
         self.take(self.stored[-1], loaded.extra)
@@ -324,7 +302,7 @@ class _Play:
         self.twin = twin
         extra, told = self.attempt(lambda: keeping.give(chosen, moved), None)
         if told is not None:
-            raise _Wrong(f"{told.partition(':')[0]} in move", f"{self.doing}\n{told}")
+            raise Wrong(f"{told.partition(':')[0]} in move", f"{self.doing}\n{told}")
         self.take(chosen, extra)
 
     def part(self, at: int, kind: str, pattern: str) -> None:
@@ -344,7 +322,7 @@ class _Play:
             load = lambda: checkpoint.load_safetensors(chosen.value[0], self.run.model, include=[pattern])  # noqa: E731
         _, told = self.attempt(load, None)
         if told is not None:
-            raise _Wrong(f"{told.partition(':')[0]} in part", f"{self.doing}\n{told}")
+            raise Wrong(f"{told.partition(':')[0]} in part", f"{self.doing}\n{told}")
         chosen.twin.give_weights(self.twin, pattern, extras=kind == "files")
         self.compare()
 
@@ -376,7 +354,7 @@ class _Play:
         """Does what may fail; returns what it gave, or what was told on all ranks.
 
         Raises:
-            _Wrong: it failed on some ranks alone, or by an error that has no name.
+            Wrong: it failed on some ranks alone, or by an error that has no name.
         """
         value, told, named = None, None, True
         with planted(fault, self.env.rank, self.folder) as charge:
@@ -392,12 +370,12 @@ class _Play:
         answers: list[Any] = [None] * self.env.world_size
         dist.all_gather_object(answers, told)
         if told is not None and not named:
-            raise _Wrong(f"unexpected {told.partition(':')[0]} in {self.kind_of_action}", f"{self.doing}\n{stack}")
+            raise Wrong(f"unexpected {told.partition(':')[0]} in {self.kind_of_action}", f"{self.doing}\n{stack}")
         failed = [one for one in answers if one is not None]
         if not failed:
             return value, None
         if len(failed) < len(answers):
-            raise _Wrong(f"an error of some ranks in {self.kind_of_action}", f"{self.doing}\n{answers}")
+            raise Wrong(f"an error of some ranks in {self.kind_of_action}", f"{self.doing}\n{answers}")
         self.verdict.named[f"{failed[0].partition(':')[0]} in {self.kind_of_action}"] += 1
         return None, next((one for one in failed if PARTLY in one), failed[0])
 
@@ -444,7 +422,7 @@ class _Play:
             found: list[list[str]] = [[]] * self.env.world_size
             dist.all_gather_object(found, wrong)
             first = re.sub(r" of .*| differs.*", "", next(filter(None, found))[0])
-            raise _Wrong(f"{failure}: {first.split()[0]}", f"{self.doing}\n" + "\n".join(map(str, found)))
+            raise Wrong(f"{failure}: {first.split()[0]}", f"{self.doing}\n" + "\n".join(map(str, found)))
 
 
 def _passing(old: Run, new: Run, moved: Run) -> None:

@@ -14,7 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 
-from tests.soak.actions.soak import Tally, run_all, shrink, table
+from tests.soak.actions.soak import Tally, run_all, tell
 from tests.soak.persistence.play import run_programs
 from tests.soak.persistence.programs import Program, draw, smaller
 from tests.support.facts import header
@@ -49,13 +49,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = [draw(f"{args.seed}:{n}", args.ranks) for n in range(args.first, args.first + args.programs)]
     with Pool(args.ranks) as pool:
         tally = run(pool, programs, args.stop_at)
-        print(table(tally, len(programs)), file=args.log, flush=True)
-        print(f"{time.monotonic() - start:.0f} s", file=args.log, flush=True)
-        for failure, found in tally.failed.items():
-            small, why = min(found, key=lambda one: len(one[0].actions))
-            if args.shrink:
-                how = {"smaller": smaller, "runner": (run_programs,), "group_timeout": GROUP_TIMEOUT}
-                shrunk, told = shrink(pool, small, failure, tries=args.shrink, **how)  # type: ignore[arg-type]
-                small, why = shrunk, told or why
-            print(f"\n=== {failure}\n{small}\n{why}", file=args.log, flush=True)
+        how = {"smaller": smaller, "runner": (run_programs,), "group_timeout": GROUP_TIMEOUT}
+        tell(pool, tally, len(programs), start, args.log, args.shrink, **how)
     return tally.failures

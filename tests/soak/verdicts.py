@@ -1,0 +1,74 @@
+"""What comes of random programs on a rank, whatever they are of: what the soaks share."""
+
+from __future__ import annotations
+
+import io
+import json
+from collections import Counter
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+
+P = TypeVar("P")
+
+
+@dataclass
+class Verdict:
+    """What came of a program on this rank.
+
+    Attributes:
+        named: errors that were owed, by type and action.
+        planned: how many actions raised on both sides.
+        failure: a class of failures ("" if it went well), with `told` about it.
+    """
+
+    named: Counter[str] = field(default_factory=Counter)
+    planned: int = 0
+    failure: str = ""
+    told: str = ""
+
+
+class Failed(Exception):  # noqa: N818  (what the rig shows is this name)
+    """A program failed; the message is JSON: its place among those of the job, the class of failure, what was told."""
+
+
+class Wrong(Exception):  # noqa: N818
+    """The program failed here."""
+
+    def __init__(self, failure: str, told: str) -> None:
+        super().__init__(failure)
+        self.failure, self.told = failure, told
+
+
+class Over(Exception):  # noqa: N818
+    """The program ends here, as it may."""
+
+
+def play_each(programs: Sequence[P], play: Callable[[P], Verdict]) -> list[Verdict]:
+    """Plays programs, and stops at the first that fails, as ranks may be out of step behind it.
+
+    Raises:
+        Failed: one failed.
+    """
+    verdicts = []
+    for index, program in enumerate(programs):
+        verdict = play(program)
+        if verdict.failure:
+            done = [[dict(one.named), one.planned] for one in verdicts]
+            raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
+        verdicts.append(verdict)
+    return verdicts
+
+
+def to_bytes(state: Any) -> bytes:
+    """As `torch.save` writes it."""
+    file = io.BytesIO()
+    torch.save(state, file)
+    return file.getvalue()
+
+
+def from_bytes(data: bytes) -> Any:
+    """What `to_bytes` was given."""
+    return torch.load(io.BytesIO(data), weights_only=False)

@@ -253,15 +253,15 @@ def formula(setup: Setup, device: str = "cpu") -> tuple[float, float]:
     + results of reductions that are not the gradients' own memory
     """
     policy = policy_of(setup)
-    packed = setup.fusion == "packed"
     gathered = 1 + policy.prefetch
+    unpacked = max(gathered, 2) if setup.fusion == "packed" else gathered
     made = 1
     wide = setup.reduced_bytes / setup.gathered_bytes  # b_g / b_p
     holding = policy.max_inflight_reduce_scatters
     queued = policy.max_inflight_all_reduces if setup.replicas > 1 or device != "cpu" else 0
     own = setup.reduced_bytes == 4 and not setup.standing
     results = 0 if own else wide * (holding + queued) / setup.shards
-    return gathered + packed, gathered + made + wide * holding + results
+    return unpacked, gathered + made + wide * holding + results
 
 
 def setups(args: argparse.Namespace) -> Iterator[Setup]:

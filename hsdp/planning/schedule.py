@@ -18,6 +18,7 @@ from hsdp.policies import CommPolicy
 from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, Circle, Circles, GatherOrder
 from hsdp.schedule.moments import BEFORE_ALL
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
+from hsdp.unit.dtype_group import unpacks_first
 
 
 class Verb(enum.Enum):
@@ -145,11 +146,20 @@ class _Rehearsal:
 
     def _open(self, unit: int, ahead: list[_Unit]) -> None:
         """Gathers it, unless it was gathered ahead, and the units of the window behind it."""
-        for index in (unit, *(place.key for place in ahead)):
-            if index not in self._whole:
-                self._emit(Verb.REGATHER if index in self._parted else Verb.GATHER, index)
-                self._whole.add(index)
-                self._waiting.add(index)
+        self._gather(unit)
+        if unpacks_first(self.units[unit].total("staging_bytes"), self.units[unit].total("whole_bytes")):
+            self._await(unit)
+        for place in ahead:
+            self._gather(place.key)
+        self._await(unit)
+
+    def _gather(self, unit: int) -> None:
+        if unit not in self._whole:
+            self._emit(Verb.REGATHER if unit in self._parted else Verb.GATHER, unit)
+            self._whole.add(unit)
+            self._waiting.add(unit)
+
+    def _await(self, unit: int) -> None:
         if unit in self._waiting:
             self._emit(Verb.OPEN, unit)
             self._waiting.discard(unit)

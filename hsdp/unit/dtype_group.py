@@ -290,6 +290,11 @@ class DtypeGroup:
         return sum(whole_numels(self.layout, self._parts)) * self.kind.compute.itemsize
 
     @property
+    def staging_bytes(self) -> int:
+        """What only a gather needs: the rows of packed parameters."""
+        return 0 if self._staging is None else self._staging.nbytes
+
+    @property
     def flat_buffers(self) -> dict[str, FlatBuffer]:
         """Memory that comes and goes, by what is in it."""
         found = {"whole, direct": self._direct, "whole, packed": self._packed, "staging": self._staging}
@@ -388,6 +393,14 @@ def in_columns(shard: Tensor) -> list[Tensor]:
     rows = integers.numel() // _COLUMNS * _COLUMNS
     found = (integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1))
     return [part for part in found if part.numel()]
+
+
+def unpacks_first(staging_bytes: int, whole_bytes: int) -> bool:
+    """Whether a unit is unpacked before gathers ahead of it start, which then find the memory of its staging free.
+
+    Where little of it is packed, those start first, and while it is unpacked they are on their way.
+    """
+    return 8 * staging_bytes > whole_bytes
 
 
 def thresholds_for(policy: CommPolicy, kind: GroupKey, gather: int, reduce: int, uneven: int) -> Thresholds:

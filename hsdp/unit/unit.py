@@ -29,7 +29,7 @@ from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
 from hsdp.torch_private import graph_task, plain_access, will_execute
 from hsdp.unit.composite_group import CompositeGroup
-from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for
+from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for, unpacks_first
 from hsdp.unit.extension_group import ExtensionGroup
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.readers import Readers
@@ -226,13 +226,12 @@ class Unit(UnitActivity, UnshardedParams):
             device = torch.device("meta")
         for kind, slots in groups.items():
             thresholds = thresholds_for(self.comm_policy, kind, *self.shard_comm.thresholds)
-            params, axes, parts, offload = [self.params[slot] for slot in slots], self.axes, self._parts, self.offload
+            place = [self.params[slot] for slot in slots], slots, self.axes, thresholds, self._parts, self.offload
             if kind.extension:
                 made_of = CompositeGroup if kind.composite else ExtensionGroup
-                this, policy = weakref.ref(self), self.mp_policy
-                group: DtypeGroup = made_of(kind, params, slots, axes, thresholds, parts, offload, this, policy)
+                group: DtypeGroup = made_of(kind, *place, weakref.ref(self), self.mp_policy)
             else:
-                group = DtypeGroup(kind, params, slots, axes, thresholds, parts, offload)
+                group = DtypeGroup(kind, *place)
             group.allocate(device)
             self.dtype_groups.append(group)
 
@@ -248,6 +247,7 @@ class Unit(UnitActivity, UnshardedParams):
         for group in self.dtype_groups:
             group.arrange()
             self._wire_signature = 31 * self._wire_signature + group.wire_signature  # xor would cancel equal ones
+        self._unpacks_first = unpacks_first(sum(group.staging_bytes for group in self.dtype_groups), self.whole_bytes)
         self._versioned = [
             tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
         ]

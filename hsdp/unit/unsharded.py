@@ -9,7 +9,6 @@ closed these are registered there, in the place of the sharded ones.
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -79,6 +78,7 @@ class UnshardedParams:
     _wire_signature: int
     _reads_host: bool
     _on_meta: bool
+    _unpacks_first: bool
 
     def __init__(self) -> None:
         self.dtype_groups: list[DtypeGroup] = []
@@ -171,7 +171,7 @@ class UnshardedParams:
     def gather(self, version: Version, looked: bool = False) -> None:
         """Starts the gather of weights whose version is `version` now, unless they are there, or on their way.
 
-        It is waited for behind gathers ahead. Arguments as in `launch`.
+        It is waited for behind gathers ahead, unless it is to be unpacked before them. Arguments as in `launch`.
         """
         if not self.open and self.residency is not SHARDED:
             if self.gathered_version != version:
@@ -181,6 +181,8 @@ class UnshardedParams:
                 self.reshard()
         if self.residency is SHARDED:
             self.launch(version, looked)
+        if self._unpacks_first and self.residency is GATHERING:
+            self.finish()
 
     def _start_whole(self) -> CommWork:
         outputs: list[Tensor] = []
@@ -440,10 +442,3 @@ class UnshardedParams:
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
         self.weights_version += 1
-
-
-def launch_ahead(units: Iterable[UnshardedParams]) -> None:
-    """Starts gathers for backwards, each as in the unit's forward: whoever enters a unit looks at its version then."""
-    for unit in units:
-        if unit.residency is SHARDED and unit.settings.unshard_in_backward:
-            unit.launch(unit.forward_version, looked=True)

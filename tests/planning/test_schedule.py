@@ -103,11 +103,8 @@ def _planned(events: list[Event]) -> list[Started]:
     return found
 
 
-@pytest.mark.parametrize("micro_batches", [1, 2])
-@pytest.mark.parametrize("reshard", [None, True, False])
-@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
-def test_collectives_start_in_the_planned_order(prefetch: int, reshard: bool | None, micro_batches: int) -> None:
-    policy = CommPolicy(prefetch=prefetch, accumulate="reduce_scatter")
+def _started_and_planned(policy: CommPolicy, reshard: bool | None, micro_batches: int) -> tuple[list[Started], list[Event]]:
+    """The collectives of a step, and its plan."""
     model = Tree()
     middle: Any = model.blocks[1]
     options: dict[str, Any] = {"comm_policy": policy, "reshard_after_forward": reshard}
@@ -130,4 +127,24 @@ def test_collectives_start_in_the_planned_order(prefetch: int, reshard: bool | N
         for unit in units:
             unit.observe(log)
         step()
-    assert log.started_ones == _planned(rehearse(planned, micro_batches, device=False))
+    return log.started_ones, rehearse(planned, micro_batches, device=False)
+
+
+@pytest.mark.parametrize("micro_batches", [1, 2])
+@pytest.mark.parametrize("reshard", [None, True, False])
+@pytest.mark.parametrize("prefetch", [0, 1, 2, 3])
+def test_collectives_start_in_the_planned_order(prefetch: int, reshard: bool | None, micro_batches: int) -> None:
+    policy = CommPolicy(prefetch=prefetch, accumulate="reduce_scatter", fusion="direct")
+    started, events = _started_and_planned(policy, reshard, micro_batches)
+    assert started == _planned(events)
+
+
+@pytest.mark.parametrize("prefetch", [0, 1, 2])
+def test_units_that_travel_packed_are_unpacked_before_others_are_gathered_ahead(prefetch: int) -> None:
+    policy = CommPolicy(prefetch=prefetch, fusion="packed")
+    started, events = _started_and_planned(policy, None, 1)
+    # Behind an `OPEN` a plan does not say whether the unit gathers ahead, or the next one gathers itself.
+    assert [one[:2] for one in started] == [one[:2] for one in _planned(events)]
+    verbs = [event.verb for event in events]
+    assert [verbs.index(verb) for verb in (Verb.GATHER, Verb.OPEN)] == [0, 1]
+    assert verbs[2 : 2 + prefetch] == [Verb.GATHER] * prefetch

@@ -39,6 +39,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from hsdp import checkpoint
 from tests.checkpoint import models as cm
 from tests.support.facts import header, in_words
+from tests.support.rig import PRELOAD
 
 Mesh = tuple[int, int]
 MESHES: list[Mesh] = [(1, 2), (2, 1)]
@@ -188,7 +189,7 @@ def launch(orders: Orders) -> Launch:
     store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
     orders = Orders(orders.directory, orders.mesh, store.port, orders.until, orders.die_at_call)
     context: Any = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch", "torch.distributed.checkpoint", "torch.distributed.tensor", __name__])
+    context.set_forkserver_preload(PRELOAD)
     running = Launch([], [], store)
     for rank in range(orders.mesh[0] * orders.mesh[1]):
         mine, theirs = context.Pipe(duplex=False)

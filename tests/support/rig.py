@@ -32,7 +32,7 @@ from tests.support.worker import Outcome, RankEnv, worker_main
 
 __all__ = ["Outcome", "Pool", "PoolTimeout", "RankEnv", "RemoteError", "describe", "fake_world", "run_procs"]
 
-_PRELOAD = [
+PRELOAD = [
     "__main__",
     "pytest",
     "torch",
@@ -41,6 +41,8 @@ _PRELOAD = [
     "torch.distributed.fsdp",
     "torch.distributed.tensor",
 ]
+"""What the fork server imports: not hsdp, whose debug mode each rank chooses. A process of pytest has one such server."""
+
 _PATIENCE = 3.0  # seconds that the other ranks get once one has failed: they are probably waiting for it
 _SETUP_TIMEOUT = 120.0
 
@@ -186,7 +188,7 @@ class Pool:
         self._store = dist.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         context: Any = multiprocessing.get_context("forkserver" if sys.platform == "linux" else "spawn")
         if sys.platform == "linux":
-            context.set_forkserver_preload(_PRELOAD)
+            context.set_forkserver_preload(PRELOAD)
         for rank in range(self.world_size):
             mine, theirs = context.Pipe()
             args = (theirs, rank, self.world_size, self._store.port, self._grouped, str(self._log(rank)), self._device)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import weakref
 from bisect import bisect_right
-from collections.abc import Collection, Iterable
+from collections.abc import Collection
 from typing import cast
 
 import torch
@@ -19,7 +19,7 @@ from hsdp.schedule.root import Root, bury_tasks
 from hsdp.torch_private import graph_task, queue_callback
 from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, IDLE, TrainingState, expect, stale
 from hsdp.unit.unit import Unit
-from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
+from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, launch_ahead
 
 
 class Backwards(Endings):
@@ -130,14 +130,14 @@ class Backwards(Endings):
             if unit.readers is not None:
                 unit.readers.add(unit.context.streams, unit.dtype_groups)
             if others_gather_here:  # also where it is open on this rank alone, by a visit of its own
-                _launch_ahead(ahead)
+                launch_ahead(ahead)
             if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
         else:
             self.pipeline.advance()  # lands what is at rest: the gather can have that memory
             if visit is None or unit.settings.unshard_in_backward:
                 unit.gather(version, looked=True)
-                _launch_ahead(ahead)
+                launch_ahead(ahead)
                 unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
         opened = backward.opened.get(unit)  # perhaps another one: it was passed over, or its visits have ended
         begun, earliest = (set(), None) if opened is None else (opened.begun, opened.earliest)
@@ -204,7 +204,7 @@ class Backwards(Endings):
             raise stale(unit)
         if unit.residency is SHARDED:
             unit.launch(version, looked=True)
-        _launch_ahead(_move_to(backward, unit))
+        launch_ahead(_move_to(backward, unit))
         if backward.keeps_graph:
             unit.retain()
         backward.turns.visit(unit, first_node)
@@ -382,13 +382,6 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
         if ahead is None:
             ahead = backward.gathers.next_units(unit, unit.comm_policy.prefetch)
     return ahead or ()
-
-
-def _launch_ahead(units: Iterable[Unit]) -> None:
-    """Starts gathers for backwards, each as in the unit's forward: whoever enters a unit looks at its version then."""
-    for unit in units:
-        if unit.residency is SHARDED and unit.settings.unshard_in_backward:
-            unit.launch(unit.forward_version, looked=True)
 
 
 def _count_calls_behind(backward: BackwardPass, unit: Unit, node: Moment) -> None:

@@ -247,7 +247,7 @@ class Unit(UnitActivity, UnshardedParams):
         for group in self.dtype_groups:
             group.arrange()
             self._wire_signature = 31 * self._wire_signature + group.wire_signature  # xor would cancel equal ones
-        self._unpacks_first = unpacks_first(sum(group.staging_bytes for group in self.dtype_groups), self.whole_bytes)
+        self.unpacks_first = unpacks_first(sum(group.staging_bytes for group in self.dtype_groups), self.whole_bytes)
         self._versioned = [
             tensor for param in self.params for tensor in (param.sharded, param.local) if not tensor.is_inference()
         ]

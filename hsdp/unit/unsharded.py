@@ -9,6 +9,7 @@ closed these are registered there, in the place of the sharded ones.
 from __future__ import annotations
 
 import enum
+from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
@@ -61,6 +62,7 @@ class UnshardedParams:
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
+        unpacks_first: they are copied to their places before gathers ahead start, which find the memory of staging free.
         part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
     """
 
@@ -78,7 +80,7 @@ class UnshardedParams:
     _wire_signature: int
     _reads_host: bool
     _on_meta: bool
-    _unpacks_first: bool
+    unpacks_first: bool
 
     def __init__(self) -> None:
         self.dtype_groups: list[DtypeGroup] = []
@@ -169,10 +171,7 @@ class UnshardedParams:
             self.join_gather()
 
     def gather(self, version: Version, looked: bool = False) -> None:
-        """Starts the gather of weights whose version is `version` now, unless they are there, or on their way.
-
-        It is waited for behind gathers ahead, unless it is to be unpacked before them. Arguments as in `launch`.
-        """
+        """Starts the gather of weights of `version`, unless they are there, or on their way. Arguments as in `launch`."""
         if not self.open and self.residency is not SHARDED:
             if self.gathered_version != version:
                 self.reshard()
@@ -181,7 +180,7 @@ class UnshardedParams:
                 self.reshard()
         if self.residency is SHARDED:
             self.launch(version, looked)
-        if self._unpacks_first and self.residency is GATHERING:
+        if self.unpacks_first and self.residency is GATHERING:
             self.finish()
 
     def _start_whole(self) -> CommWork:
@@ -442,3 +441,10 @@ class UnshardedParams:
     def weights_changed(self) -> None:
         """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
         self.weights_version += 1
+
+
+def launch_ahead(units: Iterable[UnshardedParams]) -> None:
+    """Starts gathers for backwards, each as in the unit's forward: whoever enters a unit looks at its version then."""
+    for unit in units:
+        if unit.residency is SHARDED and unit.settings.unshard_in_backward:
+            unit.launch(unit.forward_version, looked=True)

@@ -22,6 +22,7 @@
     room.py             how many units a window or a bound has room for, whose sizes differ
     pipeline.py         the queue of reductions, carried out
     outputs.py          the tensors through which gradients will enter a module
+    closed_units.py     the error of a forward that computes with parameters of a unit which it has not called
 
 May import `unit` and what is below it.
 """

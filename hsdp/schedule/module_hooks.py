@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
+from hsdp.schedule.closed_units import closed_unit_used
 from hsdp.schedule.moments import Moment
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import ForwardPass, Visit
@@ -88,12 +89,16 @@ class ModuleHooks:
             runtime.leave_forward(unit, unit.end_call(id(module), len(self.modules), calls), visit)
             if depth == 0:
                 runtime.end_forward()
-        except BaseException:
+        except BaseException as error:
+            # Before units are closed, which makes all parameters sharded ones.
+            told = closed_unit_used(error)
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth = depth
             unit.set_calls(calls)
             if depth == 0:
                 runtime.forget_forward()
+            if told is not None:
+                raise told from error
             raise
         return output
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.distributed.fsdp import MixedPrecisionPolicy
 from torch.distributed.fsdp import fully_shard as torch_fully_shard
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.utils.checkpoint import checkpoint
 
 import hsdp
@@ -207,3 +208,46 @@ def test_pending_gradients_have_their_names_inside_a_forward() -> None:
         model.does = lambda module: told.append(set(module.pending_gradients()))
         model(x)
     assert told == [{"linear.weight", "linear.bias"}]
+
+
+class Mixer(nn.Module):
+    """Takes the weight of a module that it does not call, as mixers of state-space models do with that of a convolution."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.proj = nn.Linear(4, 4)
+        self.conv = nn.Conv1d(4, 4, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(self.proj(x), self.conv.weight[:, :, 0])
+
+
+@pytest.mark.parametrize("around", [None, "checkpoint", "plain module"])
+def test_weights_of_a_unit_that_is_not_called_are_named(around: str | None) -> None:
+    mixer = Mixer()
+    model: Any = nn.Sequential(nn.Linear(4, 4), mixer)
+    with fake_world(2) as env:
+        hsdp.shard_units(model, [mixer.conv, *([] if around == "plain module" else [mixer])], mesh=env.mesh(2))
+        if around == "checkpoint":
+            forward = mixer.forward
+            mixer.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
+        told = r"code of Mixer computes with .* one of 'conv\.weight' \(unit '1\.conv'\), 'conv\.bias' .* Make Mixer"
+        with pytest.raises(hsdp.StateError, match=told) as caught:
+            model(torch.ones(2, 4))
+        assert "mixed torch.Tensor and DTensor" in str(caught.value.__cause__)
+        with pytest.raises(hsdp.StateError, match=told):
+            model(torch.ones(2, 4))
+
+
+def test_users_own_dtensors_get_the_error_of_torch() -> None:
+    class Foreign(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            return x @ foreign
+
+    with fake_world(2) as env:
+        foreign = distribute_tensor(torch.ones(4, 4), env.mesh(2), [Shard(0)])
+        model: Any = nn.Sequential(nn.Linear(4, 4), Foreign())
+        hsdp.shard_units(model, [], mesh=env.mesh(2))
+        with pytest.raises(RuntimeError, match="mixed") as caught:
+            model(torch.ones(2, 4))
+        assert not isinstance(caught.value, hsdp.StateError)

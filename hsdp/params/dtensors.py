@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Placement
+from torch.distributed.tensor.placement_types import Partial, Placement
 
 from hsdp.policies import is_trainable
 
@@ -85,24 +85,22 @@ def replicates_implicitly() -> bool:
 def find_infs_on_all_axes() -> None:
     """Has `GradScaler` learn of overflows in any of the gradients, on all ranks; once per process.
 
-    DTensor makes ranks agree over those axes alone that shard the first gradient of a list. Where that is replicated, and
-    others are sharded, ranks would skip different steps, without a word.
+    DTensor makes ranks agree over those axes alone that shard the first gradient of a list. Where that is replicated and
+    others are sharded, or experts are on meshes inside that of dense layers, ranks would skip different steps, unnoticed.
     """
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    unscale = torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default
-    of_one_sharding = handlers[unscale]
 
     def of_all(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        alike: dict[object, list[Any]] = {}
-        for grad in args[0]:
-            alike.setdefault((grad.device_mesh, grad.placements) if isinstance(grad, DTensor) else None, []).append(grad)
-        for key, grads in alike.items():  # what one has found stays found
-            if key is None:
-                op(grads, *args[1:], **kwargs)
-            else:
-                of_one_sharding(op, (grads, *args[1:]), kwargs)
+        grads, found, *others = args
+        op([grad._local_tensor if isinstance(grad, DTensor) else grad for grad in grads], found, *others, **kwargs)
+        # The mesh of most ranks comes last, and hands on what ranks have learnt on smaller ones inside it. It has its one
+        # reduction on every rank: those that have no gradients on a smaller mesh do not know of it.
+        meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
+        for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
+            spec = spec_of(mesh, (Partial("max"),) * mesh.ndim, found.shape, found.dtype)
+            found.copy_(as_dtensor(found, spec).full_tensor())
 
-    handlers[unscale] = of_all
+    handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = of_all
 
 
 def full_tensor(tensor: DTensor) -> Tensor:

@@ -13,6 +13,8 @@ from torch.distributed.device_mesh import init_device_mesh
 import hsdp
 from hsdp.schedule.gather_order import Circle, Circles, GatherOrders
 from tests.support.rig import Pool, RankEnv
+from tests.support.sharded import mesh_id
+from tests.support.twin import full
 
 DIM, EXPERTS = 6, 3
 ALL, SOME = frozenset(range(4)), frozenset((0, 2))
@@ -84,6 +86,41 @@ def _as_fsdp2(env: RankEnv, replicas: int) -> None:
 @pytest.mark.parametrize("replicas", [1, 2])
 def test_ranks_that_run_different_experts_train_as_with_fsdp2(pool4: Pool, replicas: int) -> None:
     pool4.run(_as_fsdp2, replicas)
+
+
+def _scaled(env: RankEnv, dense_shape: tuple[int, ...], expert_ranks: str, dense_first: bool) -> None:
+    """Some ranks' experts overflow in the second step, and none of them have gradients in the third."""
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("rows", "columns"))[expert_ranks]
+    dense, ep = env.mesh(dense_shape), env.rank % 2 if expert_ranks == "rows" else env.rank // 2
+    torch.manual_seed(0)
+    model: Any = Layer(ep)
+    for expert in model.experts.values():
+        hsdp.fully_shard(expert, mesh=sparse)
+    hsdp.fully_shard(model, mesh=dense)
+    params = list(model.parameters())
+    optimizer = torch.optim.SGD(params if dense_first else params[::-1], lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=1024.0)
+    stepped = []
+    for step in range(4):
+        before = [full(param) for param in params]
+        scaler.scale(model(torch.ones(5, DIM, dtype=torch.float64), 7 * ep * (step == 2)).square().mean()).backward()
+        if step == 1 and ep == 1:
+            model.get_parameter(f"experts.{EXPERTS}.weight").grad.to_local().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        stepped.append(not torch.equal(full(params[0]), before[0]))
+    assert stepped == [True, False, True, True], stepped
+    assert scaler.get_scale() == 512.0, scaler.get_scale()
+
+
+@pytest.mark.parametrize("dense_first", [True, False])
+@pytest.mark.parametrize("expert_ranks", ["rows", "columns"])
+@pytest.mark.parametrize("dense_shape", [(4,), (2, 2), (4, 1)], ids=mesh_id)
+def test_an_overflow_of_some_ranks_experts_skips_the_step_of_all(
+    pool4: Pool, dense_shape: tuple[int, ...], expert_ranks: str, dense_first: bool
+) -> None:
+    pool4.run(_scaled, dense_shape, expert_ranks, dense_first)
 
 
 class Place:

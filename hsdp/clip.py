@@ -23,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.comm.collectives import all_reduce_now
 from hsdp.comm.divergence import CLIP, note_event_of
+from hsdp.errors import StateError
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.schedule.runtime import await_failure
 from hsdp.unit.lookup import unit_of, unit_of_module
@@ -30,6 +31,9 @@ from hsdp.unit.unit import Unit
 
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""
+
+_ALIKE = 1e-5
+"""Norms of the same gradients, added up in other orders, differ by less than this part of them."""
 
 Bundles = dict[tuple[torch.dtype, torch.device], list[Tensor]]
 """Local tensors of one dtype and device each, as foreach kernels want them."""
@@ -49,8 +53,8 @@ def clip_grad_norm_(
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
     share a mesh there is one all-reduce of one number; with `CommPolicy(reduction="tree")` in one of the units there are
     two, and the norm is the same to the last bit on every mesh that the same gradients are sharded over. The host does not
-    wait for the device, unless `error_if_nonfinite` is on or gradients are offloaded. Reductions that still run
-    (`set_is_last_backward`) are joined.
+    wait for the device, unless `error_if_nonfinite` is on, gradients are offloaded, or units lie on several meshes, over
+    which norms are compared. Reductions that still run (`set_is_last_backward`) are joined.
 
     Args:
         parameters: a model, a parameter, or several. Gradients may be sharded (DTensors on one mesh or several) or
@@ -68,12 +72,14 @@ def clip_grad_norm_(
         TypeError: `parameters` is neither a module nor tensors.
         ValueError: `max_norm` or `norm_type` makes no sense, a gradient is a DTensor of partial sums, or, with
             `CommPolicy(reduction="tree")`, the `norm_type` is none of 1, 2 and inf.
-        StateError: a unit holds gradient sums of earlier micro-batches that were not communicated.
+        StateError: a unit holds gradient sums of earlier micro-batches that were not communicated; or units lie on several
+            meshes, one inside the other, and norms differ on ranks of the larger one: they have different experts, say.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     order, limit = _check_numbers(max_norm, norm_type)
     params = _distinct(parameters)
-    in_tree = _join(params)
+    units = _join(params)
+    in_tree = any(unit.in_tree for unit in units)
     if in_tree and order not in (1.0, 2.0, math.inf):
         raise ValueError(
             f"clip_grad_norm_(norm_type={norm_type!r}): with CommPolicy(reduction='tree') the norm is one of order 1, 2 or "
@@ -84,6 +90,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     shardings = _by_sharding(grads)
     norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads), order)
+    _check_equal(norm, units)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
@@ -152,16 +159,15 @@ def _parameters_below(module: nn.Module) -> Iterator[Tensor]:
                 stack.append(child)
 
 
-def _join(params: list[Tensor]) -> bool:
+def _join(params: list[Tensor]) -> list[Unit]:
     """Waits for reductions that run past the end of backward; refuses sums that were never communicated.
 
     Replicas clip alike though they do not communicate about it: the next all-reduce of gradients tells whether they did.
     Shard ranks, which do, learn whether they clip the same units.
 
     Returns:
-        Whether one of the units adds gradients in the order of the tree.
+        The units that the parameters are of.
     """
-    in_tree = False
     known: set[int] = set()
     units: list[Unit] = []
     for param in params:
@@ -169,10 +175,32 @@ def _join(params: list[Tensor]) -> bool:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
         check_communicated(unit, "clip_grad_norm_")
-        in_tree = in_tree or unit.in_tree
         units.append(unit)
     note_event_of(CLIP, (comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)))
-    return in_tree
+    return units
+
+
+def _check_equal(norm: Tensor, units: list[Unit]) -> None:
+    """Compares the norm over the largest mesh if units are on several: no structure tells experts from copies.
+
+    Raises:
+        StateError: ranks have others. Dense layers would be scaled differently from rank to rank.
+    """
+    if len({unit.circle for unit in units}) < 2:
+        return
+    widest = max(units, key=lambda unit: len(unit.circle))
+    known = norm.double().nan_to_num(nan=math.inf, posinf=math.inf)
+    bounds = torch.stack((known, -known))
+    for comm in (widest.shard_comm, widest.replicate_comm):
+        if comm.group is not None and comm.size > 1:
+            all_reduce_now(bounds, dist.ReduceOp.MAX, comm.group, hash((CLIP, 2)), "comparison of clip_grad_norm_")
+    largest, least = bounds[0].item(), -bounds[1].item()
+    if largest > least * (1 + _ALIKE):
+        raise StateError(
+            f"clip_grad_norm_: ranks have norms from {least:g} to {largest:g}, because units on smaller meshes than "
+            f"that of {widest.name!r} have other gradients on other ranks, as different experts do; clip the parameters of "
+            "each mesh in a call of their own"
+        )
 
 
 def _device_of(grads: list[Tensor]) -> torch.device:

@@ -123,6 +123,37 @@ def test_an_overflow_of_some_ranks_experts_skips_the_step_of_all(
     pool4.run(_scaled, dense_shape, expert_ranks, dense_first)
 
 
+def _clipped(env: RankEnv, different: bool) -> None:
+    """Experts that differ between ranks, or copies of them."""
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "rows"))["rows"]
+    torch.manual_seed(0)
+    model: Any = Layer(env.rank // 2 if different else 0)
+    for expert in model.experts.values():
+        with torch.no_grad():
+            expert.weight.mul_(1 + different * (env.rank // 2))
+        hsdp.fully_shard(expert, mesh=sparse)
+    hsdp.fully_shard(model, mesh=env.mesh(4))
+    for place in range(2):
+        model(torch.full((5, DIM), place + 1.0, dtype=torch.float64), 0).square().mean().backward()
+        before = [full(param.grad) for param in model.parameters()]
+        if not different:
+            norm = hsdp.clip_grad_norm_(model, 1e-3)
+            want = torch.linalg.vector_norm(torch.cat([grad.flatten() for grad in before]))
+            torch.testing.assert_close(norm, want, rtol=1e-12, atol=0)
+            continue
+        with pytest.raises(hsdp.StateError, match=r"ranks have norms from .* to .* that of '.*' .* in a call of their own"):
+            hsdp.clip_grad_norm_(model, 1e-3)
+        assert all(torch.equal(full(param.grad), grad) for param, grad in zip(model.parameters(), before, strict=True))
+        dense, experts = [*model.dense.parameters()], [*model.experts.parameters()]
+        assert hsdp.clip_grad_norm_(dense, 1e-3) > 1e-3
+        assert hsdp.clip_grad_norm_(experts, 1e-3) > 1e-3
+
+
+@pytest.mark.parametrize("different", [True, False])
+def test_norms_over_experts_that_differ_between_ranks_are_refused(pool4: Pool, different: bool) -> None:
+    pool4.run(_clipped, different)
+
+
 class Place:
     """A unit, as orders of gathers know it."""
 

@@ -32,11 +32,11 @@ from hsdp.unit.unit import Unit
 Groups = tuple[ProcessGroup, ...]
 """The process groups over which gradients are sharded; none for what every rank holds whole."""
 
-_ALIKE = 1e-5
-"""Norms of the same gradients, added up in other orders, differ by less than this part of them."""
-
 Bundles = dict[tuple[torch.dtype, torch.device], list[Tensor]]
 """Local tensors of one dtype and device each, as foreach kernels want them."""
+
+_ALIKE = 1e-5
+"""Norms of the same gradients, added up in other orders, differ by less than this part of them."""
 
 
 @torch.no_grad()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from torch import nn
 
-from hsdp.errors import StateError
 from hsdp.params.ownership import owner_of
 from hsdp.unit.lookup import class_name
 
@@ -12,8 +11,11 @@ _MIXED = "mixed torch.Tensor and DTensor"
 """In the error of torch's operators that get both; all versions have it."""
 
 
-def closed_unit_used(error: BaseException) -> StateError | None:
-    """The error that names the parameters, and what to do, if `error` is torch's about one of them; else None."""
+def closed_unit_used(error: BaseException) -> str | None:
+    """Names the parameters, and says what to do, if `error` is torch's about one of them; else None.
+
+    Called before units are closed: then all parameters are sharded ones.
+    """
     if not isinstance(error, RuntimeError) or _MIXED not in str(error):
         return None
     module, traceback = None, error.__traceback__
@@ -27,7 +29,7 @@ def closed_unit_used(error: BaseException) -> StateError | None:
     if not closed:
         return None
     told = ", ".join(f"{name!r} (unit {unit!r})" for name, unit in closed[:3]) + (", ..." if len(closed) > 3 else "")
-    return StateError(
+    return (
         f"code of {class_name(module)} computes with a sharded parameter of a unit that it has not called, one of {told}: "
         f"it is whole only inside of its unit's forward. Make {class_name(module)} the unit, or call the module that "
         "holds the parameter"

@@ -90,7 +90,6 @@ class ModuleHooks:
             if depth == 0:
                 runtime.end_forward()
         except BaseException as error:
-            # Before units are closed, which makes all parameters sharded ones.
             told = closed_unit_used(error)
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth = depth
@@ -98,7 +97,7 @@ class ModuleHooks:
             if depth == 0:
                 runtime.forget_forward()
             if told is not None:
-                raise told from error
+                raise StateError(told) from error
             raise
         return output
 

@@ -69,7 +69,7 @@ class Runtime(Backwards):
         ahead = self._forward_order.enter(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
         # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
-        # only then does `show` wait, so that those ahead are on their way meanwhile.
+        # only then does `show` wait, so that those ahead are on their way meanwhile, unless the unit `unpacks_first`.
         unit.gather(unit.forward_version)
         for other in ahead if chosen is None else chosen:
             if other.residency is SHARDED:

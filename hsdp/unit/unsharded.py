@@ -171,7 +171,7 @@ class UnshardedParams:
             self.join_gather()
 
     def gather(self, version: Version, looked: bool = False) -> None:
-        """Starts the gather of weights of `version`, unless they are there, or on their way. Arguments as in `launch`."""
+        """Starts the gather of weights of `version`, if needed; ends it if it `unpacks_first`. Arguments as in `launch`."""
         if not self.open and self.residency is not SHARDED:
             if self.gathered_version != version:
                 self.reshard()

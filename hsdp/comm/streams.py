@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 
 StreamName = Literal["gather", "scatter", "replicate"]
 Event = Any
@@ -28,6 +29,12 @@ def host_wait(device: torch.device) -> None:
     """The host waits for the current stream of `device`: for what it copied to host memory."""
     if device.type not in ("cpu", "meta"):
         torch.get_device_module(device).current_stream(device).synchronize()
+
+
+def note_read(tensor: Tensor) -> None:
+    """The current stream reads `tensor`: whichever stream's its memory is, once freed it is not handed out before that."""
+    if tensor.device.type not in ("cpu", "meta"):
+        tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
 
 class Streams:

@@ -23,6 +23,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from hsdp.buffers.fingerprints import same_bits
 from hsdp.buffers.layout import ParamSpec, Piece
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.streams import note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
 from hsdp.params.local import local_of
@@ -139,7 +140,9 @@ class ManagedParam:
             original.register_post_accumulate_grad_hook(partial(_refuse_gradient, unit, self.fqn))
         with torch.no_grad():
             if piece.numel and not original.is_meta and not is_composite(local):  # a composite's dtype group filled it
-                data_of(local).copy_(rows_of(local_of(original).detach(), piece, axes.shard_rank))
+                whole = local_of(original).detach()
+                data_of(local).copy_(rows_of(whole, piece, axes.shard_rank))
+                note_read(data_of(whole))  # it may have been made on another stream, and is freed here
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)

@@ -21,6 +21,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.comm.mesh import MeshAxes
+from hsdp.comm.streams import note_read
 from hsdp.params.dtensors import as_dtensor, with_dtype
 
 
@@ -53,6 +54,7 @@ class Inner:
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
+        note_read(grad._local_tensor)  # autograd does so for gradients, but not for what is inside of a DTensor
         wanted, parts = self.placements, 1
         if len(self._rest) < self.mesh.ndim:
             wanted, parts = self._term(grad.placements)

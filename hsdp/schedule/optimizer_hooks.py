@@ -24,6 +24,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import leave_out_of_graphs
+from hsdp.unit.landing import lend
 from hsdp.unit.lookup import all_units, unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
@@ -190,6 +191,7 @@ def check_communicated(unit: Unit, before: str) -> None:
         ReductionPipeline.land_all_of(unit)
     unit.gradients.refuse_pending(unit.name, before)
     unit.gradients.cut_whole()
+    lend(unit.params, unit.context.streams)
 
 
 @functools.cache

@@ -35,6 +35,7 @@ from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Token, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
+from hsdp.unit.landing import lend
 from hsdp.unit.lookup import STATE, class_name
 from hsdp.unit.unit import Schedule, Unit
 
@@ -189,6 +190,11 @@ class Root:
         # A CPU has no streams, and is spared the question.
         with torch.no_grad(), self.streams.at_home() if self.streams.active else nullcontext():
             self.pipeline.drain()
+        self.lend_gradients()
+
+    def lend_gradients(self) -> None:
+        """As `hsdp.unit.landing.lend`, of all units."""
+        lend((param for unit in self.units for param in unit.params), self.streams)
 
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.

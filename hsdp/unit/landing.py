@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
@@ -9,13 +10,14 @@ from typing import Any
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
+from hsdp.comm.streams import Streams, note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, as_dtensors
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.grad_layout import GradLayout
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
-from hsdp.unit.zero_grad import local_grad
+from hsdp.unit.zero_grad import ZeroGradSentinel, local_grad
 
 _grad_of = attrgetter("grad")
 _backward_hooks_of = attrgetter("_backward_hooks")
@@ -88,6 +90,23 @@ def assign_grads(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
     if (base := locals_[0]._base) is not None:  # `mark_landed`, without its call
         setattr(base, _MARK, True)
     return grads, locals_
+
+
+def lend(params: Iterable[ManagedParam], streams: Streams) -> None:
+    """The current stream may read gradients and drop them, though their memory is that of `streams.home`.
+
+    Once they are dropped, the allocator waits for what the current stream holds by then before it hands the memory out.
+    """
+    if not streams.active or not streams.is_away():
+        return
+    with plain_access():
+        grads: list[Any] = [grad for param in params if (grad := param.sharded.grad) is not None]
+    for grad in grads:
+        local = getattr(grad, "_local_tensor", grad)
+        if isinstance(local, ZeroGradSentinel):
+            local = local.standing.gradient
+        if local is not None:
+            note_read(local)
 
 
 def shared_memory(layout: GradLayout) -> Tensor | None:

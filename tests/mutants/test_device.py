@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from typing import Any
 from unittest import mock
 
@@ -12,7 +13,11 @@ import pytest
 import torch
 
 import hsdp.api.setters
+import hsdp.params.param
+import hsdp.params.tensor_parallel
+import hsdp.schedule.optimizer_hooks
 import hsdp.schedule.pipeline
+import hsdp.schedule.root
 import hsdp.unit.gradients
 from hsdp.comm import backends
 from hsdp.comm.collectives import Comm
@@ -25,20 +30,20 @@ from hsdp.torch_private import NO_TASK
 from hsdp.unit.readers import Readers
 from hsdp.unit.unit import Unit
 from tests.mutants.planting import replaced
-from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Shape, run_case
+from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Conditions, Shape, run_case
 from tests.support.rig import Pool, RankEnv, RemoteError
 
 Plant = Callable[[], Any]
 MOST_RUNS = 10
 FOUND = r"\d+ races|differ|not close|memory is gone|storage of size 0|modified by an inplace operation"
-MUTANTS: dict[str, tuple[Plant, str, Shape, str]] = {}
+MUTANTS: dict[str, tuple[Plant, str, Shape, Conditions]] = {}
 
 
-def mutant(case: str, shape: Shape = ONE_AXIS, mode: str = "none") -> Callable[[Plant], Plant]:
+def mutant(case: str, shape: Shape = ONE_AXIS, mode: str = "none", **where: bool) -> Callable[[Plant], Plant]:
     """Registers a function that plants a bug, with the case that has to find it."""
 
     def register(plant: Plant) -> Plant:
-        MUTANTS[plant.__name__.replace("_", " ")] = (plant, case, shape, mode)
+        MUTANTS[plant.__name__.replace("_", " ")] = (plant, case, shape, Conditions(mode, **where))
         return plant
 
     return register
@@ -72,9 +77,29 @@ def gradients_are_made_on_whichever_stream_is_current() -> Any:
     return mock.patch.object(Streams, "is_away", lambda streams: False)
 
 
-@mutant("units on streams of the forward")
+@mutant("units on streams of the forward", strict=True)
 def the_allocator_is_not_told_who_reads() -> Any:
     return mock.patch.object(Readers, "add", lambda readers, *_: None)
+
+
+@mutant("trains mlp", strict=True, away=True)
+def the_allocator_is_not_told_who_steps() -> Any:
+    return _all(
+        [
+            mock.patch.object(hsdp.schedule.optimizer_hooks, "lend", lambda *_: None),
+            mock.patch.object(hsdp.schedule.root, "lend", lambda *_: None),
+        ]
+    )
+
+
+@mutant("tensor parallel", (1, 2, 2), away=True)
+def the_allocator_is_not_told_who_reads_what_is_inside_of_gradients() -> Any:
+    return mock.patch.object(hsdp.params.tensor_parallel, "note_read", lambda tensor: None)
+
+
+@mutant("gathered in 8 bits", strict=True, away=True)
+def the_allocator_is_not_told_who_shards() -> Any:
+    return mock.patch.object(hsdp.params.param, "note_read", lambda tensor: None)
 
 
 @mutant("trains mlp")
@@ -287,9 +312,9 @@ def sums_in_bf16_are_multiplied_by_the_backend() -> Any:
 
 
 def _mutated(env: RankEnv, name: str, seed: int) -> None:
-    plant, case, shape, mode = MUTANTS[name]
+    plant, case, shape, under = MUTANTS[name]
     with plant():
-        run_case(env, case, shape, mode, seed)
+        run_case(env, case, shape, replace(under, seed=seed))
 
 
 @pytest.mark.parametrize("name", MUTANTS)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import functools
 import gc
 import tempfile
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import Any
 from unittest import mock
@@ -74,17 +74,58 @@ def _register(name: str, run: Run, shapes: tuple[Shape, ...]) -> None:
     CASES[name] = DeviceCase(name, run, shapes)
 
 
-def run_case(env: RankEnv, name: str, shape: Shape, mode: str = "none", seed: int = 0, strict: bool = False) -> None:
-    """Runs a case on this rank and looks for races. `strict`: memory is poisoned as soon as it is freed.
+@dataclass(frozen=True)
+class Conditions:
+    """What a case runs under on the emulated device.
+
+    Attributes:
+        mode: which streams lag.
+        seed: of the delays.
+        strict: memory is poisoned as soon as it is freed, and not only when it is handed out again.
+        away: the case runs on another stream than the one on which its models are sharded.
+    """
+
+    mode: str = "none"
+    seed: int = 0
+    strict: bool = False
+    away: bool = False
+
+    def __str__(self) -> str:
+        where = " ".join(name for name, holds in (("strict", self.strict), ("away", self.away)) if holds)
+        return f"{self.mode:13s} {where:11s} seed {self.seed:6d}"
+
+
+def run_case(env: RankEnv, name: str, shape: Shape, under: Conditions) -> None:
+    """Runs a case on this rank and looks for races.
 
     CUDA's streams have no delay modes; in mode "sanitizer" torch's own detector of races watches them.
     """
     if env.device != emulator.NAME:
-        with _sanitizer() if mode == "sanitizer" else nullcontext():
+        with _sanitizer() if under.mode == "sanitizer" else nullcontext():
             CASES[name].run(env, shape)
         return
-    with emulator.watched(mode, seed, poison_free=strict):
+    with (
+        emulator.watched(under.mode, under.seed, poison_free=under.strict),
+        _away() if under.away else nullcontext(),
+    ):
         CASES[name].run(env, shape)
+
+
+@contextmanager
+def _away() -> Iterator[None]:
+    """Runs the body on a stream of its own, and `shard` on the one that was current."""
+    module = torch.get_device_module(emulator.NAME)
+    home, beside, sharded = module.current_stream(), module.Stream(), shard
+
+    def at_home(*args: Any, **options: Any) -> Any:
+        with _behind(module, home):
+            model = sharded(*args, **options)
+        beside.wait_stream(home)
+        return model
+
+    with mock.patch(f"{__name__}.shard", at_home), _behind(module, beside):
+        yield
+    home.wait_stream(beside)
 
 
 @functools.cache
@@ -727,6 +768,27 @@ def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: S
             optimizer.step()
         for numel in (16, 32, 64, 128, 256, 512):
             torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+    if module:
+        module.current_stream().wait_stream(stream)
+    return _state(model)
+
+
+@program()
+def _gradients_dropped_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: Shape) -> Found:
+    """The other stream takes their memory at once, as a loop does that loads its next batch there."""
+    case = regression("stages", _Stages)
+    model = shard(case.model(), env.mesh(shape))
+    optimizer = sgd(model.parameters())
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+    for step in range(4):
+        with _behind(module, stream):
+            _loss(env, model, case, step).backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        for numel in (16, 32, 64, 128, 256, 512):
+            for _ in range(4):
+                torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
     if module:
         module.current_stream().wait_stream(stream)
     return _state(model)

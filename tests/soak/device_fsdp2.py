@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 
 import hsdp
 from tests.soak import device_cases
-from tests.soak.device_cases import CASES, Shape, run_case
+from tests.soak.device_cases import CASES, Conditions, Shape, run_case
 from tests.support.rig import RankEnv
 
 _REASONS = {
@@ -51,10 +51,10 @@ WHY_NOT = {name: reason for reason, names in _REASONS.items() for name in names}
 """Why a case cannot be expressed with FSDP2, by its name."""
 
 
-def run_case_of_fsdp2(env: RankEnv, name: str, shape: Shape, mode: str = "none", seed: int = 0) -> None:
+def run_case_of_fsdp2(env: RankEnv, name: str, shape: Shape, under: Conditions) -> None:
     """As `run_case`, with FSDP2."""
     with in_place():
-        run_case(env, name, shape, mode, seed)
+        run_case(env, name, shape, under)
 
 
 @contextmanager

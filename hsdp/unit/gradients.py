@@ -24,7 +24,8 @@ import torch
 from torch import Tensor
 
 from hsdp.buffers.flat_buffer import owned
-from hsdp.comm.streams import host_wait
+from hsdp.comm.observer import CommContext
+from hsdp.comm.streams import host_wait, note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.param import ManagedParam
@@ -65,13 +66,14 @@ class Gradients:
         shared: replicas have shares of some of them.
 
     Args:
-        params, settings: the unit's.
+        params, settings, context: the unit's.
         ranks: over how many gradients are summed, also as an attribute.
     """
 
-    def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any], ranks: int) -> None:
+    def __init__(self, params: list[ManagedParam], settings: UnitSettings[Any], context: CommContext, ranks: int) -> None:
         self._params = params
         self._settings = settings
+        self._context = context
         self.ranks = ranks
         self._dtype_groups: list[DtypeGroup] = []
         self._mask: tuple[bool, ...] | None = None
@@ -282,6 +284,8 @@ class Gradients:
     def local_sums(self) -> dict[str, Tensor]:
         """Unsharded gradients of this rank that have not been communicated, by parameter name."""
         self.heed_zero_grad()
+        for value in self._stash.values():
+            note_read(value)  # by the caller
         return {self._params[slot].fqn: value for slot, value in self._stash.items()}
 
     def _watch_all(self, plans: Iterable[ReducePlan]) -> None:
@@ -299,18 +303,13 @@ class Gradients:
             for part in self._running:
                 part.dropped |= gone
             if self.deferred_sums is not None:
-                self._drop_deferred(gone)
+                with self._context.streams.at_home():  # whose memory they are
+                    for plan, held in zip(self._plans, self.deferred_sums, strict=True):
+                        zero(plan, held, gone)
         if not self.sentinels.up:
             self.lost = False
             if gone:
                 self.deferred_sums = None
-
-    def _drop_deferred(self, gone: set[int]) -> None:
-        assert self.deferred_sums is not None, "checked by the caller"
-        for plan, held in zip(self._plans, self.deferred_sums, strict=True):
-            zero(plan, held, gone)
-        if len(gone) >= sum(len(plan.slots) for plan in self._plans):
-            self.deferred_sums = None
 
     def _remove_sentinels(self) -> None:
         if self.sentinels.up and not (self.deferred_sums or self._running or self.stashed or self.lost or self.deferred):

@@ -129,7 +129,8 @@ class Unit(UnitActivity, UnshardedParams):
         self._registered: list[int] = []  # identities of its sharded parameters in the table of owners
         weakref.finalize(self, forget, self._registered)
 
-        self.gradients = Gradients(params, self.settings, axes.shard_size * axes.replicate_size)
+        self.context = CommContext(Streams(axes.device))
+        self.gradients = Gradients(params, self.settings, self.context, axes.shard_size * axes.replicate_size)
         this = weakref.ref(self)
         self.gradients.sentinels.owner = lambda: None if (unit := this()) is None else (unit, unit.runtime)
         self.trainable: tuple[bool, ...] = ()
@@ -138,7 +139,6 @@ class Unit(UnitActivity, UnshardedParams):
         self.remaining: dict[int, int] = {}
 
         # Communication.
-        self.context = CommContext(Streams(axes.device))
         self.readers = Readers() if self.context.streams.active else None
         place, shares = (axes.device, self.context), comm_policy.shared_memory
         self.shard_comm = Comm(axes.shard_group, axes.shard_rank, axes.shard_size, *place, shares)

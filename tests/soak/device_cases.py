@@ -501,6 +501,21 @@ def _gradients_zeroed_between_micro_batches(env: RankEnv, shape: Shape) -> Found
     return _state(model)
 
 
+@program(TWO_AXES)
+def _deferred_sums_dropped_between_micro_batches(env: RankEnv, shape: Shape) -> Found:
+    """They are noticed at once, outside of a backward."""
+    model, case = _built(env, shape)
+    told = 0
+    for micro in range(6):
+        with model.accumulate(last=micro == 5):
+            _loss(env, model, case, 0, micro).backward()
+        if micro in (1, 3):
+            for param in model.parameters():
+                param.grad.detach().zero_()
+            told += len(model.pending_gradients())
+    return {**_state(model), "pending": torch.tensor(float(told))}
+
+
 @program()
 def _clipping(env: RankEnv, shape: Shape) -> Found:
     model, case = _built(env, shape)

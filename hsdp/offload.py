@@ -54,11 +54,11 @@ class CPUOffloadPolicy(OffloadPolicy):
 
     def memory(self, numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Zeros in host memory."""
-        return torch.zeros(numel, dtype=dtype, pin_memory=self._pins(device))
+        return torch.zeros(numel, dtype=dtype, device="cpu", pin_memory=self._pins(device))
 
     def staging(self, like: Tensor) -> Tensor:
         """Host memory, page-locked too."""
-        return torch.empty(like.shape, dtype=like.dtype, pin_memory=self._pins(like.device))
+        return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=self._pins(like.device))
 
     def _pins(self, device: torch.device) -> bool:
         return self.pin_memory and device.type not in ("cpu", "meta")
@@ -94,7 +94,7 @@ class DiskOffloadPolicy(OffloadPolicy):
             OSError: the directory is not there, cannot be written to, or has no room left.
         """
         if numel == 0:
-            return torch.zeros(0, dtype=dtype)
+            return torch.zeros(0, dtype=dtype, device="cpu")
         nbytes = numel * dtype.itemsize
         try:
             with tempfile.TemporaryFile(dir=self.directory, prefix="hsdp-") as file:

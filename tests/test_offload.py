@@ -73,6 +73,16 @@ def test_shards_and_gradients_are_copied_between_devices(pool4: Pool, shape: tup
     pool4.run(check_copies, shape, twin_of(make_case("mlp"), 4, 3, adamw))
 
 
+@pytest.mark.parametrize("numel", [0, 3])
+def test_shards_are_in_host_memory_whatever_the_default_device_is(numel: int, tmp_path: Path) -> None:
+    device = torch.device("cpu", 0)
+    with torch.device("meta"):
+        for policy in (hsdp.CPUOffloadPolicy(), hsdp.DiskOffloadPolicy(str(tmp_path))):
+            memory = policy.memory(numel, torch.float32, device)
+            assert memory.is_cpu
+            assert policy.staging(memory).is_cpu
+
+
 def check_same(env: RankEnv, directory: str) -> None:
     """Bit for bit what it is without: bf16 compute, accumulation, gradients added to gradients, one unit on disk only."""
     case = make_case("mlp", torch.float32)

@@ -9,6 +9,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from hsdp.comm.streams import note_read
 from hsdp.comm.work import CommWork, abandon
 from hsdp.params.shares import Share
 from hsdp.unit.unit import Unit
@@ -96,6 +97,7 @@ class ReplicaGather:
                 at += share.chunk * inner
                 # Padding is behind the last rows of the last replicas that have any.
                 local.copy_(columns[: local.shape[0]])
+            note_read(rows)  # by a forward on another stream than the step's, say
         self._rows = []
 
 

@@ -51,7 +51,8 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
     try:
-        with watched(env, program.seed):
+        kinds = [action[0] for action in program.actions]
+        with watched(env, program.seed, moves="stream" in kinds[1:]):
             sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
             _Play(env, program, sharded, twin, verdict).all()
     except Wrong as wrong:
@@ -62,11 +63,12 @@ def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
 
 
 @contextmanager
-def watched(env: RankEnv, text: str) -> Iterator[None]:
+def watched(env: RankEnv, text: str, moves: bool = False) -> Iterator[None]:
     """On the emulated device: delays that the text of a seed chooses, and an AssertionError if there was a race.
 
-    For half of the texts memory is poisoned as soon as it is freed. Behind it, a device's current stream is the one from
-    before.
+    For half of the texts memory is poisoned as soon as it is freed, unless the body `moves` between streams: what autograd
+    and optimizers made on one, and users let go on another, is theirs to order. Behind it, a device's current stream is the
+    one from before.
     """
     if env.device == "cpu":
         yield
@@ -75,7 +77,7 @@ def watched(env: RankEnv, text: str) -> Iterator[None]:
     modes = [*emulator.MODES]
     emulated: Any = nullcontext()
     if env.device == emulator.NAME:
-        emulated = emulator.watched(modes[seed % len(modes)], seed % 1000, poison_free=seed % 2 == 0)
+        emulated = emulator.watched(modes[seed % len(modes)], seed % 1000, poison_free=seed % 2 == 0 and not moves)
     module: Any = torch.get_device_module(env.device)
     before = module.current_stream()
     try:

@@ -83,7 +83,10 @@ def test_the_rehearsal_of_ranks_that_share_a_gpu(pool2: Pool) -> None:
     assert "fsdp2" in gpu_ranks.table([{"mesh": "2", **ours}, {"mesh": "2", **theirs}])
 
 
-def test_the_optimizer_s_contenders_compute_the_same(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_optimizer_s_contenders_compute_the_same(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(optimizer, "UNITS", 2)
     optimizer.main(["--kind", "foreach", "--dim", "16", "--rounds", "1", "--steps", "1"])
     assert "foreach" in capsys.readouterr().out
 

@@ -15,7 +15,6 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
-from contextlib import nullcontext
 from threading import get_ident
 from typing import ClassVar, cast
 
@@ -187,8 +186,11 @@ class Root:
 
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
-        # A CPU has no streams, and is spared the question.
-        with torch.no_grad(), self.streams.at_home() if self.streams.active else nullcontext():
+        if not self.streams.active:  # a CPU is spared the question which stream is current
+            with torch.no_grad():
+                self.pipeline.drain()
+            return
+        with torch.no_grad(), self.streams.at_home():
             self.pipeline.drain()
         self.lend_gradients()
 

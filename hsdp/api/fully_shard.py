@@ -17,6 +17,7 @@ from hsdp.api.module import HSDPModule, has_forward, hidden_by_methods, sharded_
 from hsdp.api.other_meshes import companions, without
 from hsdp.api.select import asked_once, collect_params, identities, manage
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes, resolve_mesh
+from hsdp.comm.streams import note_read
 from hsdp.comm.tree import check_axes
 from hsdp.format import several
 from hsdp.offload import OffloadPolicy
@@ -260,6 +261,7 @@ def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:
                     where = buffer.device if buffer.is_meta else unit.axes.device
                     dtype = unit.mp_policy.buffer_dtype if buffer.is_floating_point() else None
                     moved[id(buffer)] = buffer.to(where, dtype)
+                    note_read(buffer)
                 module._buffers[name] = moved[id(buffer)]
 
 

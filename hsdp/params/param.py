@@ -219,8 +219,10 @@ class ManagedParam:
     def rehome(self, local: Tensor) -> None:
         """Moves the sharded values into `local` (same shape, perhaps other dtype or device), keeping the parameter."""
         with torch.no_grad():
-            if not self._local_now().is_meta and not is_composite(local):
-                data_of(local).copy_(data_of(self._local_now()))
+            before = self._local_now()
+            if not before.is_meta and not is_composite(local):
+                data_of(local).copy_(data_of(before))
+                note_read(data_of(before))
         self.local = local
         if self.sharded.device != local.device:  # offloaded, and it came from the device
             grad: Any = self.sharded.grad

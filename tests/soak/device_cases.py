@@ -809,6 +809,27 @@ def _gradients_dropped_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv
     return _state(model)
 
 
+@program()
+def _weights_assigned_on_another_stream_than_they_are_trained_on(env: RankEnv, shape: Shape) -> Found:
+    """That stream takes the memory of what was assigned as soon as the next forward has moved it."""
+    case = regression("stages", _Stages)
+    model = shard(case.model(), env.mesh(shape))
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+    for step in range(2):
+        held = {name: as_dtensor(param.to_local() * 0.9, param._spec) for name, param in model.named_parameters()}
+        model.load_state_dict(held, assign=True)
+        del held
+        with _behind(module, stream):
+            _loss(env, model, case, step).backward()
+        for numel in (16, 32, 64, 128, 256, 512):
+            for _ in range(4):
+                torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+        if module:
+            module.current_stream().wait_stream(stream)
+    return _state(model)
+
+
 class _Branches(nn.Module):
     """Two units beside each other, on a device each on a stream of its own."""
 

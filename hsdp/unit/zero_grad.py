@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hsdp.comm.streams import note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, cut_as
 from hsdp.params.param import ManagedParam
@@ -322,6 +323,7 @@ def _shard(param: ManagedParam, grad: Any) -> None:
     spec = param.tensor_spec
     local = cut_as(grad, spec)
     if local is not None:
+        note_read(grad._local_tensor)
         grad._local_tensor, grad._spec = local, spec
     else:
         raise StateError(

@@ -168,7 +168,7 @@ def play(env: RankEnv, kind: str, cls: str, shape: tuple[int, ...], units: str, 
         if checkpoints:
             model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
     except Exception as error:
-        return "not run", f"{type(error).__name__}: {str(error)[:150]}"
+        return "not run", f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
         shard(model, env, shape, units)
         train(model, [env.rank], 1.0)
@@ -188,7 +188,7 @@ def play(env: RankEnv, kind: str, cls: str, shape: tuple[int, ...], units: str, 
 
 def run(pool: Pool, *case: Any) -> tuple[str, str]:
     try:
-        found = pool.run(play, *case, timeout=150.0)
+        found = pool.run(play, *case, timeout=600.0)
     except (RemoteError, PoolTimeout) as error:
         pool.close()  # what it left in the processes is not to show in another model
         return "failed", str(error)[:2000]

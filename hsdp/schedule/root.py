@@ -15,6 +15,7 @@ import time
 import warnings
 import weakref
 from collections.abc import Iterable, Iterator
+from contextlib import nullcontext
 from threading import get_ident
 from typing import ClassVar, cast
 
@@ -186,13 +187,11 @@ class Root:
 
     def drain(self) -> None:
         """Waits for every reduction under way; afterwards all gradients that were communicated are in `.grad`."""
-        if not self.streams.active:  # a CPU is spared the question which stream is current
-            with torch.no_grad():
-                self.pipeline.drain()
-            return
-        with torch.no_grad(), self.streams.at_home():
+        active = self.streams.active  # a CPU is spared the question which stream is current
+        with torch.no_grad(), self.streams.at_home() if active else nullcontext():
             self.pipeline.drain()
-        self.lend_gradients()
+        if active:
+            self.lend_gradients()
 
     def lend_gradients(self) -> None:
         """As `hsdp.unit.landing.lend`, of all units."""

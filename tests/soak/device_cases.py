@@ -768,9 +768,18 @@ class _Stages(nn.Module):
         return out
 
 
-@program()
-def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: Shape) -> Found:
-    """Meanwhile the other stream, which waits for nothing, writes to all memory that it can get."""
+def _take_memory(env: RankEnv) -> None:
+    """The current stream writes to all memory of others that it can get, as a loop does that loads its next batch on it."""
+    for numel in (16, 32, 64, 128, 256, 512):
+        for _ in range(4):
+            torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+
+
+def _beside(env: RankEnv, shape: Shape, step_of: Callable[[Any, Callable[[], Any]], None]) -> Found:
+    """Each step on a stream of its own, behind the one on which the model was sharded; that one waits for nothing.
+
+    `step_of(optimizer, backward)` steps.
+    """
     case = regression("stages", _Stages)
     model = shard(case.model(), env.mesh(shape))
     optimizer = sgd(model.parameters())
@@ -778,35 +787,31 @@ def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: S
     stream = module.Stream() if module else None
     for step in range(4):
         with _behind(module, stream):
-            optimizer.zero_grad()
-            _loss(env, model, case, step).backward()
-            optimizer.step()
-        for numel in (16, 32, 64, 128, 256, 512):
-            torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+            step_of(optimizer, lambda step=step: _loss(env, model, case, step).backward())
+        _take_memory(env)
     if module:
         module.current_stream().wait_stream(stream)
     return _state(model)
+
+
+@program()
+def _trained_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: Shape) -> Found:
+    def step_of(optimizer: Any, backward: Callable[[], Any]) -> None:
+        optimizer.zero_grad()
+        backward()
+        optimizer.step()
+
+    return _beside(env, shape, step_of)
 
 
 @program()
 def _gradients_dropped_on_a_stream_beside_the_one_it_was_sharded_on(env: RankEnv, shape: Shape) -> Found:
-    """The other stream takes their memory at once, as a loop does that loads its next batch there."""
-    case = regression("stages", _Stages)
-    model = shard(case.model(), env.mesh(shape))
-    optimizer = sgd(model.parameters())
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
-    for step in range(4):
-        with _behind(module, stream):
-            _loss(env, model, case, step).backward()
-            optimizer.step()
-            optimizer.zero_grad()
-        for numel in (16, 32, 64, 128, 256, 512):
-            for _ in range(4):
-                torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
-    if module:
-        module.current_stream().wait_stream(stream)
-    return _state(model)
+    def step_of(optimizer: Any, backward: Callable[[], Any]) -> None:
+        backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    return _beside(env, shape, step_of)
 
 
 @program()
@@ -822,9 +827,7 @@ def _weights_assigned_on_another_stream_than_they_are_trained_on(env: RankEnv, s
         del held
         with _behind(module, stream):
             _loss(env, model, case, step).backward()
-        for numel in (16, 32, 64, 128, 256, 512):
-            for _ in range(4):
-                torch.full((numel,), 7.0, dtype=torch.float64, device=env.device)
+        _take_memory(env)
         if module:
             module.current_stream().wait_stream(stream)
     return _state(model)

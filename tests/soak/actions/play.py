@@ -304,9 +304,10 @@ class _Play:
 
     def see(self) -> None:
         """Compares values of actions."""
-        for what, mine, other in self.unseen:
-            if not self.late and not self.close(mine.cpu(), other):
-                self.late = f"{what} differs by {_off(mine.cpu(), other)}"
+        for what, given, other in self.unseen:
+            mine = given.cpu()
+            if not self.late and not self.close(mine, other):
+                self.late = f"{what} differs by {_off(mine, other)}"
         self.unseen.clear()
 
     def compare(self) -> None:

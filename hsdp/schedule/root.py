@@ -221,10 +221,11 @@ class Root:
 
     def take_outside(self) -> None:
         """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters."""
-        for unit in self.units:
-            if unit.take_outside():
-                unit.gradients.stash()
-                unit.gradients.commit()
+        with self.streams.at_home():
+            for unit in self.units:
+                if unit.take_outside():
+                    unit.gradients.stash()
+                    unit.gradients.commit()
 
     def refuse_landing(self, what: str) -> None:
         """Raises StateError where a user's hook runs the model while the last gradients of a backward land."""

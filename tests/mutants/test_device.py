@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 
+import hsdp.api.fully_shard
 import hsdp.api.setters
 import hsdp.params.param
 import hsdp.params.tensor_parallel
@@ -25,6 +26,7 @@ from hsdp.comm.streams import Streams
 from hsdp.comm.work import CommWork, _InUse
 from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
+from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime
 from hsdp.torch_private import NO_TASK
 from hsdp.unit.readers import Readers
@@ -95,6 +97,28 @@ def the_allocator_is_not_told_who_steps() -> Any:
 @mutant("tensor parallel", (1, 2, 2), away=True)
 def the_allocator_is_not_told_who_reads_what_is_inside_of_gradients() -> Any:
     return mock.patch.object(hsdp.params.tensor_parallel, "note_read", lambda tensor: None)
+
+
+@mutant("backwards of inputs and of weights", strict=True, away=True)
+def what_schedules_put_on_weights_is_summed_on_whichever_stream_is_current() -> Any:
+    def change(method: Callable[..., Any]) -> Callable[..., Any]:
+        def take_outside(root: Root) -> None:
+            with gradients_are_made_on_whichever_stream_is_current():
+                method(root)
+
+        return take_outside
+
+    return replaced(Root, "take_outside", change)
+
+
+@mutant("local gradients read on another stream than they are trained on", strict=True)
+def the_allocator_is_not_told_who_reads_local_gradients() -> Any:
+    return mock.patch.object(hsdp.unit.gradients, "note_read", lambda tensor: None)
+
+
+@mutant("buffers cast on another stream than they were made on", strict=True)
+def the_allocator_is_not_told_who_casts_buffers() -> Any:
+    return mock.patch.object(hsdp.api.fully_shard, "note_read", lambda tensor: None)
 
 
 @mutant("gathered in 8 bits", strict=True, away=True)

@@ -28,6 +28,7 @@ import hsdp.optim
 from hsdp.examples.int8_gather import quantise
 from hsdp.params.dtensors import as_dtensor
 from tests.params import test_tensor_parallel as tp
+from tests.schedule import test_pipelining as pipelining
 from tests.support import device as emulator
 from tests.support.deep import RootFirst, floats, seeded
 from tests.support.fragile import Fragile, fail
@@ -833,6 +834,49 @@ def _weights_assigned_on_another_stream_than_they_are_trained_on(env: RankEnv, s
     return _state(model)
 
 
+@program()
+def _local_gradients_read_on_another_stream_than_they_are_trained_on(env: RankEnv, shape: Shape) -> Found:
+    case = regression("stages", _Stages)
+    model = shard(case.model(), env.mesh(shape))
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+    found: Found = {}
+    for step in range(3):
+        with model.no_sync():
+            _loss(env, model, case, step).backward()
+        with _behind(module, stream):
+            found.update({f"{name} of step {step}": value * 2 for name, value in model.local_gradients().items()})
+            model.zero_grad()
+            assert not model.pending_gradients()
+        _take_memory(env)
+    if module:
+        module.current_stream().wait_stream(stream)
+    return {name: value.cpu() for name, value in found.items() if value is not None}
+
+
+class _Buffered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("scale", torch.arange(8.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale  # type: ignore[operator]
+
+
+@program()
+def _buffers_cast_on_another_stream_than_they_were_made_on(env: RankEnv, shape: Shape) -> Found:
+    model: Any = _Buffered().to(env.device)
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    stream = module.Stream() if module else None
+    with _behind(module, stream):
+        policy = hsdp.MixedPrecisionPolicy(buffer_dtype=torch.float64)
+        hsdp.fully_shard(model, mesh=env.mesh(shape), mp_policy=policy)
+    _take_memory(env)
+    if module:
+        module.current_stream().wait_stream(stream)
+    return {name: buffer.cpu() for name, buffer in model.named_buffers()}
+
+
 class _Branches(nn.Module):
     """Two units beside each other, on a device each on a stream of its own."""
 
@@ -1056,6 +1100,19 @@ def _tensor_parallel(env: RankEnv, shape: Shape) -> Found:
 def _several_forwards_one_backward(env: RankEnv, shape: Shape) -> Found:
     model, case = _built(env, shape)
     (_loss(env, model, case, 0) + _loss(env, model, case, 1)).backward()
+    return _state(model)
+
+
+@program()
+def _backwards_of_inputs_and_of_weights(env: RankEnv, shape: Shape) -> Found:
+    """As pipeline schedules split them; the gradients of weights are put on unsharded parameters, unseen by hsdp."""
+    model, case = _built(env, shape)
+    for module in filter(lambda one: isinstance(one, hsdp.HSDPModule), model.modules()):
+        module.unshard(async_op=True).wait()
+    xs = [case.batch(step, env.rank)[0].to(env.device).requires_grad_() for step in range(2)]
+    for groups in [pipelining._inputs(model, x) for x in xs]:
+        pipelining._weights(model, groups)
+    pipelining._reduce(model)
     return _state(model)
 
 

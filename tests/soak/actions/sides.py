@@ -23,7 +23,7 @@ import hsdp
 from hsdp import checkpoint, debug
 from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
-from hsdp.unit.zero_grad import ZeroGradSentinel
+from tests.soak import unasked
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned, opened
 from tests.soak.actions.programs import Program
 from tests.support.rig import RankEnv
@@ -608,29 +608,10 @@ class Sharded(Side):
         hsdp.register_forward_method(model, "infer")
 
     def pending(self) -> bool:
-        """Whether gradient sums wait to be communicated, or are lost."""
-        return any(
-            unit.gradients.stashed or unit.gradients.deferred_sums or unit.gradients.lost for unit in self._watched()
-        )
+        return unasked.pending(self.model)
 
     def lost(self) -> bool:
-        """Whether sums went with a backward that failed: whoever would take gradients for complete is refused."""
-        return any(unit.gradients.lost for unit in self._watched())
-
-    def _watched(self) -> Iterator[Any]:
-        """The units of which a sentinel stands in a gradient that nobody has zeroed.
-
-        They are not asked: that would drop what was zeroed, and land what is on its way, before the next action does.
-        """
-        if any(runtime.backward is not None for runtime in self.model._runtimes()):
-            self.model.pending_gradients()  # behind a backward that failed, what is pending is known when it is cleared up
-        for unit in self.model._units():
-            for slot, standing in unit.gradients.sentinels._standings.items():
-                grad = unit.params[slot].sharded.grad
-                local = getattr(grad, "_local_tensor", None)
-                if isinstance(local, ZeroGradSentinel) and local.standing is standing and not standing.cleared:
-                    yield unit
-                    break
+        return unasked.lost(self.model)
 
     def like(self, whole: Tensor, param: Tensor) -> Tensor:
         assert isinstance(param, DTensor)

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
+from tests.soak import unasked
 from tests.soak.actions.play import watched
 from tests.soak.optimizers.models import Net
 from tests.soak.optimizers.programs import Action, Program, Spec
@@ -95,6 +96,7 @@ class _Play:
     def __init__(self, env: RankEnv, program: Program, verdict: Verdict) -> None:
         self.env, self.program, self.verdict = env, program, verdict
         self.doing = "the beginning"
+        self.unseen: list[tuple[str, Tensor, Tensor]] = []
         narrow = any(part.dtype == "float32" for part in program.parts)
         rates = any(spec.name == "ASGD" or ("lr", "tensor") in spec.settings for spec in program.specs)
         rounds = env.device != "cpu" and rates
@@ -113,12 +115,10 @@ class _Play:
             self.doing = f"action {at} {action}"
             if not self.applies(action):
                 continue
-            if action[0] in COMPARED_BEFORE:
-                self.sharded.ready()
+            if action[0] in COMPARED_BEFORE and not self.sharded.patient:
                 self.compare()
             self.one(at, action)
         self.doing = "the end"
-        self.sharded.ready()
         self.compare()
         for optimizer in self.sharded.optimizers:
             hsdp.check_replicas(self.sharded.model, optimizer)
@@ -136,7 +136,7 @@ class _Play:
 
     def one(self, at: int, action: Action) -> None:
         name = action[0]
-        pending = name == "zero" and bool(self.sharded.model.pending_gradients())
+        pending = name == "zero" and unasked.pending(self.sharded.model)
         ours, error = _attempt(getattr(self.sharded, name), at, *action[1:])
         theirs, twins = _attempt(getattr(self.twin, name), at, *action[1:])
         if error is None and twins is not None:
@@ -144,7 +144,10 @@ class _Play:
         self.judge(action, error, twins)
         if pending:
             self.twin.show_zeros(self.sharded)
-        self.same(_differences(ours, theirs, self.tolerance))
+        for (what, mine), (_, other) in zip(ours, theirs, strict=True):
+            self.unseen.append((f"{what} in {self.doing}", mine, other))
+        if not self.sharded.patient:
+            self.see()
 
     def judge(self, action: Action, error: Exception | None, twins: Exception | None) -> None:
         """Judges errors of both sides in an action; whatever is right ends the program."""
@@ -162,9 +165,17 @@ class _Play:
         what = "silent where the twin raises" if error is None else f"{type(error).__name__} in {action[0]}"
         raise Wrong(what, f"{self.doing}\n{told}\nthe twin: {told_by_twin}\n{stack}")
 
+    def see(self) -> None:
+        """Compares what actions told; ranks meet here."""
+        wrong = [told for what, mine, other in self.unseen for told in self.off(what, mine, other)]
+        self.unseen.clear()
+        self.same(wrong)
+
     def compare(self) -> None:
         """Compares weights, gradients and states of both sides; ranks meet here."""
-        wrong = []
+        self.sharded.model.flush()
+        self.see()
+        wrong: list[str] = []
         for name, param in self.sharded.params.items():
             other = self.twin.params[name]
             wrong += self.off(f"value of {name}", param, other)

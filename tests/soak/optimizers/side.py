@@ -164,8 +164,8 @@ class Side:
     def context(self, name: str) -> AbstractContextManager[Any]:
         return nullcontext()
 
-    def ready(self) -> None:
-        """Has all gradients in `.grad`."""
+    def ready(self, *, waits: bool = False) -> None:
+        """Has all gradients in `.grad`, unless what follows `waits` for those that are on their way."""
 
     def mean(self, losses: list[Tensor]) -> Tensor:
         """The mean of the losses of all ranks."""
@@ -193,7 +193,7 @@ class Side:
     def step(self, at: int, which: int | None, how: str) -> Values:
         if self.program.hooked:
             return []
-        self.ready()
+        self.ready(waits=True)
         told = []
         for number, optimizer in self.chosen(which):
             if how == "closure" or self.specs[number].name == "LBFGS":

@@ -84,8 +84,9 @@ def _exchange_while_saving(env: RankEnv, directory: str, call: str) -> None:
     begun = threading.Event()
 
     def slowly(done: int, total: int) -> None:
-        begun.set()
-        time.sleep(0.1)
+        if not begun.is_set():
+            begun.set()
+            time.sleep(0.5)  # in which the call would be through
 
     handle = checkpoint.save(directory, model, optimizer, step=1, async_=True, progress=slowly)
     assert begun.wait(30)

@@ -24,7 +24,7 @@ from hsdp.checkpoint import CheckpointError, loading, manifests, reading, store
 from hsdp.checkpoint.checksums import ChecksumStream
 from hsdp.checkpoint.lock import LOCK, lock, unlock
 from tests.checkpoint import models as cm
-from tests.support.rig import Pool
+from tests.support.rig import Pool, run_procs
 from tests.support.worker import RankEnv
 
 ROOT = Path(__file__).parents[2]
@@ -229,27 +229,15 @@ def test_a_failure_that_nobody_waits_for_is_told_at_the_end_of_the_process(tmp_p
     assert "the process ends without a checkpoint of step 4" in done.stderr
 
 
-DESTROYING = """
-import sys
-import torch.distributed as dist
-from torch import nn
-from hsdp import checkpoint
-
-dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}/store", rank=int(sys.argv[2]), world_size=2)
-checkpoint.save(sys.argv[1] + "/run", nn.Linear(300, 300), step=1, async_=True)
-dist.destroy_process_group()
-"""
+def _save_and_destroy(env: RankEnv, directory: str) -> int:
+    dist.init_process_group("gloo", init_method=f"file://{directory}/store", rank=env.rank, world_size=2)
+    handle = checkpoint.save(f"{directory}/run", nn.Linear(300, 300), step=1, async_=True)
+    dist.destroy_process_group()
+    return checkpoint.verify(handle.wait()).step
 
 
 def test_a_save_outlives_its_process_group(tmp_path: Path) -> None:
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    ranks = [subprocess.Popen([sys.executable, "-c", DESTROYING, str(tmp_path), rank], env=env) for rank in "01"]
-    try:
-        assert [rank.wait(120) for rank in ranks] == [0, 0]
-    finally:
-        for rank in ranks:
-            rank.kill()
-    assert checkpoint.verify(tmp_path / "run").step == 1
+    assert run_procs(_save_and_destroy, 2, str(tmp_path), grouped=False) == [1, 1]
 
 
 def differ(env: RankEnv, directory: str) -> list[str]:

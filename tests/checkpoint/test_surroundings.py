@@ -124,38 +124,37 @@ def test_a_checkpoint_that_was_moved_and_linked_loads_and_leaves_nothing_when_it
     assert checkpoint.verify(far).step == 1  # what lies elsewhere is not ours to delete
 
 
+def _load_named_pipe(env: RankEnv, path: str) -> str:
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load(path, nn.Linear(3, 2))
+    return str(caught.value)
+
+
 def test_named_pipes_are_told_and_not_waited_for(tmp_path: Path) -> None:
-    model = nn.Linear(3, 2)
-    for name in ("manifest.json", "index.json"):
-        path = checkpoint.save(tmp_path, model, step=1).path
-        (path / name).unlink()
-        os.mkfifo(path / name)
-        code = f"from torch import nn; from hsdp import checkpoint; checkpoint.load({str(path)!r}, nn.Linear(3, 2))"
-        env = {**os.environ, "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, "-c", code]
-        done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=False)
-        assert "is not a file" in done.stderr
-        shutil.rmtree(path)
+    """In a process that the rig ends if it waits."""
+    with Pool(1, grouped=False) as pool:
+        for name in ("manifest.json", "index.json"):
+            path = checkpoint.save(tmp_path, nn.Linear(3, 2), step=1).path
+            (path / name).unlink()
+            os.mkfifo(path / name)
+            assert "is not a file" in pool.run(_load_named_pipe, str(path))[0]
+            shutil.rmtree(path)
 
 
 # -- jobs and threads --------------------------------------------------------------------------------------------------
 
-SAVING = """
-import sys
-from torch import nn
-from hsdp import checkpoint
-try:
-    print(checkpoint.save(sys.argv[1], nn.Linear(3, 2), step=2).path.name)
-except checkpoint.CheckpointError as error:
-    print(error)
-"""
+
+def _save(env: RankEnv, directory: str) -> str:
+    try:
+        return checkpoint.save(directory, nn.Linear(3, 2), step=2).path.name
+    except CheckpointError as error:
+        return str(error)
 
 
 def save_elsewhere(directory: Path) -> str:
     """What another job says that saves there."""
-    env = {**os.environ, "PYTHONPATH": str(ROOT)}
-    command = [sys.executable, "-c", SAVING, str(directory)]
-    return subprocess.run(command, env=env, capture_output=True, text=True, timeout=300, check=True).stdout.strip()
+    told: str = run_procs(_save, 1, str(directory), grouped=False)[0]
+    return told
 
 
 def test_a_copy_of_the_directory_does_not_give_up_its_lock(tmp_path: Path) -> None:

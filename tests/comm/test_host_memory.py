@@ -283,16 +283,16 @@ def test_a_block_is_not_written_before_the_slowest_rank_has_read_it(pool2: Pool)
 
 
 def _fills_the_socket(env: RankEnv) -> None:
-    """Thousands of posts ahead of the other: the kernel takes no more lines, and both send."""
+    """A thousand posts ahead of the other, and more: the kernel takes no more lines, and both send."""
     memory, mine = _memory(), torch.full((1,), float(env.rank))
-    sums = [mine.clone() for _ in range(6000)]
+    sums = [mine.clone() for _ in range(1500)]
     posts = [memory.all_reduce(UNIT, k, [total]) for k, total in enumerate(sums)]
     for post in posts:
         _now(post)
     assert torch.cat(sums).unique().tolist() == [1.0]
 
 
-def test_ranks_may_be_thousands_of_posts_apart(pool2: Pool) -> None:
+def test_ranks_may_be_a_thousand_posts_apart(pool2: Pool) -> None:
     pool2.run(_fills_the_socket)
 
 

@@ -129,7 +129,7 @@ def check_training(
     same(runs)
 
 
-STEPS = 20 if FULL else 5
+STEPS = 20 if FULL else 2
 """A sum in another order shows in the first."""
 
 

@@ -35,8 +35,8 @@ def trains_shares(env: RankEnv, shape: tuple[int, ...]) -> None:
 REPLICAS = Check(trains, ((2, 1),))
 MOMENTA = Check(trains_shares, ((2, 1),))
 SHARDS = Check(trains, ((2,),))
-SHARED = Check(replicas._equals_repeated, ((2, 1),))
-FLAT = Check(replicas._equals_repeated, ((2, 1), True))
+SHARED = Check(replicas.equals_repeated, ((2, 1),))
+FLAT = Check(replicas.equals_repeated, ((2, 1), True))
 READ = Check(pending._is_read, ((2, 1),))
 HELD = Check(pending._is_held, (), world=4)
 

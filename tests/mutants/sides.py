@@ -97,7 +97,7 @@ def loads_optimizers(env: RankEnv) -> None:
         dist.barrier()  # before the first rank takes its folder away
 
 
-FLAT = Check(optim._equals_stock, ((2,), True))
+FLAT = Check(optim.equals_stock, ((2,), True))
 LOADED = Check(loads_optimizers)
 
 

@@ -68,30 +68,26 @@ def _same_state(actual: torch.optim.Optimizer, expected: torch.optim.Optimizer) 
                 torch.testing.assert_close(mine, value, rtol=0, atol=0, msg=name)
 
 
-def _equals_stock(env: RankEnv, shape: tuple[int, ...], flat: bool) -> None:
-    for name, make in KINDS.items():
-        models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
-        stock = make(_groups(models[0]))  # for-loop, foreach or fused on DTensors
-        ours = local(make(_groups(models[1])), flat=flat)
-        assert isinstance(ours, type(stock)) and type(ours).__name__ == f"Local{type(stock).__name__}"
-        for model, optimizer in zip(models, (stock, ours), strict=True):
-            scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
-            for step in range(3):
-                CASE.loss(model, CASE.batch(step, env.rank)).backward()
-                if step == 1:  # parameters without a gradient are not stepped, and count their own steps
-                    for param in list(model.parameters())[::3]:
-                        param.grad = None
-                hsdp.clip_grad_norm_(model, 0.5)
-                optimizer.step()
-                scheduler.step()
-                optimizer.zero_grad()
-        try:
-            _same(models[1], models[0])
-            _same_state(ours, stock)
-        except AssertionError as error:
-            raise AssertionError(f"{name}: {error}") from error
-        check_sharded(models[1])
-        _same_units_whole_buffers_stay_clean(models[1])
+def _equals_stock(env: RankEnv, shape: tuple[int, ...], flat: bool, name: str) -> None:
+    models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+    stock = KINDS[name](_groups(models[0]))  # for-loop, foreach or fused on DTensors
+    ours = local(KINDS[name](_groups(models[1])), flat=flat)
+    assert isinstance(ours, type(stock)) and type(ours).__name__ == f"Local{type(stock).__name__}"
+    for model, optimizer in zip(models, (stock, ours), strict=True):
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 2, 0.5)
+        for step in range(3):
+            CASE.loss(model, CASE.batch(step, env.rank)).backward()
+            if step == 1:  # parameters without a gradient are not stepped, and count their own steps
+                for param in list(model.parameters())[::3]:
+                    param.grad = None
+            hsdp.clip_grad_norm_(model, 0.5)
+            optimizer.step()
+            scheduler.step()
+            optimizer.zero_grad()
+    _same(models[1], models[0])
+    _same_state(ours, stock)
+    check_sharded(models[1])
+    _same_units_whole_buffers_stay_clean(models[1])
 
 
 def _same_units_whole_buffers_stay_clean(model: Any) -> None:
@@ -106,10 +102,17 @@ def _same_units_whole_buffers_stay_clean(model: Any) -> None:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
 @pytest.mark.parametrize("shape", [(2,), (2, 1)])
+@pytest.mark.parametrize("name", KINDS)
 def test_local_steps_equal_those_of_the_stock_optimizer(
-    request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool
+    request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool, name: str
 ) -> None:
-    pool_for(request, shape).run(_equals_stock, shape, flat)
+    pool_for(request, shape).run(_equals_stock, shape, flat, name)
+
+
+def equals_stock(env: RankEnv, shape: tuple[int, ...], flat: bool) -> None:
+    """Every kind."""
+    for name in KINDS:
+        _equals_stock(env, shape, flat, name)
 
 
 def _equals_twin(env: RankEnv, twin: Any, flat: bool) -> None:

@@ -45,27 +45,26 @@ def _step(env: RankEnv, model: Any, optimizer: torch.optim.Optimizer, step: int,
     optimizer.zero_grad()
 
 
-def _equals_repeated(env: RankEnv, shape: tuple[int, ...], flat: bool = False) -> None:
-    for name, make in KINDS.items():
-        models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
-        models[0].set_replica_reduce(InRankOrder())  # type: ignore[operator]
-        repeated = local(make(_groups(models[0])))
-        shared = local(make(_groups(models[1])), flat=flat, over_replicas=True)
-        for step in range(3):
-            # Of order inf: a sum of squares over both axes has another order than one over shards, and so other bits.
-            _step(env, models[0], repeated, step, math.inf)
-            _step(env, models[1], shared, step, math.inf)
-            for (label, mine), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
-                _same(mine.to_local(), theirs.to_local(), name, f"differs in step {step}: {label}")
-        check_sharded(models[1])
-        a, b = shared.state_dict()["state"], repeated.state_dict()["state"]
-        assert a.keys() == b.keys()
-        for number, entries in b.items():
-            for entry, value in entries.items():
-                mine = a[number][entry]
-                assert type(mine) is type(value)
-                full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (mine, value)]
-                _same(*full, name, f"differs: {entry} of parameter {number}")
+def _equals_repeated(env: RankEnv, shape: tuple[int, ...], flat: bool, name: str) -> None:
+    models = [shard(CASE.model(), env.mesh(shape)) for _ in range(2)]
+    models[0].set_replica_reduce(InRankOrder())  # type: ignore[operator]
+    repeated = local(KINDS[name](_groups(models[0])))
+    shared = local(KINDS[name](_groups(models[1])), flat=flat, over_replicas=True)
+    for step in range(3):
+        # Of order inf: a sum of squares over both axes has another order than one over shards, and so other bits.
+        _step(env, models[0], repeated, step, math.inf)
+        _step(env, models[1], shared, step, math.inf)
+        for (label, mine), theirs in zip(models[1].named_parameters(), models[0].parameters(), strict=True):
+            _same(mine.to_local(), theirs.to_local(), name, f"differs in step {step}: {label}")
+    check_sharded(models[1])
+    a, b = shared.state_dict()["state"], repeated.state_dict()["state"]
+    assert a.keys() == b.keys()
+    for number, entries in b.items():
+        for entry, value in entries.items():
+            mine = a[number][entry]
+            assert type(mine) is type(value)
+            full = [x.full_tensor() if isinstance(x, DTensor) else x for x in (mine, value)]
+            _same(*full, name, f"differs: {entry} of parameter {number}")
 
 
 def _same(mine: Tensor, theirs: Tensor, name: str, what: str) -> None:
@@ -78,8 +77,17 @@ def _same(mine: Tensor, theirs: Tensor, name: str, what: str) -> None:
 
 @pytest.mark.parametrize("flat", [False, True], ids=["views", "flat"])
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
-def test_equals_the_repeated_step_bit_for_bit(request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool) -> None:
-    pool_for(request, shape).run(_equals_repeated, shape, flat)
+@pytest.mark.parametrize("name", KINDS)
+def test_equals_the_repeated_step_bit_for_bit(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], flat: bool, name: str
+) -> None:
+    pool_for(request, shape).run(_equals_repeated, shape, flat, name)
+
+
+def equals_repeated(env: RankEnv, shape: tuple[int, ...], flat: bool = False) -> None:
+    """Every kind."""
+    for name in KINDS:
+        _equals_repeated(env, shape, flat, name)
 
 
 def _equals_twin(env: RankEnv, shape: tuple[int, ...], twin: Twin) -> None:

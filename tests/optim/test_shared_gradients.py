@@ -90,28 +90,28 @@ def test_without_replicas_nothing_is_shared(pool4: Pool) -> None:
 ACCUMULATIONS = ("reduce_scatter", "local", "zeroed", "zeroed in place", "overlapping", "flush")
 
 
-def _accumulates(env: RankEnv, shape: tuple[int, ...]) -> None:
-    for how in ACCUMULATIONS:
-        policy = hsdp.CommPolicy(accumulate="local" if how == "local" else "reduce_scatter")
-        mine, theirs = both(env, shape, comm_policy=policy)
-        for model in (mine, theirs):
-            for micro in range(4):
-                model.set_is_last_backward(how != "overlapping")
-                with model.accumulate(last=micro == 3 and how != "flush"):
-                    CASE.loss(model, CASE.batch(0, env.rank, micro)).backward()
-                if micro == 1 and how.startswith("zeroed"):
-                    model.zero_grad(set_to_none=how == "zeroed")
-            if how == "flush":
-                model.flush()
-            model.set_is_last_backward(True)
-            CASE.loss(model, CASE.batch(1, env.rank)).backward()
-        same_grads(mine, theirs, how)
-        assert any(map(shared, mine.parameters()))
+def _accumulates(env: RankEnv, shape: tuple[int, ...], how: str) -> None:
+    policy = hsdp.CommPolicy(accumulate="local" if how == "local" else "reduce_scatter")
+    mine, theirs = both(env, shape, comm_policy=policy)
+    for model in (mine, theirs):
+        for micro in range(4):
+            model.set_is_last_backward(how != "overlapping")
+            with model.accumulate(last=micro == 3 and how != "flush"):
+                CASE.loss(model, CASE.batch(0, env.rank, micro)).backward()
+            if micro == 1 and how.startswith("zeroed"):
+                model.zero_grad(set_to_none=how == "zeroed")
+        if how == "flush":
+            model.flush()
+        model.set_is_last_backward(True)
+        CASE.loss(model, CASE.batch(1, env.rank)).backward()
+    same_grads(mine, theirs)
+    assert any(map(shared, mine.parameters()))
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=mesh_id)
-def test_accumulation(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
-    pool_for(request, shape).run(_accumulates, shape)
+@pytest.mark.parametrize("how", ACCUMULATIONS)
+def test_accumulation(request: pytest.FixtureRequest, shape: tuple[int, ...], how: str) -> None:
+    pool_for(request, shape).run(_accumulates, shape, how)
 
 
 STOCK = {
@@ -124,28 +124,30 @@ STOCK = {
 }
 
 
-def _stock(env: RankEnv, shape: tuple[int, ...]) -> None:
+def _stock(env: RankEnv, shape: tuple[int, ...], name: str) -> None:
     """Optimizers that know of no shares step whole gradients: nobody steps what was not summed."""
-    for name, make in STOCK.items():
-        models = both(env, shape)
-        optimizers = [make(list(model.parameters())) for model in models]
-        for step in range(2):
-            for model, optimizer in zip(models, optimizers, strict=True):
-                CASE.loss(model, CASE.batch(step, env.rank)).backward()
-                group = env.mesh(shape).get_group(0)
-                with CollectiveCounter() as counter:
-                    optimizer.step()
-                if model is models[0] and name != "Muon":
-                    units = len(model._units())
-                    assert len(counter.select("all_gather", group)) <= 2 * units, "as one for each unit"
-                    assert not any(shared(param) for param in model.parameters())
-                optimizer.zero_grad(set_to_none=step > 0)
-            same_params(*models, f"{name} in step {step}")
+    models = both(env, shape)
+    optimizers = [STOCK[name](list(model.parameters())) for model in models]
+    for step in range(2):
+        for model, optimizer in zip(models, optimizers, strict=True):
+            CASE.loss(model, CASE.batch(step, env.rank)).backward()
+            group = env.mesh(shape).get_group(0)
+            with CollectiveCounter() as counter:
+                optimizer.step()
+            if model is models[0] and name != "Muon":
+                units = len(model._units())
+                assert len(counter.select("all_gather", group)) <= 2 * units, "as one for each unit"
+                assert not any(shared(param) for param in model.parameters())
+            optimizer.zero_grad(set_to_none=step > 0)
+        same_params(*models, f"in step {step}")
 
 
 @pytest.mark.parametrize("shape", SHAPES, ids=mesh_id)
-def test_an_optimizer_that_knows_of_no_shares_is_right(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
-    pool_for(request, shape).run(_stock, shape)
+@pytest.mark.parametrize("name", STOCK)
+def test_an_optimizer_that_knows_of_no_shares_is_right(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], name: str
+) -> None:
+    pool_for(request, shape).run(_stock, shape, name)
 
 
 def _norms(env: RankEnv, shape: tuple[int, ...]) -> None:

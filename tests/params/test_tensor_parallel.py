@@ -32,6 +32,7 @@ from hsdp.params.tensor_parallel import placements_tell
 from tests.support.models import Case, mse
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, mesh_id
+from tests.support.share import FULL
 from tests.support.twin import (
     Twin,
     adamw,
@@ -502,5 +503,6 @@ def test_replicas_shards_and_tensor_parallel_ranks_train_together() -> None:
     """2 replicas x 2 shards x 2 tensor-parallel ranks."""
     with Pool(8, group_timeout=60.0) as pool:
         pool.run(check_training, (2, 2, 2), "sequence", twin(4, 2), {}, timeout=120.0)
-        pool.run(check_uneven, (2, 2, 2), 0, uneven_twin(4), timeout=120.0)
+        if FULL:
+            pool.run(check_uneven, (2, 2, 2), 0, uneven_twin(4), timeout=120.0)
         pool.run(check_untold, timeout=120.0)

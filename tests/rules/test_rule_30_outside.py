@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 import hsdp
 from tests.support.deep import Deep, mean_grads, only_sharded, seeded, step
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import check_rest, shard
+from tests.support.sharded import check_rest, mesh_id, shard
 from tests.support.twin import assert_same, full_grads
 
 MESHES: list[tuple[int, ...]] = [(4,), (2, 2)]
@@ -82,9 +82,9 @@ def check_added(env: RankEnv, pending: str, how: str, shape: tuple[int, ...], fi
 @pytest.mark.parametrize("first", [False, True], ids=["fresh", "on top"])
 @pytest.mark.parametrize("how", ADDITIONS)
 @pytest.mark.parametrize("pending", PENDING)
-def test_rule_30_additions_survive(pool4: Pool, pending: str, how: str, first: bool) -> None:
-    for shape in MESHES:
-        pool4.run(check_added, pending, how, shape, first)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_30_additions_survive(pool4: Pool, pending: str, how: str, first: bool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_added, pending, how, shape, first)
 
 
 def _grads(model: nn.Module) -> list[Any]:
@@ -128,11 +128,13 @@ def check_zeroed(env: RankEnv, pending: str, how: str, shape: tuple[int, ...]) -
     assert_same(full_grads(model), mean_grads(seeded(Deep), run, env.world_size))
 
 
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+@pytest.mark.parametrize("pending", PENDING)
 @pytest.mark.parametrize("how", ZEROS)
-def test_rule_30_every_way_of_zeroing_clears_pending_sums(pool4: Pool, how: str) -> None:
-    for pending in PENDING:
-        for shape in MESHES:
-            pool4.run(check_zeroed, pending, how, shape)
+def test_rule_30_every_way_of_zeroing_clears_pending_sums(
+    pool4: Pool, how: str, pending: str, shape: tuple[int, ...]
+) -> None:
+    pool4.run(check_zeroed, pending, how, shape)
 
 
 REFUSED: dict[str, Callable[[Tensor], object]] = {
@@ -183,11 +185,11 @@ def check_zeroed_inside(env: RankEnv, pending: str, at: str, to_none: bool, shap
 @pytest.mark.parametrize("to_none", [True, False])
 @pytest.mark.parametrize("at", ["before", "behind"])
 @pytest.mark.parametrize("pending", ["full", *PENDING])
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_rule_30_zero_grad_inside_the_forward_clears_pending_sums(
-    pool4: Pool, pending: str, at: str, to_none: bool
+    pool4: Pool, pending: str, at: str, to_none: bool, shape: tuple[int, ...]
 ) -> None:
-    for shape in MESHES:
-        pool4.run(check_zeroed_inside, pending, at, to_none, shape)
+    pool4.run(check_zeroed_inside, pending, at, to_none, shape)
 
 
 def check_refused(env: RankEnv, shape: tuple[int, ...], pending: str) -> None:
@@ -218,9 +220,9 @@ def _three_steps(model: nn.Module, rank: int) -> None:
 
 
 @pytest.mark.parametrize("pending", PENDING)
-def test_rule_30_what_pending_sums_cannot_follow_is_refused(pool4: Pool, pending: str) -> None:
-    for shape in MESHES:
-        pool4.run(check_refused, shape, pending)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_30_what_pending_sums_cannot_follow_is_refused(pool4: Pool, pending: str, shape: tuple[int, ...]) -> None:
+    pool4.run(check_refused, shape, pending)
 
 
 def check_replaced(env: RankEnv, pending: str) -> None:

@@ -16,7 +16,7 @@ import hsdp
 from tests.rules.test_rule_20_failures import BoomError, failing_backward
 from tests.support.deep import Deep, loss_of, mean_grads, only_sharded, seeded, step
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import check_rest, shard
+from tests.support.sharded import check_rest, mesh_id, shard
 from tests.support.twin import assert_same, full_grads, full_params
 
 MESHES: list[tuple[int, ...]] = [(4,), (2, 2)]
@@ -99,9 +99,11 @@ def check_restored(env: RankEnv, shape: tuple[int, ...], before: str, failing: s
     ("before", "then"),
     [("full", "nothing"), ("full", "clip"), ("full", "optimizer"), ("scatter", "flush"), ("full scatter", "pending")],
 )
-def test_rule_31_a_failed_backward_leaves_what_was_before(pool4: Pool, before: str, failing: str, then: str) -> None:
-    for shape in MESHES:
-        pool4.run(check_restored, shape, before, failing, then)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_a_failed_backward_leaves_what_was_before(
+    pool4: Pool, before: str, failing: str, then: str, shape: tuple[int, ...]
+) -> None:
+    pool4.run(check_restored, shape, before, failing, then)
 
 
 def check_lost(env: RankEnv, shape: tuple[int, ...], failing: str, zeros: bool) -> None:
@@ -130,9 +132,9 @@ def check_lost(env: RankEnv, shape: tuple[int, ...], failing: str, zeros: bool) 
 
 @pytest.mark.parametrize("zeros", [False, True])
 @pytest.mark.parametrize("failing", LEVELS)
-def test_rule_31_lost_sums_are_told(pool4: Pool, failing: str, zeros: bool) -> None:
-    for shape in MESHES:
-        pool4.run(check_lost, shape, failing, zeros)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_lost_sums_are_told(pool4: Pool, failing: str, zeros: bool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_lost, shape, failing, zeros)
 
 
 def check_hook(env: RankEnv, shape: tuple[int, ...], kind: str, words: str) -> None:
@@ -169,9 +171,9 @@ def check_hook(env: RankEnv, shape: tuple[int, ...], kind: str, words: str) -> N
 
 @pytest.mark.parametrize("words", ["", "full"])
 @pytest.mark.parametrize("kind", ["gradient", "post-accumulate", "all_reduce"])
-def test_rule_31_a_hook_that_raises_breaks_nothing(pool4: Pool, kind: str, words: str) -> None:
-    for shape in MESHES:
-        pool4.run(check_hook, shape, kind, words)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_a_hook_that_raises_breaks_nothing(pool4: Pool, kind: str, words: str, shape: tuple[int, ...]) -> None:
+    pool4.run(check_hook, shape, kind, words)
 
 
 def check_optimizer_in_backward(env: RankEnv, shape: tuple[int, ...]) -> None:
@@ -198,9 +200,9 @@ def check_optimizer_in_backward(env: RankEnv, shape: tuple[int, ...]) -> None:
     _replicas_equal(model)
 
 
-def test_rule_31_replicas_stay_equal_with_an_optimizer_in_backward(pool4: Pool) -> None:
-    for shape in MESHES:
-        pool4.run(check_optimizer_in_backward, shape)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_replicas_stay_equal_with_an_optimizer_in_backward(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_optimizer_in_backward, shape)
 
 
 def check_drift(env: RankEnv, shape: tuple[int, ...]) -> None:
@@ -222,9 +224,9 @@ def check_drift(env: RankEnv, shape: tuple[int, ...]) -> None:
     assert all(torch.isfinite(whole).all() for whole in full_params(model).values())
 
 
-def test_rule_31_replicas_stay_equal(pool4: Pool) -> None:
-    for shape in MESHES:
-        pool4.run(check_drift, shape)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_replicas_stay_equal(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_drift, shape)
 
 
 def check_runs_on(env: RankEnv, shape: tuple[int, ...]) -> None:
@@ -243,9 +245,9 @@ def check_runs_on(env: RankEnv, shape: tuple[int, ...]) -> None:
     check_rest(model)
 
 
-def test_rule_31_earlier_reductions_land(pool4: Pool) -> None:
-    for shape in MESHES:
-        pool4.run(check_runs_on, shape)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_31_earlier_reductions_land(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_runs_on, shape)
 
 
 def check_second_backward(env: RankEnv, shape: tuple[int, ...], levels: str, then: str) -> None:
@@ -284,9 +286,9 @@ def check_second_backward(env: RankEnv, shape: tuple[int, ...], levels: str, the
 
 @pytest.mark.parametrize("then", ["flush", "step"])
 @pytest.mark.parametrize("levels", ["full local", "full scatter", "scatter local", "local scatter"])
-def test_rule_33_what_is_pending_decides(pool4: Pool, levels: str, then: str) -> None:
-    for shape in MESHES:
-        pool4.run(check_second_backward, shape, levels, then)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_33_what_is_pending_decides(pool4: Pool, levels: str, then: str, shape: tuple[int, ...]) -> None:
+    pool4.run(check_second_backward, shape, levels, then)
 
 
 def check_nothing_stands_behind(env: RankEnv, shape: tuple[int, ...]) -> None:
@@ -342,6 +344,6 @@ def check_other_heads(env: RankEnv, shape: tuple[int, ...]) -> None:
     assert_same(full_grads(model), mean_grads(seeded(Heads), run, env.world_size))
 
 
-def test_rule_33_ranks_agree_about_what_is_pending(pool4: Pool) -> None:
-    for shape in MESHES:
-        pool4.run(check_other_heads, shape)
+@pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
+def test_rule_33_ranks_agree_about_what_is_pending(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_other_heads, shape)

@@ -9,7 +9,7 @@ from tests.soak.actions.soak import run_all, table
 from tests.support.rig import Pool
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1500), (2, "2d", 200), (4, "1d", 75), (4, "2d", 125)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1500), (2, "2d", 400), (4, "1d", 30), (4, "2d", 70)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], count)
 

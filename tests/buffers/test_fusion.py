@@ -104,7 +104,7 @@ def specs(draw: st.DrawFn, world: int) -> Spec:
 def test_all_paths_give_the_same_bits(world: int, request: pytest.FixtureRequest) -> None:
     pool = pool_for(request, (world,))
 
-    @settings(max_examples=share(15), deadline=None, derandomize=True, database=None)
+    @settings(max_examples=share(25), deadline=None, derandomize=True, database=None)
     @given(spec=specs(world))
     def all_examples(spec: Spec) -> None:
         pool.run(check, spec, timeout=90.0)

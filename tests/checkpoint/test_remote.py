@@ -270,7 +270,7 @@ print("interrupted", interrupted, "told", told)
 
 
 def test_kill_9_at_random_moments_where_nothing_can_be_renamed(tmp_path: Path) -> None:
-    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(ROOT), str(share(25))]
+    command = [sys.executable, "-c", KILLED, str(tmp_path / "run"), str(ROOT), str(share(40))]
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, env={**os.environ, "PYTHONPATH": str(ROOT)})
     assert done.returncode == 0, done.stderr[-3000:]
     assert int(done.stdout.split()[1]), "a save was under way at some of the kills"

@@ -25,7 +25,7 @@ from tests.support.counting import LiveBytes
 from tests.support.models import Transformer
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import mesh_id
-from tests.support.share import FULL
+from tests.support.share import FULL, values_once
 
 LAYERS = 7
 """More than the queue is deep: it fills up."""
@@ -148,7 +148,9 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
 CASES = [(s, name) for s in ((4,), (2, 2), (4, 1)) for name in SETUPS if s[-1] > 1 or name != "kept in parts"]
 
 
-@pytest.mark.parametrize(("shape", "name"), CASES, ids=lambda part: part if isinstance(part, str) else mesh_id(part))
+@pytest.mark.parametrize(
+    ("shape", "name"), values_once(CASES), ids=lambda part: part if isinstance(part, str) else mesh_id(part)
+)
 def test_peak_memory_is_as_planned(shape: tuple[int, ...], name: str) -> None:
     with fake_world(4) as env:
         check(SETUPS[name], env.mesh(shape), 0.01)

@@ -18,7 +18,7 @@ from tests.support.counting import CollectiveCounter, by_sockets
 from tests.support.models import MLP, Transformer
 from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import mesh_id
-from tests.support.share import FULL
+from tests.support.share import FULL, values_once
 
 Sent = dict[tuple[str, str], tuple[int, int, int]]
 """(kind, axis) -> calls, transfers, bytes sent by a rank."""
@@ -184,7 +184,9 @@ def check(setup: Setup, mesh: DeviceMesh) -> None:
 CASES = [(s, name) for s in ((8,), (2, 4), (8, 1), (1, 8)) for name in SETUPS if s[-1] > 1 or not name.endswith("in parts")]
 
 
-@pytest.mark.parametrize(("shape", "name"), CASES, ids=lambda part: part if isinstance(part, str) else mesh_id(part))
+@pytest.mark.parametrize(
+    ("shape", "name"), values_once(CASES), ids=lambda part: part if isinstance(part, str) else mesh_id(part)
+)
 def test_collectives_are_as_planned(shape: tuple[int, ...], name: str) -> None:
     with fake_world(8) as env:
         check(SETUPS[name], env.mesh(shape))

@@ -13,6 +13,7 @@ from tests.schedule.graph_cases import GRAPHS, by_rank
 from tests.support.graphs import SkipsByRank
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, check_sharded, pool_for, shard
+from tests.support.share import values_once
 
 WAYS: dict[str, tuple[tuple[int, ...], dict[str, Any]]] = {
     "default": ((2,), {}),
@@ -39,7 +40,7 @@ def _check(env: RankEnv, name: str, shape: tuple[int, ...], options: dict[str, A
         check_rest(model)
 
 
-@pytest.mark.parametrize(("name", "way"), _cases())
+@pytest.mark.parametrize(("name", "way"), values_once(_cases()))
 def test_gradients_equal_plain_autograd(request: pytest.FixtureRequest, name: str, way: str) -> None:
     shape, options = WAYS[way]
     pool_for(request, shape).run(_check, name, shape, options)

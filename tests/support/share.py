@@ -8,8 +8,11 @@ import inspect
 import os
 from collections.abc import Hashable, Sequence
 from itertools import combinations
+from typing import TypeVar
 
 import pytest
+
+Case = TypeVar("Case", bound=tuple[Hashable, ...])
 
 FULL = os.environ.get("HSDP_FULL", "0") not in ("", "0")
 
@@ -35,6 +38,11 @@ def each_value_once(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:
         met |= pairs[best]
         chosen.append(best)
     return sorted(chosen)
+
+
+def values_once(cases: list[Case]) -> list[Case]:
+    """Of the combinations `cases`, those to run now; for lists of which one `parametrize` takes all."""
+    return cases if FULL else [cases[i] for i in each_value_once(cases)]
 
 
 def combination(item: pytest.Function) -> tuple[Hashable, ...]:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.support import share
 from tests.support.rig import Pool
-from tests.support.share import combination, each_value_once, spread
+from tests.support.share import combination, each_value_once, spread, values_once
 
 SIZES = st.lists(st.integers(1, 5), min_size=1, max_size=4)
 
@@ -35,6 +35,14 @@ def test_values_meet_others_each_time() -> None:
     cases = list(product(range(3), range(3), range(12)))
     chosen = {cases[i][:2] for i in each_value_once(cases)}
     assert len(chosen) == 9, "of 12 cases all 9 pairs of the short parameters"
+
+
+def test_a_list_of_cases_may_be_thinned(monkeypatch: pytest.MonkeyPatch) -> None:
+    cases = [("a", 1), ("a", 2), ("b", 2)]
+    monkeypatch.setattr(share, "FULL", False)
+    assert values_once(cases) == [("a", 1), ("b", 2)]
+    monkeypatch.setattr(share, "FULL", True)
+    assert values_once(cases) == cases
 
 
 @pytest.mark.parametrize("one", ["a", "b"])

@@ -3,15 +3,21 @@
 sharded tensors     of one name on meshes of other ranks (experts that each rank names alike, stages of a pipeline)
 plain tensors       of an optimizer's state beside sharded parameters, of which rank 0's are written
 parameters          that the optimizer of one rank has and that of another has not: rank 0's list is written
+
+Whole states are gathered on one rank of the largest mesh; whoever is on it must have what that rank has, or copies of it.
 """
 
 from __future__ import annotations
 
+import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
+import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.fingerprints import fingerprints
@@ -137,12 +143,96 @@ def agree_on(answers: Sequence[Mapping[str, tuple[Mesh, Any, Any]]]) -> list[Non
     return [None] * len(answers)
 
 
-def agree_on_sizes(ranks: Ranks, what: str, values: Iterable[Any]) -> None:
-    """Compares how much of a model will go from rank to rank, as bytes, in which nobody sees another shape or dtype.
+def agree_on_sizes(ranks: Ranks, what: str, state: Mapping[str, Any]) -> None:
+    """Compares the names in a model, and how much will go from rank to rank: bytes, in which nobody sees shapes or dtypes.
 
     Raises:
         CheckpointError: on every rank: they differ.
     """
-    tensors = [value for value in values if isinstance(value, Tensor)]
+    tensors = [value for value in state.values() if isinstance(value, Tensor)]
     size = sum(tensor.numel() * tensor.itemsize for tensor in tensors)
     ranks.agree(what, lambda: None, {"model": f"{len(tensors)} tensors of {size:,} bytes"})
+    if len(set(ranks.each(what, lambda: _print_of_names(state)))) > 1:
+        raise CheckpointError(f"{what}: {_told_of_names(ranks.each(what, lambda: list(state)))}")
+
+
+def agree_on_one_model(what: str, state: Mapping[str, Any], whole: DeviceMesh | None) -> None:
+    """The ranks of a mesh, one of which gets `state` whole, have the same names and under each the same tensor.
+
+    All of them call it. On smaller meshes, each of which has a tensor of its own under a name, these must be copies.
+
+    Args:
+        what: the call, for the error.
+        state: this rank's tensors, and whatever else there is, by name.
+        whole: the mesh, which no other mesh of a tensor exceeds; None: there is none, and nothing to compare.
+
+    Raises:
+        CheckpointError: on all ranks of that mesh: they have other names, or other values under one.
+    """
+    if whole is None or whole.size() == 1 or whole.get_coordinate() is None:
+        return
+    if not all(_are_equal([_print_of_names(state)], whole)):
+        names: list[Any] = [list(state)]
+        for group in _groups_of(whole):
+            everyones: list[Any] = [None] * group.size()
+            dist.all_gather_object(everyones, names, group=group)
+            names = [one for some in everyones for one in some]
+        raise CheckpointError(f"{what}: {_told_of_names(names)}")
+    sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
+    narrow = {name: value for name, value in sharded.items() if value.device_mesh.size() < whole.size()}
+    if not narrow:
+        return
+    equal = _are_equal(_whole_prints(list(narrow.values())), whole)
+    if differing := [name for name, same in zip(narrow, equal, strict=True) if not same]:
+        raise CheckpointError(
+            f"{what}: on meshes of their own ranks hold different tensors under one name ({listing(differing, 4)}), of "
+            "which one would be kept: copies must be equal, and experts that differ between ranks must be DTensors over "
+            "these ranks (distribute_tensor) before fully_shard"
+        )
+
+
+def _print_of_names(state: Iterable[str]) -> int:
+    return zlib.crc32(repr(list(state)).encode())
+
+
+def _told_of_names(names: Sequence[list[str]]) -> str:
+    """What to say of ranks' names, which differ."""
+    here, there = next((names[0], other) for other in names if other != names[0])
+    only = listing(sorted({*here} ^ {*there}), 4) or "the same, in another order,"
+    return (
+        f"ranks hold models of different names ({only} on some of them only), and what one rank has would be missing or "
+        "mixed up: have experts in one DTensor over these ranks (distribute_tensor before fully_shard), and save what a "
+        "rank has alone by checkpoint.save, with process_group= if need be"
+    )
+
+
+def _whole_prints(tensors: Sequence[DTensor]) -> list[int]:
+    """A number for the values of each tensor, the same on all ranks that hold parts of it."""
+    meshes: defaultdict[DeviceMesh, list[int]] = defaultdict(list)
+    found = []
+    for index, tensor in enumerate(tensors):
+        held = fingerprints([part.detach() for part in parts_of(local_of(tensor))])
+        place = tensor.device_mesh.get_coordinate(), tuple(tensor.shape), str(tensor.placements)
+        found.append(zlib.crc32(repr((held, place)).encode()))
+        meshes[tensor.device_mesh].append(index)
+    for mesh, indices in meshes.items():
+        sums = torch.tensor([found[index] for index in indices], device=mesh.device_type)
+        for group in _groups_of(mesh):
+            dist.all_reduce(sums, group=group)
+        for index, value in zip(indices, sums.tolist(), strict=True):
+            found[index] = value
+    return found
+
+
+def _are_equal(numbers: Sequence[int], mesh: DeviceMesh) -> list[bool]:
+    """Whether each number is the same on all ranks of a mesh."""
+    bounds = torch.tensor([numbers, [-number for number in numbers]], device=mesh.device_type)
+    for group in _groups_of(mesh):
+        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+    most, least = bounds.tolist()
+    return [a == -b for a, b in zip(most, least, strict=True)]
+
+
+def _groups_of(mesh: DeviceMesh) -> list[dist.ProcessGroup]:
+    """A group for each axis of a mesh that has several ranks: through all of them every rank hears of all others."""
+    return [mesh.get_group(axis) for axis in range(mesh.ndim) if mesh.size(axis) > 1]

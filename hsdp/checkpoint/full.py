@@ -20,7 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
-from hsdp.checkpoint.claims import agree_on_sizes
+from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
@@ -30,7 +30,7 @@ from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, descr
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.structure import leaves_of, mapped
-from hsdp.checkpoint.whole_tensors import Withheld, deal, first_rank, whole_tensor
+from hsdp.checkpoint.whole_tensors import Withheld, deal, first_rank, largest_mesh, whole_tensor
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
 from hsdp.unit.lookup import units_below
@@ -52,10 +52,11 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
 
     Raises:
         CheckpointError: on all ranks: a parameter is on the meta device, a hook of the model's raised, ranks hold other
-            numbers of bytes (as another dtype has them), or another rank failed, for want of memory say.
+            numbers of bytes (as another dtype has them), other names or, under one name, tensors of their own (experts
+            that each rank shards by itself), or another rank failed, for want of memory say.
         Exception: what failed on this rank, when the others have heard of it.
     """
-    entries, dst = _begun(model, rank0_only)
+    entries, dst = _begun("full_state_dict", model, rank0_only)
     state: dict[str, Any] = {}
     withheld = Withheld()
     for name, first in first_names(model, entries).items():
@@ -77,7 +78,7 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
     Raises:
         CheckpointError: as `full_state_dict`.
     """
-    entries, dst = _begun(model, rank0_only)
+    entries, dst = _begun("iter_full_state_dict", model, rank0_only)
     for name, entry in entries.items():
         withheld = Withheld()
         value = whole_value(entry.value, dst, cpu, withheld)
@@ -86,14 +87,16 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
         del value  # not beside the next one
 
 
-def _begun(model: nn.Module, rank0_only: bool) -> tuple[dict[str, Entry], int | None]:
+def _begun(what: str, model: nn.Module, rank0_only: bool) -> tuple[dict[str, Entry], int | None]:
     """The model's entries, and the rank that gets them whole (None: each)."""
 
-    def begun() -> tuple[dict[str, Entry], int | None]:
-        entries = model_entries(model)
-        return entries, first_rank(entry.value for entry in entries.values()) if rank0_only else None
+    def given(made: dict[str, Entry]) -> list[Any]:
+        return [entry.value for entry in made.values()]
 
-    return alike(model.parameters(), begun, lambda made: [entry.value for entry in made[0].values()])
+    entries = alike(model.parameters(), partial(model_entries, model), given)
+    mesh = largest_mesh(given(entries))
+    agree_on_one_model(what, {name: entry.value for name, entry in entries.items()}, mesh)
+    return entries, first_rank(mesh) if rank0_only else None
 
 
 def full_optimizer_state_dict(
@@ -113,13 +116,13 @@ def full_optimizer_state_dict(
         Exception: as `full_state_dict`.
     """
 
-    def begun() -> tuple[dict[str, Any], int | None]:
-        return optimizer_state(model, optimizer), first_rank(model.parameters()) if rank0_only else None
+    def given(made: dict[str, Any]) -> dict[str, Any]:
+        return {f"{at} of {name}": leaf for name, held in made["state"].items() for at, leaf in leaves_of(held).items()}
 
-    def given(made: tuple[dict[str, Any], int | None]) -> list[Any]:
-        return [leaf for entries in made[0]["state"].values() for leaf in leaves_of(entries).values()]
-
-    state, dst = alike(model.parameters(), begun, given)
+    state = alike(model.parameters(), partial(optimizer_state, model, optimizer), lambda made: given(made).values())
+    mesh = largest_mesh(model.parameters())
+    agree_on_one_model("full_optimizer_state_dict", given(state), mesh)
+    dst = first_rank(mesh) if rank0_only else None
     held, withheld = state["state"], Withheld()
     for name, entries in held.items():
         held[name] = whole_value(entries, dst, cpu, withheld)
@@ -156,7 +159,7 @@ def load_full_state_dict(
     what = "load_full_state_dict"
     begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), model_entries(model)), {"src_rank": src_rank})
     source, entries = begun
-    agree_on_sizes(ranks, what, [entry.value for entry in entries.values()])
+    agree_on_sizes(ranks, what, {name: entry.value for name, entry in entries.items()})
     here = ranks.rank == source
     given: Mapping[str, Any] = (state or {}) if here else {}
     firsts = first_names(model, entries)

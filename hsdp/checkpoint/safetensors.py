@@ -26,10 +26,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp.checkpoint.choice import Choice, Rename, Report
-from hsdp.checkpoint.claims import agree_on_sizes
+from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
 from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
 from hsdp.checkpoint.full import first_names, tell_units
@@ -38,7 +39,7 @@ from hsdp.checkpoint.models import Handover
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
-from hsdp.checkpoint.whole_tensors import Withheld, first_rank, whole_tensor
+from hsdp.checkpoint.whole_tensors import Withheld, first_rank, largest_mesh, whole_tensor
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of
 
@@ -81,14 +82,16 @@ def save_safetensors(
     what = f"save_safetensors to {directory}"
     given = {"dtype": dtype, "max_file_bytes": max_file_bytes}
 
-    def begun() -> tuple[Path, dict[str, str], dict[str, Tensor], list[File], int]:
+    def begun() -> tuple[Path, dict[str, str], dict[str, Tensor], list[File], DeviceMesh | None]:
         where, entries = _checked(directory, dtype, max_file_bytes, metadata), model_entries(model)
         firsts = first_names(model, entries)
         tensors = {name: e.value for name, e in entries.items() if firsts[name] == name and isinstance(e.value, Tensor)}
-        return where, firsts, tensors, lay_out(tensors, dtype, max_file_bytes), first_rank(tensors.values())
+        return where, firsts, tensors, lay_out(tensors, dtype, max_file_bytes), largest_mesh(tensors.values())
 
-    where, firsts, tensors, files, dst = ranks.agree(what, begun, given)
-    agree_on_sizes(ranks, what, [tensor for tensor in tensors.values() if isinstance(tensor, DTensor)])
+    where, firsts, tensors, files, mesh = ranks.agree(what, begun, given)
+    agree_on_sizes(ranks, what, {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)})
+    agree_on_one_model(what, tensors, mesh)
+    dst = first_rank(mesh)
     ties = {name: first for name, first in firsts.items() if name != first}
     header = {**(metadata or {}), "format": "pt", **({_TIES: json.dumps(ties)} if ties else {})}
     source = ranks.rank_of(dst)

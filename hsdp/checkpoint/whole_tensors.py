@@ -58,13 +58,18 @@ class Withheld:
         return make() if found is None else found
 
 
-def first_rank(values: Iterable[object]) -> int:
-    """The first rank of the mesh that the tensors live on; of several, of the largest.
+def largest_mesh(values: Iterable[object]) -> DeviceMesh | None:
+    """The mesh that the tensors live on; of several, the largest; None if none of them is a DTensor.
 
     Beside parameters of tensor parallelism others live on the data-parallel ranks alone, which each rank sees others of.
     """
     meshes = {id(value.device_mesh): value.device_mesh for value in values if isinstance(value, DTensor)}
-    return int(max(meshes.values(), key=DeviceMesh.size).mesh.flatten()[0]) if meshes else 0
+    return max(meshes.values(), key=DeviceMesh.size, default=None)
+
+
+def first_rank(mesh: DeviceMesh | None) -> int:
+    """The first rank of a mesh, by its global number; 0 without one."""
+    return 0 if mesh is None else int(mesh.mesh.flatten()[0])
 
 
 def whole_tensor(value: Tensor, dst: int | None, cpu: bool, withheld: Withheld) -> Tensor | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,51 @@ def _plain_state(env: RankEnv, path: str) -> None:
     equal = FlatMomentum(model.parameters(), own_rows=False)
     equal.step()
     checkpoint.save(path, model, equal, step=1)
+
+
+def _whole_with_experts(env: RankEnv, path: str, refused: str, place: int, seed: int) -> None:
+    """A dense layer of all ranks, and an expert of each rank's own that is called `place`."""
+    edp = init_device_mesh(env.device, (1, 2), mesh_dim_names=("edp", "ep"))["edp"]
+    model = nn.Sequential(nn.Linear(4, 4, bias=False))
+    torch.manual_seed(seed)
+    model.add_module(str(place), nn.Linear(4, 4, bias=False))
+    hsdp.fully_shard(model[1], mesh=edp)
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    model(torch.ones(2, 4)).square().sum().backward()
+    optimizer.step()
+    whole = {name: param.full_tensor().detach().clone() for name, param in model.named_parameters()}  # type: ignore[attr-defined]
+    saves = [
+        lambda: checkpoint.full_state_dict(model),
+        lambda: checkpoint.full_state_dict(model, rank0_only=False),
+        lambda: list(checkpoint.iter_full_state_dict(model)),
+        lambda: checkpoint.full_optimizer_state_dict(model, optimizer),
+        lambda: checkpoint.save_safetensors(path, model),
+    ]
+    for save in saves:
+        with pytest.raises(CheckpointError, match=refused) if refused else nullcontext():
+            save()
+    with pytest.raises(CheckpointError, match=refused) if "names" in refused else nullcontext():
+        checkpoint.load_full_state_dict(model, whole)
+
+
+def _experts_of_one_name(env: RankEnv, path: str) -> None:
+    _whole_with_experts(env, path, r"different tensors under one name \('(momentum_buffer of )?1\.weight'\)", 1, env.rank)
+
+
+def _experts_of_different_names(env: RankEnv, path: str) -> None:
+    refused = r"models of different names \('(momentum_buffer of )?1\.weight', '(momentum_buffer of )?2\.weight' on some"
+    _whole_with_experts(env, path, refused, 1 + env.rank, 0)
+
+
+def _copies(env: RankEnv, path: str) -> None:
+    _whole_with_experts(env, path, "", 1, 0)
+
+
+@pytest.mark.parametrize("case", [_experts_of_one_name, _experts_of_different_names, _copies])
+def test_whole_states_are_refused_where_they_would_not_be_whole(pool2: Pool, tmp_path: Path, case: Any) -> None:
+    pytest.importorskip("safetensors")
+    pool2.run(case, str(tmp_path))
 
 
 @pytest.mark.parametrize("case", [_names_of_others, _stages, _plain_state], ids=["experts", "pipeline", "flat state"])

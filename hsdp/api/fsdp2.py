@@ -253,7 +253,9 @@ class FSDPStateShim(_Internals):
         unfound = any([unit.pop_unfound() for unit in units])
         before, self._begun = self._begun, sum(runtime.begun for runtime in runtimes)
         begun = self._begun != before  # else an evaluation, behind which schedules come here, too
-        reached = any(unit.gradients.stashed for unit in units) or not any(runtime.awaits_gradients for runtime in runtimes)
+        reached = any(unit.gradients.stashed for unit in units) or not any(
+            runtime.lacks_gradients() for runtime in runtimes
+        )
         if begun and (unfound or (any(any(unit.trainable) for unit in units) and not reached)):
             raise StateError(
                 f"{type(module).__name__}: gradients of this stage did not reach hsdp. Schedules that split a backward "

@@ -66,7 +66,7 @@ class ModuleHooks:
         ref = unit.runtime_ref
         runtime: Any = None if ref is None else ref()  # a Runtime: `runtime_of` without its calls
         if runtime is not None:
-            if graph_task() != NO_TASK and runtime.in_backward():
+            if graph_task() != NO_TASK and (runtime.in_backward() or runtime.splits()):
                 return self._run_again(runtime, call, args, kwargs)
             if (not runtime.depth or runtime.thread != get_ident()) and runtime.runs_elsewhere():
                 raise other_thread(unit)

@@ -55,7 +55,7 @@ class Root:
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
         around: the graph tasks that its backwards are a part of.
-        begun: how many backwards have begun.
+        begun: how many backwards have begun; `begun_before`: before the last forward.
         depth: forward calls under way; `thread`: the thread that they run in.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
     """
@@ -67,7 +67,7 @@ class Root:
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
         self.root = root
         self.reference = weakref.ref(cast(Schedule, self))
-        self.depth = self.thread = self.begun = 0
+        self.depth = self.thread = self.begun = self.begun_before = 0
         self.units: list[Unit] = []
         self.streams = Streams(device, root.context.streams.home)
         self.pipeline = ReductionPipeline(self.streams, root.comm_policy)
@@ -159,6 +159,13 @@ class Root:
         for child_name, child in module.named_children():
             self._collect(child, parent, dotted(name, child_name))
 
+    def lacks_gradients(self) -> bool:
+        """Whether a backward has begun since the last forward, and none since one with gradients has accumulated any.
+
+        Behind a forward of which no backward comes, an evaluation's, those of earlier ones tell nothing.
+        """
+        return self.awaits_gradients and self.begun != self.begun_before
+
     def has_graphs(self) -> bool:
         """Whether a graph of gradients (`create_graph=True`) is alive, of whatever root: it reads unsharded parameters."""
         Root._graphs = [graph for graph in Root._graphs if graph() is not None]
@@ -219,11 +226,23 @@ class Root:
             return True
         return False
 
+    def splits(self) -> bool:
+        """Whether a pipeline schedule may still compute gradients of weights by an `autograd.grad` that enters no unit.
+
+        What that recomputes (a checkpoint around a unit) is a part of a backward all the same.
+        """
+        return any(unit.split for unit in self.units)
+
     def take_outside(self) -> None:
-        """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters."""
+        """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters.
+
+        Once it `splits` backwards, those of all units, also of units that this rank's loss does not use: another rank's
+        may, and they are reduced on all ranks alike.
+        """
+        splits = self.splits()
         with self.streams.at_home():
             for unit in self.units:
-                if unit.take_outside():
+                if unit.take_outside() or (splits and any(unit.trainable)):
                     unit.gradients.stash()
                     unit.gradients.commit()
 

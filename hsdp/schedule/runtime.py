@@ -44,6 +44,7 @@ class Runtime(Backwards):
         self.reduce_order.begin_forward()
         self.forward_pass = ForwardPass(self.forward_pass.number + 1)
         self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
+        self.begun_before = self.begun
         # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
         for unit in self.units:
             if unit.lent:

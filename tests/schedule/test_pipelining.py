@@ -18,6 +18,7 @@ from torch.distributed.pipelining.schedules import (
     ScheduleInterleavedZeroBubble,
     ScheduleZBVZeroBubble,
 )
+from torch.utils.checkpoint import checkpoint
 
 import hsdp
 from tests.support.deep import collectives, of_kind
@@ -293,6 +294,62 @@ def _weights_behind_another_forward(env: RankEnv) -> None:
 
 def test_gradients_of_weights_read_weights_that_were_freed_since(pool2: Pool) -> None:
     pool2.run(_weights_behind_another_forward)
+
+
+class _Recomputed(nn.Module):
+    """Blocks, of which the second one is recomputed, and used only where the model `uses` it."""
+
+    def __init__(self, uses: bool = True) -> None:
+        super().__init__()
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(6)
+            self.blocks = nn.ModuleList(nn.Sequential(nn.Linear(DIM, 3), nn.Tanh(), nn.Linear(3, DIM)) for _ in range(2))
+        self.double()
+        self.uses = uses
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.blocks[0](x)
+        return x + checkpoint(self.blocks[1], x, use_reentrant=False) if self.uses else x
+
+
+def _train_splitting(env: RankEnv, unit: int, on_ranks: int) -> None:
+    plain, stage = _Recomputed(), _Recomputed(env.rank < on_ranks)
+    hsdp.fully_shard(stage.blocks[unit], mesh=env.mesh((2,)), reshard_after_forward=True)
+    sharded: Any = hsdp.fully_shard(stage, mesh=env.mesh((2,)), reshard_after_forward=True)
+    for module in sharded.modules():
+        if isinstance(module, hsdp.HSDPModule):
+            module.unshard(async_op=True).wait()
+    xs = [_batch(step, 0)[0].requires_grad_() for step in range(2)]
+    for x, out in [(x, sharded(x)) for x in xs]:
+        _no_sync(sharded)
+        _weights(sharded, stage_backward_input([out], [torch.ones_like(out)], [x], sharded.parameters())[1])
+    _reduce(sharded)
+    for plain.uses in (True, on_ranks == 2):
+        for x in xs:
+            (plain(x.detach()).sum() / 2).backward()
+    assert_same(full_grads(sharded), full_grads(plain))
+    check_rest(sharded)
+
+
+def test_gradients_of_weights_recompute_a_unit(pool2: Pool) -> None:
+    # The first ones once made the unit a root of its own, and those of the next forward read freed weights.
+    pool2.run(_train_splitting, 1, 2)
+
+
+def test_gradients_of_weights_that_one_rank_alone_has(pool2: Pool) -> None:
+    # The root is reduced on both ranks, though one of them has no gradient of it.
+    pool2.run(_train_splitting, 0, 1)
+
+
+@pytest.mark.usefixtures("protocol")
+def test_an_evaluation_behind_a_backward_outside_of_the_schedule() -> None:
+    x = torch.zeros(1, DIM, dtype=torch.float64)
+    with fake_world(2):
+        stage: Any = hsdp.fully_shard(_stages(2)[0])
+        stage(x).sum().backward()
+        stage(x)  # an evaluation of torch's schedules, behind which they end a backward all the same
+        _reduce(stage)
+        assert stage.layers[0].weight.grad is not None
 
 
 class _Chunked(nn.Module):

@@ -150,11 +150,17 @@ class Runtime(Backwards):
         self.streams.finish_host_reads()
 
     def forget_forward(self) -> None:
-        """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay."""
+        """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay.
+
+        That further backwards were to come is void: the schedule of a pipeline that has said so does not go on. The next
+        one begins with an `autograd.grad` to find out shapes, which would pass for a part of a backward that it splits.
+        """
         self._forward_order.leave()
         self.reduce_order.forget_forward()
         for unit in self.units:
             unit.ran.clear()
+            unit.settings.drains = True
+            unit.end_split()
         self._reshard_all()
         self.tell(Point.DROPPED)
 

@@ -342,6 +342,23 @@ def test_gradients_of_weights_that_one_rank_alone_has(pool2: Pool) -> None:
 
 
 @pytest.mark.usefixtures("protocol")
+def test_a_schedule_that_is_made_anew_behind_a_step_that_failed() -> None:
+    x = torch.zeros(1, DIM, dtype=torch.float64, requires_grad=True)
+    with fake_world(2):
+        stage: Any = hsdp.fully_shard(_stages(2)[0], reshard_after_forward=True)
+        for fails in (True, False):
+            torch.autograd.grad(stage(x).sum(), x)  # by which it finds out shapes
+            stage.reshard()
+            stage.zero_grad()
+            stage.unshard(async_op=True).wait()
+            _split(stage, x)
+            if fails:
+                with pytest.raises(RuntimeError, match="shapes"):
+                    stage(x[:, 1:])
+        _reduce(stage)
+
+
+@pytest.mark.usefixtures("protocol")
 def test_an_evaluation_behind_a_backward_outside_of_the_schedule() -> None:
     x = torch.zeros(1, DIM, dtype=torch.float64)
     with fake_world(2):

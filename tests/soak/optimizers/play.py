@@ -69,7 +69,7 @@ def play(env: RankEnv, program: Program) -> Verdict:
             warnings.simplefilter("ignore")
             with suppress(Over):
                 playing = _Play(env, program, verdict)
-                with _beside(env, program.seed):
+                with beside(env, program.seed):
                     playing.all()
     except Wrong as wrong:
         verdict.failure, verdict.told = wrong.failure, wrong.told
@@ -79,7 +79,7 @@ def play(env: RankEnv, program: Program) -> Verdict:
 
 
 @contextmanager
-def _beside(env: RankEnv, text: str) -> Iterator[None]:
+def beside(env: RankEnv, text: str) -> Iterator[None]:
     """On a device, and for half of the texts of seeds, runs the body on another stream than the model was sharded on."""
     if env.device == "cpu" or zlib.crc32(f"{text}, beside".encode()) % 2:
         yield
@@ -105,7 +105,7 @@ class _Play:
         plains = [Net(program.parts)]
         plains.append(Net(program.parts))
         plains[1].load_state_dict(plains[0].state_dict())
-        made = [_attempt(Sharded, program, env, plains[0]), _attempt(Twin, program, env, plains[1])]
+        made = [attempt(Sharded, program, env, plains[0]), attempt(Twin, program, env, plains[1])]
         self.judge(("made",), made[0][1], made[1][1])
         self.sharded: Sharded = made[0][0]
         self.twin: Twin = made[1][0]
@@ -137,10 +137,10 @@ class _Play:
     def one(self, at: int, action: Action) -> None:
         name = action[0]
         pending = name == "zero" and unasked.pending(self.sharded.model)
-        ours, error = _attempt(getattr(self.sharded, name), at, *action[1:])
-        theirs, twins = _attempt(getattr(self.twin, name), at, *action[1:])
+        ours, error = attempt(getattr(self.sharded, name), at, *action[1:])
+        theirs, twins = attempt(getattr(self.twin, name), at, *action[1:])
         if error is None and twins is not None:
-            _, error = _attempt(self.sharded.wait)  # a device tells late what a kernel raised
+            _, error = attempt(self.sharded.wait)  # a device tells late what a kernel raised
         self.judge(action, error, twins)
         if pending:
             self.twin.show_zeros(self.sharded)
@@ -201,23 +201,27 @@ class _Play:
             return
         if not isinstance(mine, Tensor):
             mine, other = torch.as_tensor(mine, dtype=torch.float64), torch.as_tensor(other, dtype=torch.float64)
-        mine, other = _alike(mine.detach(), other.detach())
+        mine, other = alike(mine.detach(), other.detach())
         if what.startswith("state") and not mine.ndim:  # a number of steps, say: loads may change its dtype
             mine, other = mine.double(), other.double()
-        yield from _differences([(what, mine)], [(what, other)], self.tolerance)
+        yield from differences([(what, mine)], [(what, other)], self.tolerance)
 
     def same(self, wrong: list[str]) -> None:
-        """Raises on all ranks what is wrong on some."""
-        found: list[list[str]] = [[]] * self.env.world_size
-        some = torch.tensor([float(bool(wrong))])
-        dist.all_reduce(some)
-        if some.item():
-            dist.all_gather_object(found, wrong)
-            first = next(filter(None, found))[0]
-            raise Wrong(re.sub(r" of .*| differs.*| is .*", "", first), f"{self.doing}\n" + "\n".join(map(str, found)))
+        meet(self.env, wrong, self.doing)
 
 
-def _alike(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
+def meet(env: RankEnv, wrong: list[str], doing: str) -> None:
+    """Raises on all ranks what is wrong on some, behind what they were `doing`."""
+    found: list[list[str]] = [[]] * env.world_size
+    some = torch.tensor([float(bool(wrong))])
+    dist.all_reduce(some)
+    if some.item():
+        dist.all_gather_object(found, wrong)
+        first = next(filter(None, found))[0]
+        raise Wrong(re.sub(r" of .*| differs.*| is .*", "", first), f"{doing}\n" + "\n".join(map(str, found)))
+
+
+def alike(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     """Local tensors of both where these are easily found, else whole ones."""
     if not isinstance(mine, DTensor):
         return mine, other
@@ -231,7 +235,8 @@ def _alike(mine: Tensor, other: Tensor) -> tuple[Tensor, Tensor]:
     return mine.to_local(), other
 
 
-def _differences(ours: Values, theirs: Values, tolerance: float) -> list[str]:
+def differences(ours: Values, theirs: Values, tolerance: float) -> list[str]:
+    """What differs between tensors of both sides by more than a tolerance, relative and absolute."""
     wrong = []
     for (what, mine), (_, other) in zip(ours, theirs, strict=True):
         mine = mine.cpu()
@@ -262,7 +267,8 @@ def _suits_torch(spec: Spec, optimizer: Any) -> bool:
     return stepped and filled and spec.name not in ("LBFGS", "NAdam", "ASGD")
 
 
-def _attempt(call: Any, *args: Any) -> tuple[Any, Exception | None]:
+def attempt(call: Any, *args: Any) -> tuple[Any, Exception | None]:
+    """What a call returns, and its error, which has its `stack`."""
     try:
         return call(*args), None
     except Exception as error:

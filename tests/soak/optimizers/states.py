@@ -41,7 +41,7 @@ def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:
         kept = [weights, [copy.deepcopy(optimizer.state_dict()) for optimizer in optimizers]]
         return kept if kind == "memory" else to_bytes(kept)
     if kind == "files":
-        handles = [checkpoint.save(_folder(), model, one, step=100 * at + k) for k, one in enumerate(optimizers)]
+        handles = [checkpoint.save(own_folder(), model, one, step=100 * at + k) for k, one in enumerate(optimizers)]
         return [handle.wait() for handle in handles]
     if kind == "full":
         states = [checkpoint.full_optimizer_state_dict(model, optimizer) for optimizer in optimizers]
@@ -50,7 +50,7 @@ def keep(kind: str, model: Any, optimizers: Optimizers, at: int) -> Any:
     both = get_state_dict(model, list(optimizers), options=full)
     if kind == "dcp full":
         return to_bytes(both)
-    path = os.path.join(_folder(), f"dcp-{at}")
+    path = os.path.join(own_folder(), f"dcp-{at}")
     dcp.save({"model": both[0], "optimizer": both[1]}, checkpoint_id=path)
     return path
 
@@ -83,13 +83,13 @@ def restore(kind: str, kept: Any, model: Any, optimizers: Optimizers) -> None:
 
 
 @functools.cache
-def _own_folder() -> tempfile.TemporaryDirectory[str]:
+def _process_folder() -> tempfile.TemporaryDirectory[str]:
     """One for all programs that the process plays: a directory that it saves to stays its own."""
     return tempfile.TemporaryDirectory(prefix="hsdp-optimizers-")
 
 
-def _folder() -> str:
+def own_folder() -> str:
     """Where checkpoints go: rank 0's folder, on all ranks."""
-    told = [_own_folder().name if dist.get_rank() == 0 else ""]
+    told = [_process_folder().name if dist.get_rank() == 0 else ""]
     dist.broadcast_object_list(told)
     return told[0]

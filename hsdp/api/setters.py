@@ -78,6 +78,9 @@ class Setters(FSDP2Compat):
         """
         flag = check_flag("set_is_last_backward", is_last_backward)
         units = self._units()
+        for runtime in self._runtimes() if flag else ():
+            if runtime.splits():
+                runtime.take_outside()  # into sums, which `zero_grad()` clears: behind a step that failed, say
         for unit in units:
             unit.settings.drains = flag
             if flag:

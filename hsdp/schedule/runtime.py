@@ -155,6 +155,8 @@ class Runtime(Backwards):
         That further backwards were to come is void: the schedule of a pipeline that has said so does not go on. The next
         one begins with an `autograd.grad` to find out shapes, which would pass for a part of a backward that it splits.
         """
+        if self.splits():
+            self.take_outside()  # into sums, which `zero_grad()` clears: it does not see unsharded weights
         self._forward_order.leave()
         self.reduce_order.forget_forward()
         for unit in self.units:

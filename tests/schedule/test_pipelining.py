@@ -359,6 +359,32 @@ def test_a_schedule_that_is_made_anew_behind_a_step_that_failed() -> None:
 
 
 @pytest.mark.usefixtures("protocol")
+@pytest.mark.parametrize("here", [True, False])
+def test_gradients_of_a_step_that_failed_go_with_zero_grad(here: bool) -> None:
+    """They are on unsharded weights, which `zero_grad()` does not reach; `here`: this stage raised, and not another one."""
+    plain = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Tanh())
+    x = torch.linspace(-1, 1, DIM).view(1, DIM).requires_grad_()
+    plain(x).sum().backward()
+    expected = plain[0].weight.grad
+    plain[0].weight.grad = None
+    with fake_world(1):
+        stage: Any = hsdp.fully_shard(plain)
+        for fails in (True, False):
+            stage.unshard(async_op=True).wait()
+            _split(stage, x)
+            if fails:
+                if here:
+                    with pytest.raises(RuntimeError, match="shapes"):
+                        stage(x[:, 1:])
+                stage.set_is_last_backward(True)
+                stage.reshard()
+                for param in stage.parameters():
+                    param.grad = None
+        _reduce(stage)
+        assert torch.equal(stage[0].weight.grad.to_local(), expected)
+
+
+@pytest.mark.usefixtures("protocol")
 def test_an_evaluation_behind_a_backward_outside_of_the_schedule() -> None:
     x = torch.zeros(1, DIM, dtype=torch.float64)
     with fake_world(2):

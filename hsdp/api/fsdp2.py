@@ -266,6 +266,7 @@ class FSDPStateShim(_Internals):
         for runtime in runtimes if begun else ():
             runtime.send_pending(runs_on=True)
         for unit in units:
+            unit.end_split()
             unit.reshard()
         return begun
 

@@ -37,6 +37,22 @@ class Arrivals:
                 self._replaced[slot] = grad
         self.leaves[slot] = leaf
 
+    def add_outside(self, zeroed: set[int]) -> bool:
+        """Adds gradients that others put on unsharded parameters, without accumulation; returns whether there were any.
+
+        Those of parameters that were `zeroed` since go: a pipeline's step that failed has left them.
+        """
+        found = False
+        for slot, param in enumerate(self._params):
+            if param.trained is None or param.trained.grad is None:
+                continue
+            if slot in zeroed:
+                param.trained.grad = None
+            else:
+                self.add(slot, param.trained)
+                found = True
+        return found
+
     def take(self) -> dict[int, Tensor]:
         """Moves all gradients away from the unsharded parameters.
 

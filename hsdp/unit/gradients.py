@@ -293,8 +293,8 @@ class Gradients:
             for slot in plan.slots:
                 self.sentinels.put_up(slot)
 
-    def heed_zero_grad(self) -> None:
-        """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile."""
+    def heed_zero_grad(self) -> set[int]:
+        """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile; returns them."""
         gone = self.sentinels.gone()
         for slot in gone:
             self.sentinels.take_down(slot)
@@ -310,6 +310,7 @@ class Gradients:
             self.lost = False
             if gone:
                 self.deferred_sums = None
+        return gone
 
     def _remove_sentinels(self) -> None:
         if self.sentinels.up and not (self.deferred_sums or self._running or self.stashed or self.lost or self.deferred):

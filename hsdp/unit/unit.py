@@ -442,9 +442,4 @@ class Unit(UnitActivity, UnshardedParams):
 
     def take_outside(self) -> bool:
         """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""
-        found = False
-        for slot, param in enumerate(self.params):
-            if param.trained is not None and param.trained.grad is not None:
-                self.gradients.arrivals.add(slot, param.trained)
-                found = True
-        return found
+        return self.gradients.arrivals.add_outside(zeroed=self.gradients.heed_zero_grad())

@@ -362,9 +362,9 @@ def test_a_schedule_that_is_made_anew_behind_a_step_that_failed() -> None:
 
 
 @pytest.mark.usefixtures("protocol")
-@pytest.mark.parametrize("here", [True, False])
-def test_gradients_of_a_step_that_failed_go_with_zero_grad(here: bool) -> None:
-    """They are on unsharded weights, which `zero_grad()` does not reach; `here`: this stage raised, and not another one."""
+@pytest.mark.parametrize("what", ["this stage raised", "another one raised", "nobody told this stage"])
+def test_gradients_of_a_step_that_failed_go_with_zero_grad(what: str) -> None:
+    """They are on unsharded weights, which `zero_grad()` does not reach."""
     plain = nn.Sequential(nn.Linear(DIM, DIM, bias=False), nn.Tanh())
     x = torch.linspace(-1, 1, DIM).view(1, DIM).requires_grad_()
     plain(x).sum().backward()
@@ -372,16 +372,18 @@ def test_gradients_of_a_step_that_failed_go_with_zero_grad(here: bool) -> None:
     plain[0].weight.grad = None
     with fake_world(1):
         stage: Any = hsdp.fully_shard(plain)
+        params = list(stage.parameters())  # as an optimizer has them
         for fails in (True, False):
             stage.unshard(async_op=True).wait()
             _split(stage, x)
             if fails:
-                if here:
+                if what == "this stage raised":
                     with pytest.raises(RuntimeError, match="shapes"):
                         stage(x[:, 1:])
-                stage.set_is_last_backward(True)
+                if what != "nobody told this stage":
+                    stage.set_is_last_backward(True)
                 stage.reshard()
-                for param in stage.parameters():
+                for param in params:
                     param.grad = None
         _reduce(stage)
         assert torch.equal(stage[0].weight.grad.to_local(), expected)

@@ -697,6 +697,12 @@ def _behind(module: Any, stream: Any) -> AbstractContextManager[Any]:
     return module.stream(stream)  # type: ignore[no-any-return]
 
 
+def _own_stream(env: RankEnv) -> tuple[Any, Any]:
+    """The module of a rank's device and a stream of the user's; None and None on CPUs."""
+    module = torch.get_device_module(env.device) if env.device != "cpu" else None
+    return module, module.Stream() if module else None
+
+
 @program()
 def _compute_on_users_streams(env: RankEnv, shape: Shape) -> Found:
     model, case = _built(env, shape)
@@ -720,8 +726,7 @@ def _stepped_on_a_stream_of_its_own(env: RankEnv, shape: Shape) -> Found:
     """The optimizer's hook hands over an event, as FSDP2's tests do; the next forward waits for nothing else."""
     model, case = _built(env, shape)
     optimizer, told = sgd(model.parameters()), []
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
+    module, stream = _own_stream(env)
 
     def hand_over(*args: Any) -> None:
         model.set_post_optim_event(module.current_stream().record_event() if module else None)
@@ -784,8 +789,7 @@ def _beside(env: RankEnv, shape: Shape, step_of: Callable[[Any, Callable[[], Any
     case = regression("stages", _Stages)
     model = shard(case.model(), env.mesh(shape))
     optimizer = sgd(model.parameters())
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
+    module, stream = _own_stream(env)
     for step in range(4):
         with _behind(module, stream):
             step_of(optimizer, lambda step=step: _loss(env, model, case, step).backward())
@@ -820,8 +824,7 @@ def _weights_assigned_on_another_stream_than_they_are_trained_on(env: RankEnv, s
     """That stream takes the memory of what was assigned as soon as the next forward has moved it."""
     case = regression("stages", _Stages)
     model = shard(case.model(), env.mesh(shape))
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
+    module, stream = _own_stream(env)
     for step in range(2):
         held = {name: as_dtensor(param.to_local() * 0.9, param._spec) for name, param in model.named_parameters()}
         model.load_state_dict(held, assign=True)
@@ -838,8 +841,7 @@ def _weights_assigned_on_another_stream_than_they_are_trained_on(env: RankEnv, s
 def _local_gradients_read_on_another_stream_than_they_are_trained_on(env: RankEnv, shape: Shape) -> Found:
     case = regression("stages", _Stages)
     model = shard(case.model(), env.mesh(shape))
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
+    module, stream = _own_stream(env)
     found: Found = {}
     for step in range(3):
         with model.no_sync():
@@ -866,8 +868,7 @@ class _Buffered(nn.Module):
 @program()
 def _buffers_cast_on_another_stream_than_they_were_made_on(env: RankEnv, shape: Shape) -> Found:
     model: Any = _Buffered().to(env.device)
-    module = torch.get_device_module(env.device) if env.device != "cpu" else None
-    stream = module.Stream() if module else None
+    module, stream = _own_stream(env)
     with _behind(module, stream):
         policy = hsdp.MixedPrecisionPolicy(buffer_dtype=torch.float64)
         hsdp.fully_shard(model, mesh=env.mesh(shape), mp_policy=policy)

@@ -11,14 +11,14 @@ from tests.support.rig import Pool
 from tests.support.share import share
 
 
-@pytest.mark.parametrize(("ranks", "count"), [(2, 10), (4, 15)])
+@pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 20)])
 def test_programs_end_equal(request: pytest.FixtureRequest, ranks: int, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), ranks, share(count))
 
 
 def test_programs_on_the_emulated_device(device2: Pool) -> None:
     """With delays, and without races."""
-    _check(device2, 2, share(5))
+    _check(device2, 2, share(15))
 
 
 def _check(pool: Pool, ranks: int, count: int) -> None:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import io
 import json
+import traceback
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
@@ -44,6 +46,17 @@ class Wrong(Exception):  # noqa: N818
 
 class Over(Exception):  # noqa: N818
     """The program ends here, as it may."""
+
+
+@contextmanager
+def judging(verdict: Verdict) -> Iterator[None]:
+    """Writes down in a verdict what the body, which plays a program, raised."""
+    try:
+        yield
+    except Wrong as wrong:
+        verdict.failure, verdict.told = wrong.failure, wrong.told
+    except Exception as error:
+        verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
 
 
 def play_each(programs: Sequence[P], play: Callable[[P], Verdict]) -> list[Verdict]:

@@ -26,7 +26,7 @@ from tests.soak.actions.fsdp2 import FSDP2
 from tests.soak.actions.models import Planned
 from tests.soak.actions.programs import Action, Program
 from tests.soak.actions.sides import Sharded, Side, Twin, Values, sides_of
-from tests.soak.verdicts import Verdict, Wrong, play_each
+from tests.soak.verdicts import Verdict, Wrong, judging, play_each
 from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
@@ -50,15 +50,10 @@ def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") ->
 def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
-    try:
-        kinds = [action[0] for action in program.actions]
-        with watched(env, program.seed, moves="stream" in kinds[1:]):
-            sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
-            _Play(env, program, sharded, twin, verdict).all()
-    except Wrong as wrong:
-        verdict.failure, verdict.told = wrong.failure, wrong.told
-    except Exception as error:
-        verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
+    kinds = [action[0] for action in program.actions]
+    with judging(verdict), watched(env, program.seed, moves="stream" in kinds[1:]):
+        sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
+        _Play(env, program, sharded, twin, verdict).all()
     return verdict
 
 

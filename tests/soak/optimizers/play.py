@@ -25,7 +25,7 @@ from tests.soak.actions.play import watched
 from tests.soak.optimizers.models import Net
 from tests.soak.optimizers.programs import Action, Program, Spec
 from tests.soak.optimizers.sides import Sharded, Twin, Values
-from tests.soak.verdicts import Over, Verdict, Wrong, play_each
+from tests.soak.verdicts import Over, Verdict, Wrong, judging, play_each
 from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
@@ -64,17 +64,12 @@ def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") ->
 def play(env: RankEnv, program: Program) -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
-    try:
-        with warnings.catch_warnings(), watched(env, program.seed):
-            warnings.simplefilter("ignore")
-            with suppress(Over):
-                playing = _Play(env, program, verdict)
-                with beside(env, program.seed):
-                    playing.all()
-    except Wrong as wrong:
-        verdict.failure, verdict.told = wrong.failure, wrong.told
-    except Exception as error:
-        verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
+    with judging(verdict), warnings.catch_warnings(), watched(env, program.seed):
+        warnings.simplefilter("ignore")
+        with suppress(Over):
+            playing = _Play(env, program, verdict)
+            with beside(env, program.seed):
+                playing.all()
     return verdict
 
 

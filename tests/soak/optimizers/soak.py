@@ -10,17 +10,12 @@ Each class of failures is told with its count, its seeds, and a program of it th
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
-import time
 from collections.abc import Sequence
 
-from tests.soak.actions.soak import Tally, run_all, tell
+from tests.soak import command
+from tests.soak.actions.soak import Tally, run_all
 from tests.soak.optimizers.play import run_programs
 from tests.soak.optimizers.programs import SHAPES, Program, draw, smaller
-from tests.support import device as emulator
-from tests.support.facts import header
 from tests.support.rig import Pool
 
 
@@ -31,28 +26,9 @@ def run(pool: Pool, programs: Sequence[Program], stop_at: int = 0) -> Tally:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soaks; returns how many programs failed."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--programs", type=int, default=500)
-    parser.add_argument("--first", type=int, default=0, help="number of the first program")
-    parser.add_argument("--ranks", type=int, choices=[2, 4], default=2)
+    parser = command.options(__doc__, ranks=[2, 4], default=2, programs=500, tries=100)
     parser.add_argument("--mesh", choices=["1d", "2d"], default="1d")
-    parser.add_argument("--seed", default="0")
     parser.add_argument("--device", default="cpu", help="of the sharded side: cpu, cuda, or emul, the emulated one")
-    parser.add_argument("--show", help="print the program of this seed and number, as 0:17, and end")
-    parser.add_argument("--shrink", type=int, default=100, help="tries to shrink one program of each class of failures")
-    parser.add_argument("--stop-at", type=int, default=0, help="end with this many failures")
-    parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
     args = parser.parse_args(argv)
     shape = SHAPES[args.ranks][args.mesh]
-    if args.show:
-        print(draw(args.show, shape))
-        return 0
-    print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log, flush=True)
-    start = time.monotonic()
-    programs = [draw(f"{args.seed}:{n}", shape) for n in range(args.first, args.first + args.programs)]
-    if args.device == emulator.NAME:
-        emulator.build()
-    with Pool(args.ranks, device=args.device) as pool:
-        tally = run(pool, programs, args.stop_at)
-        tell(pool, tally, len(programs), start, args.log, args.shrink, smaller=smaller, runner=(run_programs,))
-    return tally.failures
+    return command.soak(args, lambda seed: draw(seed, shape), (run_programs,), smaller, device=args.device)

@@ -9,7 +9,6 @@ behind an evaluation or the other way round, because they run a forward and back
 from __future__ import annotations
 
 import copy
-import traceback
 import warnings
 from contextlib import ExitStack, suppress
 from typing import Any
@@ -27,7 +26,7 @@ from tests.soak.optimizers.play import alike, attempt, beside, differences, meet
 from tests.soak.optimizers.states import own_folder
 from tests.soak.pipelines.programs import V_SHAPED, Action, Plan, Program
 from tests.soak.pipelines.stages import Planned, Stage, shard
-from tests.soak.verdicts import Over, Verdict, Wrong, play_each
+from tests.soak.verdicts import Over, Verdict, Wrong, judging, play_each
 from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
@@ -47,16 +46,11 @@ def play(env: RankEnv, program: Program) -> Verdict:
     verdict = Verdict()
     if env.device == emulator.NAME and program.schedule == "1F1B" and program.size[0] > 1:
         return verdict  # of a batch its group runs one after the other: neighbours that both send first wait for ever
-    try:
-        with warnings.catch_warnings(), watched(env, program.seed):
-            warnings.simplefilter("ignore")
-            playing = _Play(env, program, verdict)
-            with suppress(Over), beside(env, program.seed):
-                playing.all()
-    except Wrong as wrong:
-        verdict.failure, verdict.told = wrong.failure, wrong.told
-    except Exception as error:
-        verdict.failure, verdict.told = f"unexpected {type(error).__name__}", traceback.format_exc()[-3000:]
+    with judging(verdict), warnings.catch_warnings(), watched(env, program.seed):
+        warnings.simplefilter("ignore")
+        playing = _Play(env, program, verdict)
+        with suppress(Over), beside(env, program.seed):
+            playing.all()
     return verdict
 
 

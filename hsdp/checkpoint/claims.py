@@ -12,6 +12,7 @@ from __future__ import annotations
 import zlib
 from collections import defaultdict
 from collections.abc import Iterable, Mapping, Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -22,6 +23,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.fingerprints import fingerprints
 from hsdp.checkpoint.contents import listing
+from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
@@ -167,7 +169,9 @@ def agree_on_one_model(what: str, state: Mapping[str, Any], whole: DeviceMesh | 
         whole: the mesh, which no other mesh of a tensor exceeds; None: there is none, and nothing to compare.
 
     Raises:
-        CheckpointError: on all ranks of that mesh: they have other names, or other values under one.
+        CheckpointError: on all ranks of that mesh: they have other names, or other values under one; or another rank had
+            no memory to compare them.
+        Exception: what failed on this rank, when the others have heard of it.
     """
     if whole is None or whole.size() == 1 or whole.get_coordinate() is None:
         return
@@ -182,7 +186,8 @@ def agree_on_one_model(what: str, state: Mapping[str, Any], whole: DeviceMesh | 
     narrow = {name: value for name, value in sharded.items() if value.device_mesh.size() < whole.size()}
     if not narrow:
         return
-    equal = _are_equal(_whole_prints(list(narrow.values())), whole)
+    prints = alike(sharded.values(), partial(_prints_of_parts, list(narrow.values())))
+    equal = _are_equal(_summed(prints, [value.device_mesh for value in narrow.values()]), whole)
     if differing := [name for name, same in zip(narrow, equal, strict=True) if not same]:
         raise CheckpointError(
             f"{what}: on meshes of their own ranks hold different tensors under one name ({listing(differing, 4)}), of "
@@ -206,17 +211,22 @@ def _told_of_names(names: Sequence[list[str]]) -> str:
     )
 
 
-def _whole_prints(tensors: Sequence[DTensor]) -> list[int]:
-    """A number for the values of each tensor, the same on all ranks that hold parts of it."""
-    meshes: defaultdict[DeviceMesh, list[int]] = defaultdict(list)
+def _prints_of_parts(tensors: Sequence[DTensor]) -> list[int]:
+    """A number for this rank's part of each tensor, and for the place that the part has in it."""
     found = []
-    for index, tensor in enumerate(tensors):
+    for tensor in tensors:
         held = fingerprints([part.detach() for part in parts_of(local_of(tensor))])
         place = tensor.device_mesh.get_coordinate(), tuple(tensor.shape), str(tensor.placements)
         found.append(zlib.crc32(repr((held, place)).encode()))
-        meshes[tensor.device_mesh].append(index)
-    for mesh, indices in meshes.items():
-        sums = torch.tensor([found[index] for index in indices], device=mesh.device_type)
+    return found
+
+
+def _summed(prints: Sequence[int], meshes: Sequence[DeviceMesh]) -> list[int]:
+    """For each of the numbers the sum of what the ranks of its mesh have: one for all the parts of a tensor."""
+    found = list(prints)
+    for mesh in dict.fromkeys(meshes):
+        indices = [index for index, one in enumerate(meshes) if one == mesh]
+        sums = torch.tensor([prints[index] for index in indices], device=mesh.device_type)
         for group in _groups_of(mesh):
             dist.all_reduce(sums, group=group)
         for index, value in zip(indices, sums.tolist(), strict=True):

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed import ProcessGroup
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
@@ -90,13 +91,15 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
 def _begun(what: str, model: nn.Module, rank0_only: bool) -> tuple[dict[str, Entry], int | None]:
     """The model's entries, and the rank that gets them whole (None: each)."""
 
-    def given(made: dict[str, Entry]) -> list[Any]:
-        return [entry.value for entry in made.values()]
+    def begun() -> tuple[dict[str, Any], dict[str, Entry], DeviceMesh | None, int | None]:
+        entries = model_entries(model)
+        values = {name: entry.value for name, entry in entries.items()}
+        mesh = largest_mesh(values.values())
+        return values, entries, mesh, first_rank(mesh) if rank0_only else None
 
-    entries = alike(model.parameters(), partial(model_entries, model), given)
-    mesh = largest_mesh(given(entries))
-    agree_on_one_model(what, {name: entry.value for name, entry in entries.items()}, mesh)
-    return entries, first_rank(mesh) if rank0_only else None
+    values, entries, mesh, dst = alike(model.parameters(), begun, lambda made: made[0].values())
+    agree_on_one_model(what, values, mesh)
+    return entries, dst
 
 
 def full_optimizer_state_dict(
@@ -116,13 +119,15 @@ def full_optimizer_state_dict(
         Exception: as `full_state_dict`.
     """
 
-    def given(made: dict[str, Any]) -> dict[str, Any]:
-        return {f"{at} of {name}": leaf for name, held in made["state"].items() for at, leaf in leaves_of(held).items()}
+    def begun() -> tuple[dict[str, Any], dict[str, Any], DeviceMesh | None, int | None]:
+        state = optimizer_state(model, optimizer)
+        leaves = [(name, leaves_of(held)) for name, held in state["state"].items()]
+        mesh = largest_mesh(model.parameters())
+        values = {f"{at} of {name}": leaf for name, held in leaves for at, leaf in held.items()}
+        return values, state, mesh, first_rank(mesh) if rank0_only else None
 
-    state = alike(model.parameters(), partial(optimizer_state, model, optimizer), lambda made: given(made).values())
-    mesh = largest_mesh(model.parameters())
-    agree_on_one_model("full_optimizer_state_dict", given(state), mesh)
-    dst = first_rank(mesh) if rank0_only else None
+    values, state, mesh, dst = alike(model.parameters(), begun, lambda made: made[0].values())
+    agree_on_one_model("full_optimizer_state_dict", values, mesh)
     held, withheld = state["state"], Withheld()
     for name, entries in held.items():
         held[name] = whole_value(entries, dst, cpu, withheld)

@@ -82,16 +82,16 @@ def save_safetensors(
     what = f"save_safetensors to {directory}"
     given = {"dtype": dtype, "max_file_bytes": max_file_bytes}
 
-    def begun() -> tuple[Path, dict[str, str], dict[str, Tensor], list[File], DeviceMesh | None]:
+    def begun() -> tuple[Path, dict[str, str], dict[str, Tensor], list[File], DeviceMesh | None, int]:
         where, entries = _checked(directory, dtype, max_file_bytes, metadata), model_entries(model)
         firsts = first_names(model, entries)
         tensors = {name: e.value for name, e in entries.items() if firsts[name] == name and isinstance(e.value, Tensor)}
-        return where, firsts, tensors, lay_out(tensors, dtype, max_file_bytes), largest_mesh(tensors.values())
+        mesh = largest_mesh(tensors.values())
+        return where, firsts, tensors, lay_out(tensors, dtype, max_file_bytes), mesh, first_rank(mesh)
 
-    where, firsts, tensors, files, mesh = ranks.agree(what, begun, given)
+    where, firsts, tensors, files, mesh, dst = ranks.agree(what, begun, given)
     agree_on_sizes(ranks, what, {name: tensor for name, tensor in tensors.items() if isinstance(tensor, DTensor)})
     agree_on_one_model(what, tensors, mesh)
-    dst = first_rank(mesh)
     ties = {name: first for name, first in firsts.items() if name != first}
     header = {**(metadata or {}), "format": "pt", **({_TIES: json.dumps(ties)} if ties else {})}
     source = ranks.rank_of(dst)

@@ -10,6 +10,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import Shard
 
 from hsdp import checkpoint, fully_shard
@@ -162,7 +163,10 @@ def test_a_state_that_vanishes_while_it_is_dealt_out_leaves_nobody_waiting(pool2
 
 def _short_of_memory(env: RankEnv, failing: int, path: Path) -> None:
     """One rank has no memory, once: at each operator in turn that needs some. All ranks hear of it, and can go on."""
-    model = fully_shard(nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)), mesh=env.mesh((1, 2)), shard_placement_fn=_cut)
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 5), nn.Linear(5, 3))
+    fully_shard(model[1], mesh=init_device_mesh(env.device, (1, 2), mesh_dim_names=("edp", "ep"))["edp"])  # copies
+    fully_shard(model, mesh=env.mesh((1, 2)), shard_placement_fn=_cut)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
     model(torch.ones(1, 3)).sum().backward()
     optimizer.step()

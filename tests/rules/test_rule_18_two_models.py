@@ -202,16 +202,16 @@ def check_threads_in_another_order(env: RankEnv) -> None:
     models = [shard(seeded(Deep), DeviceMesh.from_group(group, "cpu", mesh_dim_names=("shard",))) for group in groups]
     for model in 3 * models:  # a rank that leaves a known path asks in the store
         step(model, env.rank)
-    waits, wait = threading.Event(), Questions._wait
+    asks, leave = threading.Event(), Questions.leave
     errors: list[BaseException] = []
 
-    def waiting(self: Questions, answer: Any) -> bytes:
-        waits.set()
-        return wait(self, answer)
+    def leaving(self: Questions, is_last: bool, answer: Any) -> None:
+        asks.set()  # it has said what it is about to do, and may have to wait for the other rank
+        leave(self, is_last, answer)
 
     def evaluate(number: int) -> None:
         if number != env.rank:
-            waits.wait(5)  # the other model, for the other rank, which has come with this one
+            asks.wait(5)  # the other model, for the other rank, which has come with this one
         try:
             with torch.no_grad():
                 models[number](floats(env.rank))  # without gradients: nobody has done that before, so the ranks ask
@@ -219,14 +219,14 @@ def check_threads_in_another_order(env: RankEnv) -> None:
             errors.append(error)
 
     threads = [threading.Thread(target=evaluate, args=(number,)) for number in range(2)]
-    with mock.patch.object(Questions, "_wait", waiting):
+    with mock.patch.object(Questions, "leave", leaving):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
     for group in groups:
         dist.destroy_process_group(group)
-    assert waits.is_set(), "not asked in the store"
+    assert asks.is_set(), "not asked in the store"
     assert not errors, errors
 
 

@@ -4,25 +4,25 @@ from __future__ import annotations
 
 import pytest
 
-from tests.soak.optimizers.programs import SHAPES, VARIANTS, draw, smaller
-from tests.soak.optimizers.soak import run
+from tests.soak.optimizers.programs import VARIANTS, draw, smaller
+from tests.soak.optimizers.soak import meshes, run
 from tests.support.rig import Pool
 from tests.support.share import share
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (2, "2d", 24), (4, "2d", 6)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (2, "2d", 24), (4, "2d", 6), (4, "tp", 12)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
-    _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[ranks][mesh], share(count))
+    _check(request.getfixturevalue(f"pool{ranks}"), meshes(ranks, mesh), share(count))
 
 
 @pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 12), (4, "2d", 3)])
 def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     """With delays, and without races."""
-    _check(request.getfixturevalue(f"device{ranks}"), SHAPES[ranks][mesh], share(count))
+    _check(request.getfixturevalue(f"device{ranks}"), meshes(ranks, mesh), share(count))
 
 
-def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
-    tally = run(pool, [draw(f"ci:{number}", shape) for number in range(count)], stop_at=2)
+def _check(pool: Pool, meant: tuple[tuple[int, ...], int], count: int) -> None:
+    tally = run(pool, [draw(f"ci:{number}", *meant) for number in range(count)], stop_at=2)
     assert not tally.failures, "\n".join(f"{p}\n{told}" for found in tally.failed.values() for p, told in found)
 
 

@@ -31,7 +31,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.soak.optimizers.models import KINDS, Part
+from tests.soak.optimizers.models import CUT, KINDS, Part
 
 Action = tuple[Any, ...]
 
@@ -47,6 +47,8 @@ GRADIENTS = ("scale", "add", "assign", "none")
 SAVES = ("memory", "torch", "files", "full", "dcp", "dcp full", "reload")
 MOVES = ("torch", "torch", "files", "full", "dcp", "dcp full")
 SHAPES: dict[int, dict[str, tuple[int, ...]]] = {2: {"1d": (2,), "2d": (2, 1)}, 4: {"1d": (4,), "2d": (2, 2)}}
+PARALLEL: dict[str, tuple[int, ...]] = {"tp": (2,), "tp 2d": (2, 1)}
+"""Meshes of data parallelism at each place of which two ranks share layers: of four ranks."""
 OTHERS: dict[int, tuple[tuple[int, ...], ...]] = {2: ((2,), (2, 1), (1, 2)), 4: ((4,), (2, 2), (4, 1), (1, 4))}
 WRAPS = ("", "local", "flat", "over", "flat over")
 """What `hsdp.optim.local` makes of an optimizer: nothing, or a step of local tensors, flat ones, of shares of replicas."""
@@ -98,7 +100,7 @@ class Program:
         hooked: each parameter has an optimizer of its own (the first one's spec), which steps in backward.
         held_back: the parameters of the last part come into an optimizer with ("group", ...) alone.
         overlap: each optimizer has all parameters instead.
-        options: "replicated", "sum".
+        options: "replicated", "sum", "one mesh".
     """
 
     seed: str
@@ -127,6 +129,7 @@ class Program:
 class _Draw:
     rng: random.Random
     shape: tuple[int, ...]
+    tp: int = 1
     hooked: bool = False
     parts: list[Part] = field(default_factory=list)
 
@@ -134,7 +137,7 @@ class _Draw:
         rng = self.rng
         name = rng.choice(COMMON) if rng.random() < 0.4 else rng.choice(list(VARIANTS))
         empty = any(part.kind == "scaled" for part in self.parts)  # DTensor's `view` of no elements never returns
-        if (self.hooked and name in WHOLE) or (name == "LBFGS" and (self.hooked or empty)):
+        if (self.hooked and name in WHOLE) or (name == "LBFGS" and (self.hooked or empty or self.tp > 1)):
             name = "AdamW"
         settings = {**rng.choice(VARIANTS[name])}
         if name not in (*WHOLE, "LBFGS"):
@@ -180,7 +183,8 @@ class _Draw:
     def other(self) -> Action:
         rng = self.rng
         which = rng.randrange(2)
-        shapes, wrap = OTHERS[math.prod(self.shape)], rng.choice(WRAPS)
+        sizes = {math.prod(self.shape), math.prod(self.shape) * self.tp}
+        shapes, wrap = [shape for size in sorted(sizes) for shape in OTHERS[size]], rng.choice(WRAPS)
         return rng.choice(
             [
                 ("set", which, rng.choice(["lr", "lr", "weight_decay", "betas", "momentum"]), rng.choice([0.3, 0.5, 1.5])),
@@ -210,10 +214,10 @@ class _Draw:
         )
 
 
-def draw(seed: str, shape: tuple[int, ...]) -> Program:
-    """The program of a seed, on a mesh."""
+def draw(seed: str, shape: tuple[int, ...], tp: int = 1) -> Program:
+    """The program of a seed, on a mesh of data parallelism; `tp`: ranks of tensor parallelism at each of its places."""
     rng = random.Random(seed)
-    drawing = _Draw(rng, shape, hooked=rng.random() < 0.1)
+    drawing = _Draw(rng, shape, tp, hooked=rng.random() < 0.1)
     mixed = rng.random() < 0.12
     drawing.parts = [
         Part(rng.choice(KINDS), rng.random() < 0.7, "float32" if mixed and rng.random() < 0.5 else "float64")
@@ -233,10 +237,15 @@ def draw(seed: str, shape: tuple[int, ...]) -> Program:
     if any("flat" in spec.wrap for spec in specs) and len(steps) > 1:  # what steps as one is to have counts in common
         actions.insert(counts.randrange(steps[0], steps[-1]) + 1, ("edit", "count", counts.randrange(8)))
     options = frozenset(name for name, chance in (("replicated", 0.15), ("sum", 0.15)) if rng.random() < chance)
+    parts = tuple(drawing.parts)
+    if tp > 1:
+        cuts = random.Random(f"{seed}:tp")
+        parts = tuple(replace(part, cut=part.kind in CUT and cuts.random() < 0.8) for part in parts)
+        options |= {"one mesh"} if cuts.random() < 0.4 else set()
     return Program(
         seed,
         shape,
-        tuple(drawing.parts),
+        parts,
         specs,
         tuple(actions),
         hooked=drawing.hooked,
@@ -264,6 +273,7 @@ def smaller(program: Program) -> Iterator[Program]:
             if other != spec:
                 yield replace(program, optimizers=(*program.optimizers[:at], other, *program.optimizers[at + 1 :]))
     for at, part in enumerate(program.parts):
-        for simple in (replace(part, dtype="float64"), replace(part, unit=True), replace(part, kind="mlp")):
+        simpler = {"dtype": "float64", "unit": True, "kind": "mlp", "cut": False}
+        for simple in (replace(part, **{name: value}) for name, value in simpler.items()):
             if simple != part:
                 yield replace(program, parts=(*program.parts[:at], simple, *program.parts[at + 1 :]))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Collection, Iterable
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
@@ -37,8 +38,10 @@ class Side:
 
     Attributes:
         device: where it computes.
-        shape: of the mesh now.
-        ranks: those whose batches it is fed with.
+        shape: of the mesh of data parallelism now.
+        tp: how many ranks of tensor parallelism there are at each of its places.
+        here: this rank's place there.
+        ranks: the places whose batches it is fed with.
         factors: what becomes of sums of gradients.
         specs: what the optimizers are made of.
         held_back: names of parameters that no optimizer has yet.
@@ -58,8 +61,8 @@ class Side:
         self.averaged = 0
         self.schedulers: dict[int, Any] = {}
         self.scaler = torch.amp.GradScaler(self.device, init_scale=8.0, growth_interval=2)  # type: ignore[attr-defined]
-        self.shape = program.shape
-        self.take(self.model_of(plain, self.shape))
+        self.place(program.shape)
+        self.take(self.model_of(plain))
         names = list(self.params)
         last = f"parts.{len(program.parts) - 1}." if program.held_back else " "
         self.held_back = [name for name in names if name.startswith(last)]
@@ -76,13 +79,22 @@ class Side:
         ]
         self.hook()
 
+    def place(self, shape: tuple[int, ...]) -> None:
+        """The model comes on a mesh of data parallelism of this shape."""
+        self.shape, self.tp = shape, self.env.world_size // math.prod(shape)
+        self.here = self.env.rank // self.tp
+        self.ranks = self.fed()
+
+    def fed(self) -> range:
+        return range(self.env.world_size // self.tp)
+
     def take(self, model: Any) -> None:
         self.model = model
         self.params: dict[str, nn.Parameter] = dict(model.named_parameters())
         self.name_of = {id(param): name for name, param in self.params.items()}
 
-    def model_of(self, plain: Net, shape: tuple[int, ...]) -> Any:
-        """A model as this side has it, with the weights of a plain one."""
+    def model_of(self, plain: Net) -> Any:
+        """A model as this side has it on its mesh, with the weights of a plain one."""
         return plain
 
     def hook(self) -> None:
@@ -131,6 +143,9 @@ class Side:
             settings["foreach"] = False
         if spec.name == "Adagrad" and self.device == "cuda":
             settings.pop("fused", None)  # torch has it for the CPU alone
+        if self.tp > 1 and not spec.wrap and spec.name not in (*WHOLE, "LBFGS"):
+            settings |= {"foreach": False}  # torch has no operators over tensors of several meshes
+            settings.pop("fused", None)
         named = [{**group, "params": [self.params[name] for name in group["params"]]} for group in groups]
         if spec.name == "LBFGS":
             return torch.optim.LBFGS(named[0]["params"], lr=named[0]["lr"], **settings)
@@ -188,7 +203,7 @@ class Side:
     def micro(self, at: int, skipped: tuple[int, ...], context: str) -> Values:
         with self.context(context):
             told = self.losses(at, skipped, lambda loss, rank: loss)
-        return [("the loss", told[self.env.rank - self.ranks[0]])]
+        return [("the loss", told[self.here - self.ranks[0]])]
 
     def step(self, at: int, which: int | None, how: str) -> Values:
         if self.program.hooked:
@@ -229,7 +244,7 @@ class Side:
         if not params:  # torch has no largest of nothing
             return []
         if kind == "value":
-            torch.nn.utils.clip_grad_value_(params, 0.02)
+            torch.nn.utils.clip_grad_value_(params, 0.02, foreach=None if self.tp == 1 else False)
             return []
         return [("the norm", states.whole(self.norm(kind, params)))]
 

@@ -64,7 +64,7 @@ class Changing(Side):
         params: list[Any] = list(self.params.values())
         self.averages = self.averages or [param.detach().clone() for param in params]
         self.averaged += 1
-        if kind == "lerp":
+        if kind == "lerp" or self.tp > 1:  # torch's averages are of tensors of one mesh
             for mean, param in zip(self.averages, params, strict=True):
                 mean.lerp_(param.detach().to(mean.dtype), 0.3)
         else:
@@ -80,7 +80,7 @@ class Changing(Side):
             held = param.detach().clone()
             param.copy_(mean)
             mean.copy_(held)
-        return [("the loss in evaluation", self.model(self.batch(at, self.env.rank), ()).pow(2).mean())]
+        return [("the loss in evaluation", self.model(self.batch(at, self.here), ()).pow(2).mean())]
 
     @torch.no_grad()
     def edit(self, at: int, kind: str, place: int | None) -> Values:
@@ -174,27 +174,28 @@ class Changing(Side):
 
     def move(self, at: int, kind: str, shape: tuple[int, ...], wrap: str) -> Values:
         """A run that goes on with a new model: there schedulers, averages and gradients begin anew."""
-        self.shape = shape = self.shape if kind == "torch" else shape  # shards as they are fit the same mesh alone
         self.ready()
         self.zero(at, "none")
         kept = self.keep(at, kind)
+        if kind != "torch":  # shards as they are fit the same mesh alone
+            self.place(shape)
         self.schedulers, self.averages, self.averaged, self.saved = {}, [], 0, None
         groups = self._anew()
-        self.take(self.elsewhere(shape))
+        self.take(self.elsewhere())
         self.optimizers = []
-        self.specs = [replace(spec, wrap=_allowed(wrap, spec, shape, self.program)) for spec, _ in groups]
+        self.specs = [replace(spec, wrap=_allowed(wrap, spec, self.shape, self.program)) for spec, _ in groups]
         self.optimizers = [self.optimizer_of(spec, made) for spec, (_, made) in zip(self.specs, groups, strict=True)]
         self.put_back(kept)
         self.hook()
         return []
 
-    def elsewhere(self, shape: tuple[int, ...]) -> Any:
+    def elsewhere(self) -> Any:
         """A model for another mesh, with other weights."""
         fresh = copy.deepcopy(self.plain)
         for name, param in fresh.named_parameters():
             param.data = torch.zeros_like(param, dtype=self.params[name].dtype)
             param.requires_grad_(self.params[name].requires_grad)
-        return self.model_of(fresh, shape)
+        return self.model_of(fresh)
 
 
 def _allowed(wrap: str, spec: Spec, shape: tuple[int, ...], program: Program) -> str:
@@ -208,10 +209,6 @@ def _allowed(wrap: str, spec: Spec, shape: tuple[int, ...], program: Program) ->
 
 class Twin(Changing):
     """The oracle."""
-
-    def __init__(self, program: Program, env: RankEnv, plain: Net) -> None:
-        self.ranks = range(env.world_size)
-        super().__init__(program, env, plain)
 
     def share(self) -> float:
         divisor = self.factors["divide"] or (1.0 if self.factors["op"] == "sum" else len(self.ranks))
@@ -252,16 +249,19 @@ class Sharded(Changing):
     """The model under hsdp."""
 
     def __init__(self, program: Program, env: RankEnv, plain: Net) -> None:
-        self.ranks = range(env.rank, env.rank + 1)
         self.device = env.device
         self.patient = patient(program)
         self.runs_on = False  # reductions may run on behind a backward
         super().__init__(program, env, plain)
 
-    def model_of(self, plain: Net, shape: tuple[int, ...]) -> Any:
-        self.mesh = self.env.mesh(shape)
+    def fed(self) -> range:
+        return range(self.here, self.here + 1)
+
+    def model_of(self, plain: Net) -> Any:
+        names = ("replicate", "shard")[-len(self.shape) :]
+        mesh = self.env.mesh(self.shape) if self.tp == 1 else self.env.mesh((*self.shape, self.tp), (*names, "tp"))
         plain.to(self.device).tie()  # torch unties what it moves to a device of an extension
-        model = shard(plain, self.program.parts, self.mesh, self.program.options)
+        model = shard(plain, self.program.parts, mesh, self.program.options)
         self.set_factors(model)
         return model
 
@@ -300,7 +300,7 @@ class Sharded(Changing):
         return mean
 
     def norm(self, kind: str, params: Iterable[nn.Parameter]) -> Tensor:
-        if kind == "torch":
+        if kind == "torch" and self.tp == 1:  # torch has none of tensors of several meshes
             return super().norm(kind, params)
         return hsdp.clip_grad_norm_(self.model, 0.1, float("inf") if kind.endswith("inf") else 2.0)
 

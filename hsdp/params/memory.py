@@ -83,7 +83,7 @@ def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> 
     for place, param in params:
         for key, part, span in _spans_of(place, param, unit):
             spans.setdefault(key, []).append(span)
-            if storage_uses(part) > 1:
+            if storage_uses(part) > 1 or key in _left:  # the last one that holds it has the memory of those before
                 shared.append((key, part, span))
     for those in spans.values():
         _refuse_overlaps(sorted(those, key=_start_of), unit)

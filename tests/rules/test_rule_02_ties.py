@@ -155,6 +155,12 @@ def check_one_memory_across_calls(env: RankEnv) -> None:
         hsdp.fully_shard(untied, mesh=mesh)
     assert told[0].filename == __file__
     del plain, untied
+    alone: Any = seeded(Tied)
+    alone.last.weight = nn.Parameter(alone.first.weight.data)  # which nobody else holds
+    hsdp.fully_shard(alone.first, mesh=mesh)
+    with pytest.warns(UserWarning, match=r"'last.weight' shares memory with 'weight' of Linear, which is sharded"):
+        hsdp.fully_shard(alone, mesh=mesh)
+    del alone
     # A student and a teacher of one dict: one warning for each call, and none once the student is gone.
     state = {name: value.detach() for name, value in seeded(Tied).state_dict().items()}
     student, teacher, again = (_of_one_dict(state) for _ in range(3))

@@ -7,7 +7,7 @@ from torch import nn
 from hsdp.format import dotted, dtype_of, pattern_of, several, together
 from hsdp.schedule.runtime import runtime_of
 from hsdp.unit.dtype_group import DtypeGroup
-from hsdp.unit.lookup import class_name, unit_of_module
+from hsdp.unit.lookup import class_name, unit_of_module, walk
 from hsdp.unit.unit import Unit
 
 
@@ -49,15 +49,17 @@ def _tree(model: nn.Module) -> list[tuple[str, int, Unit]]:
     found: list[tuple[str, int, Unit]] = []
     seen: set[Unit] = set()
 
-    def visit(module: nn.Module, name: str, depth: int, parent: Unit | None) -> None:
+    def visit(item: tuple[nn.Module, str, int, Unit | None]) -> list[tuple[nn.Module, str, int, Unit | None]]:
+        module, name, depth, parent = item
         unit = unit_of_module(module) or parent
         if unit is not None and unit not in seen:
             seen.add(unit)
             found.append((name or class_name(module) + " (root)" * _may_be_root(unit), depth, unit))
-        for child_name, child in module.named_children():
-            visit(child, dotted(name, child_name), depth + (unit is not parent), unit)
+        depth += unit is not parent
+        return [(child, dotted(name, key), depth, unit) for key, child in module.named_children()]
 
-    visit(model, "", 0, None)
+    root: tuple[nn.Module, str, int, Unit | None] = model, "", 0, None
+    walk(root, visit)
     return found
 
 

@@ -22,6 +22,7 @@ from hsdp.api.select import Found, placement_of
 from hsdp.comm.mesh import DataParallelMeshDims, MeshAxes
 from hsdp.params.param import PlacementFn
 from hsdp.policies import MixedPrecisionPolicy
+from hsdp.unit.lookup import walk
 
 
 @dataclass(frozen=True)
@@ -84,19 +85,19 @@ def companions(
     own = {id(param) for _, param in found} - meshes.keys()
     taken: dict[int, list[nn.Module]] = {}
 
-    def visit(module: nn.Module, may_be: bool) -> None:
+    def visit(item: tuple[nn.Module, bool]) -> list[tuple[nn.Module, bool]]:
+        module, may_be = item
         held = {id(param) for param in module.parameters()}
         kinds = {id(meshes[key].mesh) for key in held & meshes.keys()}
         if may_be and has_forward(module) and len(kinds) == 1 and not held & own:
             taken.setdefault(kinds.pop(), []).append(module)
             for key in held:
                 names.pop(key, None)
-            return
-        for child in module.children():
-            visit(child, True)
+            return []
+        return [(child, True) for child in module.children()]
 
     for module in modules:
-        visit(module, False)
+        walk((module, False), visit)
     if names:
         raise ValueError(
             f"fully_shard({unit}, shard_placement_fn=...): parameter {next(iter(names.values()))!r} is put on another "

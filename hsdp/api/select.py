@@ -23,7 +23,7 @@ from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
 from hsdp.policies import is_trainable
 from hsdp.unit.extension_group import check_extension
-from hsdp.unit.lookup import unit_of
+from hsdp.unit.lookup import unit_of, walk
 
 Found = tuple[list[ParamName], nn.Parameter]
 """A parameter with all its names."""
@@ -58,19 +58,19 @@ def collect_params(
     found: dict[int, Found] = {}
     seen: set[int] = set()
 
-    def visit(module: nn.Module, prefix: str) -> None:
+    def visit(item: tuple[nn.Module, str]) -> list[tuple[nn.Module, str]]:
+        module, prefix = item
         if id(module) in seen or (isinstance(module, HSDPModule) if is_unit is None else is_unit(module)):
-            return
+            return []
         seen.add(id(module))
         for name, param in module._parameters.items():
             if param is not None and id(param) not in ignored:
                 place = ParamName(weakref.ref(module), name, prefix + name)
                 found.setdefault(id(param), ([], param))[0].append(place)
-        for name, child in module.named_children():
-            visit(child, f"{prefix}{name}.")
+        return [(child, f"{prefix}{name}.") for name, child in module.named_children()]
 
     for index, module in enumerate(modules):
-        visit(module, "" if len(modules) == 1 else f"{index}.")
+        walk((module, "" if len(modules) == 1 else f"{index}."), visit)
     return list(found.values())
 
 

@@ -22,6 +22,7 @@ from hsdp.api.module import HSDPModule, has_forward
 from hsdp.comm.groups import own_rank
 from hsdp.format import dotted
 from hsdp.policies import check_flag
+from hsdp.unit.lookup import walk
 
 
 @dataclass(frozen=True)
@@ -266,8 +267,9 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
     planned = {id(unit.module): unit.name or "(root)" for unit in units}
     owners: dict[int, tuple[str | None, str]] = {}
 
-    def visit(module: nn.Module, name: str, owner: str | None) -> None:
-        owner = planned.get(id(module), owner)
+    def visit(item: tuple[nn.Module, str, str | None]) -> list[tuple[nn.Module, str, str | None]]:
+        module, name, around = item
+        owner = planned.get(id(module), around)
         for key, param in module._parameters.items():
             if param is None or id(param) in ignored:
                 continue
@@ -279,11 +281,11 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
                     f"shard_units: parameter {first!r} of {told[0]} is tied to {fqn!r} of {told[1]}; leave both to one "
                     "unit (the smallest module that holds both), or untie them"
                 )
-        for child_name, child in module.named_children():
-            if not isinstance(child, HSDPModule):
-                visit(child, dotted(name, child_name), owner)
+        below = [(key, child) for key, child in module.named_children() if not isinstance(child, HSDPModule)]
+        return [(child, dotted(name, key), owner) for key, child in below]
 
-    visit(model, "", None)
+    root: tuple[nn.Module, str, str | None] = model, "", None
+    walk(root, visit)
 
 
 def _show(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) -> None:

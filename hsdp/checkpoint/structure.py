@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import collections
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import Tensor
@@ -43,9 +43,9 @@ class Apart:
         listed: the value with lists in the place of tuples and deques that were taken apart: DCP finds the same leaves.
     """
 
-    skeleton: Any = None
-    leaves: dict[str, Any] = field(default_factory=dict)
-    listed: Any = None
+    skeleton: Any
+    leaves: dict[str, Any]
+    listed: Any
 
     @property
     def is_flat(self) -> bool:
@@ -65,27 +65,32 @@ def take_apart(value: Any, what: str, tuples_of: type[Tensor] = Tensor) -> Apart
     Raises:
         CheckpointError: it has a container that cannot be made again, or two leaves of one name.
     """
-    apart = Apart()
+    leaves: dict[str, Any] = {}
+    skeleton, listed = _taken_apart(value, (), what, tuples_of, leaves)
+    return Apart(skeleton, leaves, listed)
 
-    def visit(value: Any, path: tuple[str, ...]) -> tuple[Any, Any]:
-        name = ".".join(path)
-        if not _is_taken_apart(value, f"{what}: {name!r}" if path else what, len(path), tuples_of):
-            if name in apart.leaves:
-                raise CheckpointError(
-                    f"{what} has two entries that would both be saved as {name!r}: keys like 1 and '1', or 'a.b' and 'b' "
-                    "in 'a', cannot be told apart there; rename one"
-                )
-            apart.leaves[name] = value
-            return name, value
-        if isinstance(value, Mapping):
-            both = {key: visit(item, (*path, _key(key, what, path))) for key, item in value.items()}
-            listed = {key: other for key, (_, other) in both.items()}
-            return dict_like(value, {key: one for key, (one, _) in both.items()}), listed
-        found = [visit(item, (*path, str(place))) for place, item in enumerate(value)]
-        return sequence_like(value, [one for one, _ in found]), [other for _, other in found]
 
-    apart.skeleton, apart.listed = visit(value, ())
-    return apart
+def _taken_apart(
+    value: Any, path: tuple[str, ...], what: str, tuples_of: type[Tensor], leaves: dict[str, Any]
+) -> tuple[Any, Any]:
+    """The skeleton of a value at `path`, and the value as it is `listed`; adds what it finds to `leaves`."""
+    name = ".".join(path)
+    if not _is_taken_apart(value, f"{what}: {name!r}" if path else what, len(path), tuples_of):
+        if name in leaves:
+            raise CheckpointError(
+                f"{what} has two entries that would both be saved as {name!r}: keys like 1 and '1', or 'a.b' and 'b' "
+                "in 'a', cannot be told apart there; rename one"
+            )
+        leaves[name] = value
+        return name, value
+    if isinstance(value, Mapping):
+        both = {
+            key: _taken_apart(item, (*path, _key(key, what, path)), what, tuples_of, leaves) for key, item in value.items()
+        }
+        listed = {key: other for key, (_, other) in both.items()}
+        return dict_like(value, {key: one for key, (one, _) in both.items()}), listed
+    found = [_taken_apart(item, (*path, str(place)), what, tuples_of, leaves) for place, item in enumerate(value)]
+    return sequence_like(value, [one for one, _ in found]), [other for _, other in found]
 
 
 def put_together(skeleton: Any, leaves: Mapping[str, Any]) -> Any:

@@ -23,7 +23,7 @@ from hsdp.params.param import ParamName, PlacementFn
 from hsdp.params.placement import least_padding
 from hsdp.params.subclass import extends
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.unit.lookup import class_name, unit_of_module
+from hsdp.unit.lookup import class_name, unit_of_module, walk
 from hsdp.unit.unit import Unit
 
 Cut = Callable[[int], tuple[int, int]]
@@ -169,7 +169,8 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
     order: list[Unit] = []
     begun = _units_begun(model, unit_of_module)
 
-    def visit(module: nn.Module, name: str, parent: Unit | None) -> None:
+    def visit(item: tuple[nn.Module, str, Unit | None]) -> list[tuple[nn.Module, str, Unit | None]]:
+        module, name, parent = item
         unit = unit_of_module(module)
         if unit is not None and unit is not parent:
             if unit not in found:
@@ -184,10 +185,10 @@ def _of_sharded(model: nn.Module) -> list[UnitFacts]:
                     unit.settings.reshard_after_forward,
                 )
             parent = unit
-        for child_name, child in module.named_children():
-            visit(child, dotted(name, child_name), parent)
+        return [(child, dotted(name, child_name), parent) for child_name, child in module.named_children()]
 
-    visit(model, "", None)
+    root: tuple[nn.Module, str, Unit | None] = model, "", None
+    walk(root, visit)
     roots = [facts.name for facts in found.values() if facts.parent is None]
     if len(roots) > 1:
         raise ValueError(

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from typing import Any, cast
+from collections.abc import Callable, Iterable
+from typing import Any, TypeVar, cast
 
 from torch import Tensor, nn
 
 from hsdp.params.local import local_of
 from hsdp.params.ownership import owner_of, owners
 from hsdp.unit.unit import Unit
+
+T = TypeVar("T")
 
 PREFIX = "FSDP"
 """What the class of a sharded module has in front of the original class's name."""
@@ -56,6 +59,16 @@ def memory_of(param: Any) -> Tensor:
             if managed.sharded is param and param._local_tensor is managed.local:  # type: ignore[attr-defined]
                 return group.local(index)
     return local_of(param).detach()  # replaced, and its unit has not looked
+
+
+def walk(item: T, visit: Callable[[T], Iterable[T]]) -> None:
+    """Visits an item, and after it, in depth-first order, the items that `visit` returned for it: modules below, say.
+
+    A nested function that called itself would do, and be a cycle of references: what it refers to, parameters with their
+    memory say, would be there until Python looks for garbage.
+    """
+    for below in visit(item):
+        walk(below, visit)
 
 
 def units_below(model: nn.Module, recurse: bool = True, what: str = "") -> list[Unit]:

@@ -64,8 +64,7 @@ class ReplicaShares:
     """
 
     def __init__(self, sums: GradLayout, replicas: int, thresholds: Thresholds) -> None:
-        self._sums = sums
-        self._replicas = replicas
+        self._replicas = replicas  # not `sums`: it holds this, and a cycle would keep the shards of a deleted model
         shares = [param.share for param in sums.params]
         shapes = [s if one is None else (one.rows, *s[1:]) for one, s in zip(shares, sums.shapes, strict=True)]
         offsets = [0] * len(shapes)
@@ -89,8 +88,8 @@ class ReplicaShares:
 
     def buffers(self) -> ReplicaBuffers:
         """Allocates the memory of one reduce-scatter: on the compute stream, to which gradients belong."""
-        dtype, device = self._sums.kind.reduce, self._sums.device
-        total = self.result_layout.numel + self.result_layout.flags
+        layout = self.result_layout
+        dtype, device, total = layout.kind.reduce, layout.device, layout.numel + layout.flags
         return ReplicaBuffers(
             torch.empty(total, dtype=dtype, device=device),
             torch.empty(self._replicas, total - self._packed_start, dtype=dtype, device=device),

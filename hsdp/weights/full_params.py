@@ -165,26 +165,30 @@ def visit(
     modules = list(model.modules())
     left = Counter(unit for module in modules if (unit := unit_of_module(module)) is not None)
     entered: set[Unit] = set()
-    seen: set[int] = set()
-
-    def go(module: nn.Module) -> None:
-        seen.add(id(module))
+    around = [unit for unit in units if unit not in left]  # `model` is a part of these
+    for unit in around:
+        enter(unit)
+    for module, begins in _twice(model, set()):
         unit = unit_of_module(module)
-        if unit is not None and unit not in entered:
-            entered.add(unit)
-            enter(unit)
-        for child in module.children():
-            if id(child) not in seen:
-                go(child)
+        if begins:
+            if unit is not None and unit not in entered:
+                entered.add(unit)
+                enter(unit)
+            continue
         fn(module)
         if unit is not None:
             left[unit] -= 1
             if not left[unit]:
                 leave(unit)
-
-    around = [unit for unit in units if unit not in left]  # `model` is a part of these
-    for unit in around:
-        enter(unit)
-    go(model)
     for unit in around:
         leave(unit)
+
+
+def _twice(module: nn.Module, seen: set[int]) -> Iterator[tuple[nn.Module, bool]]:
+    """A module and True, the same of each module below it, and the module and False."""
+    seen.add(id(module))
+    yield module, True
+    for child in module.children():
+        if id(child) not in seen:
+            yield from _twice(child, seen)
+    yield module, False

@@ -10,7 +10,7 @@ decide what a forward computes, and ranks that compute different functions train
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 import torch
@@ -21,7 +21,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.comm.mesh import MeshAxes
 from hsdp.format import dotted
-from hsdp.unit.lookup import unit_of, unit_of_module
+from hsdp.unit.lookup import unit_of, unit_of_module, walk
 from hsdp.unit.unit import Unit
 
 
@@ -39,20 +39,21 @@ class Buffer(NamedTuple):
     parts: list[Tensor]
 
 
-def modules_with_units(modules: Sequence[nn.Module], unit: Unit | None) -> Iterator[tuple[str, nn.Module, Unit | None]]:
+def modules_with_units(modules: Sequence[nn.Module], unit: Unit | None) -> list[tuple[str, nn.Module, Unit | None]]:
     """Each module below `modules` once: its name, and the unit whose module it is, `unit` where nobody else's."""
-    seen: set[int] = set()
+    found: dict[int, tuple[str, nn.Module, Unit | None]] = {}
 
-    def visit(module: nn.Module, name: str, around: Unit | None) -> Iterator[tuple[str, nn.Module, Unit | None]]:
-        if id(module) not in seen:
-            seen.add(id(module))
-            own = unit_of_module(module) or around
-            yield name, module, own
-            for child_name, child in module.named_children():
-                yield from visit(child, dotted(name, child_name), own)
+    def visit(item: tuple[str, nn.Module, Unit | None]) -> list[tuple[str, nn.Module, Unit | None]]:
+        name, module, around = item
+        if id(module) in found:
+            return []
+        own = unit_of_module(module) or around
+        found[id(module)] = name, module, own
+        return [(dotted(name, key), child, own) for key, child in module.named_children()]
 
     for index, module in enumerate(modules):
-        yield from visit(module, "" if len(modules) == 1 else str(index), unit)
+        walk(("" if len(modules) == 1 else str(index), module, unit), visit)
+    return list(found.values())
 
 
 def own_buffers(modules: Sequence[nn.Module], unit: Unit) -> list[Buffer]:

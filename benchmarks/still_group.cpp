@@ -1,6 +1,6 @@
 // torch's fake process group without the copies that it makes on the host: a call costs what its dispatch costs.
 #include <torch/csrc/distributed/c10d/FakeProcessGroup.hpp>
-#include <torch/extension.h>
+#include <torch/csrc/utils/pybind.h>
 
 namespace {
 

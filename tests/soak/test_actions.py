@@ -9,12 +9,12 @@ from tests.soak.actions.soak import run_all, table
 from tests.support.rig import Pool
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1500), (2, "2d", 400), (4, "1d", 30), (4, "2d", 70)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1530), (2, "2d", 410), (4, "1d", 20), (4, "2d", 40)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], count)
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 70), (4, "2d", 30)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 40), (4, "2d", 16)])
 def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     """With delays, and without races."""
     _check(request.getfixturevalue(f"device{ranks}"), SHAPES[mesh][ranks], count)

@@ -34,6 +34,7 @@ from hsdp.unit.unit import Unit
 from tests.mutants.planting import replaced
 from tests.soak.device_cases import ONE_AXIS, TWO_AXES, Conditions, Shape, run_case
 from tests.support.rig import Pool, RankEnv, RemoteError
+from tests.support.share import some
 
 Plant = Callable[[], Any]
 MOST_RUNS = 10
@@ -341,7 +342,7 @@ def _mutated(env: RankEnv, name: str, seed: int) -> None:
         run_case(env, case, shape, replace(under, seed=seed))
 
 
-@pytest.mark.parametrize("name", MUTANTS)
+@pytest.mark.parametrize("name", some(MUTANTS))
 def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
     """Found within a few runs: which memory is used again, and what the host meets, depend on timing and earlier tests."""
     size = 2 if MUTANTS[name][2] == ONE_AXIS else 4

@@ -66,6 +66,23 @@ def test_ranks_of_two_nodes(pool4: Pool) -> None:
     assert "different numbers of ranks [3, 1]" in uneven and "links between nodes," not in uneven
 
 
+def _slow_memory(env: RankEnv) -> list[str]:
+    with mock.patch.object(measure, "_anew", lambda device: 4.8):
+        return _examine(env)
+
+
+def test_memory_that_comes_page_by_page_is_told(pool2: Pool) -> None:
+    lines = pool2.run(_slow_memory)[0]
+    assert any("4.8 times as long" in line and "THP_MEM_ALLOC_ENABLE=1" in line for line in lines), lines
+    assert measure._anew(torch.device("meta")) == 1.0
+    assert 0.2 < pool2.run(_anew)[0] < 100
+
+
+def _anew(env: RankEnv) -> float:
+    with mock.patch.object(measure, "REPEATS", 1):
+        return measure._anew(CPU)
+
+
 def _wrong_step(env: RankEnv) -> list[str]:
     with mock.patch.object(measure, "REPEATS", 1), mock.patch.object(doctor, "step_difference", lambda device: 1e-3):
         lines, healthy = doctor.examine(CPU)
@@ -220,7 +237,7 @@ def test_a_weight_goes_directly_from_where_that_pays_for_all_larger_ones() -> No
 
 def test_shards_lie_inside_of_nodes_where_nodes_are_alike() -> None:
     def rates(*nodes: int) -> measure.Rates:
-        return measure.Rates(list(nodes), 1.0, 1.0, None, None)
+        return measure.Rates(list(nodes), 1.0, 1.0, 1.0, None, None)
 
     assert thresholds.shard_ranks(rates(8, 8)) == 8
     assert thresholds.shard_ranks(rates(4)) == 4

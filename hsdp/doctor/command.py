@@ -36,6 +36,9 @@ TRAINING_SHARE = 0.6
 TOLERANCE = 1e-10
 """How far parameters may be from those of one device, relative to the largest; steps are in float64."""
 
+_SLOW_ANEW = 2.0
+"""From here on `Rates.anew` is worth a hint."""
+
 MEETING = timedelta(minutes=3)
 """For how long ranks wait for each other: whoever examines a cluster would not wait for torch's 30 minutes."""
 
@@ -101,6 +104,11 @@ def examine(device: torch.device, warnings: Sequence[str] = (), tune: bool = Fal
     paths = measure_paths(device, shard_ranks(rates)) if tune and dist.get_world_size() > 1 else []
     if not right:
         troubles.append(f"a step gives parameters that differ from those of one device by {difference:.1e} of the largest")
+    if rates.anew > _SLOW_ANEW:
+        hints.append(
+            f"filling 64 MiB takes {rates.anew:.1f} times as long in memory that was just allocated: set "
+            "THP_MEM_ALLOC_ENABLE=1, or have malloc keep memory, if units have more than 32 MiB (docs/performance.md)"
+        )
     if len(set(rates.nodes)) > 1:
         hints.append(f"nodes have different numbers of ranks {rates.nodes}: links between them were not measured")
     lines = [

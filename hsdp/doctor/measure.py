@@ -39,6 +39,8 @@ class Rates:
         nodes: how many ranks each node has; its length is the number of nodes.
         flops: per second, of a large matrix product.
         bandwidth: bytes per second, of a copy inside a rank's memory, read and written ones counted.
+        anew: how many times as long it takes to fill a large block of a host's memory that was just allocated as one that
+            was there before; 1 on a device, where PyTorch keeps memory.
         fast: between the ranks of a node; None where a node has one.
         slow: between nodes, all ranks of a node at once; None on one node, or where nodes have different numbers of ranks.
     """
@@ -46,6 +48,7 @@ class Rates:
     nodes: list[int]
     flops: float
     bandwidth: float
+    anew: float
     fast: LinkRates | None
     slow: LinkRates | None
 
@@ -66,7 +69,7 @@ def measure(device: torch.device) -> Rates:
         fast = _link(mine, device)
     if between:
         slow = _link(next(group for group, ranks in zip(between, across, strict=True) if rank in ranks), device)
-    return Rates(sizes, _flops(device), _bandwidth(device), fast, slow)
+    return Rates(sizes, _flops(device), _bandwidth(device), _anew(device), fast, slow)
 
 
 def _hosts() -> list[str]:
@@ -127,3 +130,19 @@ def _bandwidth(device: torch.device) -> float:
     source = torch.ones(1 << (24 if device.type == "cpu" else 28), device=device)
     target = torch.empty_like(source)
     return 2 * source.nbytes / _seconds(lambda: target.copy_(source), device)
+
+
+def _anew(device: torch.device) -> float:
+    if device.type != "cpu":
+        return 1.0
+    block = torch.ones(1 << 24)  # 64 MiB: glibc's malloc keeps blocks of 32 MiB at most
+    storage = block.untyped_storage()
+    nbytes = storage.nbytes()
+
+    def fill_anew() -> None:
+        storage.resize_(0)
+        storage.resize_(nbytes)
+        block.fill_(1.0)
+
+    kept, anew = medians([lambda: block.fill_(1.0), fill_anew], REPEATS, device)
+    return anew / kept

@@ -31,8 +31,8 @@ from hsdp.unit.replica_gather import ReplicaGather
 from hsdp.unit.sharing import share_gradients
 from hsdp.unit.unit import Unit
 
-_STEPPED = 1
-"""Stands for the order of a step's gathers, for the ranks' divergence guards; that of a backward is 0."""
+STEPPED = 1
+"""Stands for the order of a step's collectives, for the ranks' divergence guards; that of a backward is 0."""
 
 
 def share_of_param(param: Any) -> Share | None:
@@ -104,7 +104,7 @@ class ReplicaGathers:
             self._spoil()
         # The same gathers come in a step, whatever was before it: behind a new kind of pass ranks need not ask each other.
         for guard in self._guards:
-            guard.begin_pass(_STEPPED)
+            guard.begin_pass(STEPPED)
         try:
             for _, gather, _ in self._gathers:
                 gather.start()

@@ -26,7 +26,7 @@ from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
 from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, deal
-from hsdp.optim.replicas import part_of_grad, share_gradients_of, share_of_param
+from hsdp.optim.replicas import STEPPED, part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
 from hsdp.params.tensor_parallel import same_sharding
@@ -211,6 +211,10 @@ class WholeMatrix(torch.optim.Optimizer):
 
     def _run(self, plan: _Plan) -> None:
         """Steps the buckets of a plan, each a stage behind the next."""
+        # The same exchanges come in each step. Without a beginning the order would be another one after every step, of
+        # which ranks would ask each other.
+        if (guard := plan.comm.divergence_guard) is not None:
+            guard.begin_pass(STEPPED)
         if not plan.exchanges:
             plan.comm.agree(plan.label, plan.key)
         exchanges = plan.exchanges

@@ -16,6 +16,7 @@ import torch
 from hsdp import CommPolicy, CompressedAllReduce, CompressedReduceScatter
 from hsdp.clip import clip_grad_norm_
 from hsdp.comm.divergence import DivergenceGuard
+from hsdp.optim import Muon, local
 from tests.support.deep import Deep, loss_of, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
@@ -33,7 +34,7 @@ def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps")
         # Groups of its own: what other models did on a group before makes its ranks ask more often.
         mesh = env.mesh((2, 2), (f"replicas of {shape} {loop}", f"shards of {shape} {loop}"))
         model = shard(seeded(Deep), mesh if len(shape) == 2 else mesh[f"shards of {shape} {loop}"])
-        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        optimizer = OPTIMIZERS.get(loop, _sgd)(model, len(shape) > 1)
         for k in range(10):
             asked[0] = 0
             LOOPS[loop](model, optimizer, env.rank, k)
@@ -66,10 +67,26 @@ def _stepping(model: Any, optimizer: torch.optim.Optimizer, rank: int, k: int) -
     optimizer.step()
 
 
+def _sgd(model: Any, replicas: bool) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1)
+
+
+def _muon(model: Any, replicas: bool) -> torch.optim.Optimizer:
+    by_kind = [[param for param in model.parameters() if (param.ndim == 2) is matrices] for matrices in (True, False)]
+    return Muon([{"params": by_kind[0]}, {"params": by_kind[1], "algorithm": "adamw"}], over_replicas=replicas)
+
+
+OPTIMIZERS: dict[str, Callable[[Any, bool], torch.optim.Optimizer]] = {
+    "exchanges matrices": _muon,
+    "gathers shares": lambda model, replicas: local(_sgd(model, replicas), over_replicas=replicas),
+}
+
 LOOPS: dict[str, Callable[[Any, torch.optim.Optimizer, int, int], None]] = {
     "steps": _stepping,
     "accumulates and clips": _accumulating,
     "evaluates": _evaluating,
+    "exchanges matrices": _stepping,
+    "gathers shares": _stepping,
     "never steps": lambda model, optimizer, rank, k: step(model, rank, k),
 }
 

@@ -156,6 +156,12 @@ class Changing(Side):
 
     def put_back(self, kept: Any) -> None:
         states.restore(kept[0], kept[1], self.model, self.optimizers)
+        for spec, optimizer in zip(self.specs, self.optimizers, strict=True):
+            if (
+                self.tp > 1 and not spec.wrap
+            ):  # as `optimizer_of` has it: of one that was wrapped the settings may be others
+                for group in optimizer.param_groups:
+                    group.update({name: False for name in ("foreach", "fused") if group.get(name)})
 
     def save(self, at: int, kind: str) -> Values:
         self.ready()

@@ -7,6 +7,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -116,7 +117,7 @@ def _calls(
         "load": lambda: checkpoint.load(path / "saved", model, made["adamw"]),
         "full": full,
         "each": lambda: list(checkpoint.iter_full_state_dict(model)),
-        "export": exported,
+        "export": exported if find_spec("safetensors") else lambda: None,
         "full_params": opened,
         "describe": lambda: hsdp.describe(model),
         "plan": lambda: hsdp.plan(model, tokens_per_rank=8),
@@ -159,5 +160,4 @@ def check_garbage(env: RankEnv, shape: tuple[int, ...], options: str, path: Path
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("shape", SHAPES, ids=str)
 def test_no_cycle_of_references_holds_memory(pool2: Pool, shape: tuple[int, ...], options: str, tmp_path: Path) -> None:
-    pytest.importorskip("safetensors")
     pool2.run(check_garbage, shape, options, tmp_path)

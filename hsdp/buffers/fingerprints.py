@@ -10,9 +10,9 @@ from torch import Tensor
 _INTEGERS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64, 16: torch.int64}
 """By the bytes of an element; a complex128 is two."""
 
-_SLICE = {"cpu": 1 << 16, "": 1 << 20}
-"""Elements that are added up at a time: their 64-bit copies stay small beside a parameter, on CPUs in a cache, and where
-freed memory is used again: blocks of 8 MiB would leave holes between what stays."""
+_SLICE, _SLICE_OF_DEVICES = 1 << 16, 1 << 20
+"""Elements that are added up at a time, whose 64-bit copies stay small beside a parameter: on CPUs what fits a cache, and
+leaves no holes of 8 MiB between what stays; on devices, for which each slice is several launches, more."""
 
 
 def plain_row(tensor: Tensor) -> Tensor:
@@ -51,10 +51,10 @@ def _sums(tensor: Tensor) -> Tensor:
     """Both sums, modulo 2**64, where the tensor is."""
     bits = plain_row(tensor).view(_INTEGERS[tensor.element_size()])
     total = torch.zeros(2, dtype=torch.int64, device=bits.device)
-    step = min(_SLICE["cpu" if bits.is_cpu else ""], bits.numel())
-    places = torch.arange(1, 1 + step, device=bits.device)
-    for start in range(0, bits.numel(), max(step, 1)):
-        part = bits[start : start + step].long()
+    step = _SLICE if bits.is_cpu else _SLICE_OF_DEVICES
+    places = torch.arange(1, 1 + min(step, bits.numel()), device=bits.device)
+    for at, narrow in enumerate(bits.split(step)):
+        part = narrow.long()
         plain = part.sum()
-        total += torch.stack([plain, (part * places[: part.numel()]).sum() + start * plain])
+        total += torch.stack([plain, (part * places[: part.numel()]).sum() + at * step * plain])
     return total

@@ -104,6 +104,7 @@ def _after_optimizer_step(optimizer: torch.optim.Optimizer, args: object, kwargs
             stepped.setdefault(runtime_of(unit), []).append(unit)
     for root, units in stepped.items():
         if root is not None:
+            root.stepping = ""
             root.stepped(units)
 
 
@@ -119,6 +120,7 @@ def _before_optimizer_step(
 
     @functools.wraps(closure)
     def ready(*args: Any, **kwargs: Any) -> Any:
+        _note_stepping(optimizer, "")  # the forward in it is one of the step's, which goes on
         told = closure(*args, **kwargs)
         with torch.no_grad():
             _make_ready(optimizer)
@@ -139,6 +141,14 @@ def _weights_change(optimizer: torch.optim.Optimizer) -> None:
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
             unit.weights_changed()
+    _note_stepping(optimizer, type(optimizer).__name__)
+
+
+def _note_stepping(optimizer: torch.optim.Optimizer, name: str) -> None:
+    """A step changes weights from now on; without a `name` it does not, until it says so again."""
+    for ref in _units_of(optimizer):
+        if (unit := ref()) is not None and (root := runtime_of(unit)) is not None:
+            root.stepping = name
 
 
 def _make_ready(optimizer: torch.optim.Optimizer) -> None:

@@ -57,6 +57,7 @@ class Root:
         around: the graph tasks that its backwards are a part of.
         begun: how many backwards have begun; `begun_before`: before the last forward.
         depth: forward calls under way; `thread`: the thread that they run in.
+        stepping: the class of an optimizer that began to change weights of the root, and has not said that it is through.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
     """
 
@@ -78,6 +79,7 @@ class Root:
         self.backward: BackwardPass | None = None
         self.around = Around()
         self.awaits_gradients = False
+        self.stepping = ""
         self._generation = -1
         self._shard_guards: dict[DivergenceGuard, list[Circle]] = {}
         self._backward_guards: list[DivergenceGuard] = []
@@ -130,6 +132,19 @@ class Root:
                     stacklevel=6,
                 )
                 return
+
+    def _warn_of_half_a_step(self) -> None:
+        """Warns of weights of which nobody knows which an optimizer's step has changed.
+
+        Ranks whose step ended hear of a rank whose did not from the versions of weights, which all that raised have alike.
+        """
+        name, self.stepping = self.stepping, ""
+        warnings.warn(
+            f"hsdp: a step of {name} before this forward raised. Some parameters may have been stepped, others not, and on "
+            "each rank others: what shards and replicas hold need not belong together any more. Load a checkpoint, or step "
+            "again before the forward. hsdp.check_replicas(model, optimizer) compares replicas",
+            stacklevel=5,
+        )
 
     def modules(self) -> Iterator[nn.Module]:
         """The root's module(s)."""

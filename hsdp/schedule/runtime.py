@@ -39,6 +39,8 @@ class Runtime(Backwards):
             self.streams.join(event)
         if graph_task() != NO_TASK:  # also without gradients: in a checkpoint inside of the one that runs, it is run again
             self.enclose()
+        if self.stepping:
+            self._warn_of_half_a_step()
         graphs = self.has_graphs()
         refuse_assigned(self.units, "forward")
         self.reduce_order.begin_forward()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import warnings
+from contextlib import nullcontext
 from typing import Any
 from unittest import mock
 
@@ -90,6 +92,52 @@ def check_half_a_step(env: RankEnv, shape: tuple[int, ...], closure: bool) -> No
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
 def test_weights_have_a_new_version_behind_half_a_step(pool2: Pool, shape: tuple[int, ...], closure: bool) -> None:
     pool2.run(check_half_a_step, shape, closure)
+
+
+class _Twice(torch.optim.SGD):
+    """Computes the loss again behind a step."""
+
+    def step(self, closure: Any = None) -> Any:
+        super().step(closure)
+        return super().step(closure)
+
+
+def check_warned(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """The forward behind a step that raised warns, once; none behind steps that end, however often they call a closure."""
+    model: Any = shard(CASE.model(), env.mesh(shape))
+    params = list(model.parameters())
+    batch = CASE.batch(0, env.rank)
+    CASE.loss(model, batch).backward()
+    optimizer = torch.optim.SGD([{"params": params[:3]}, {"params": params[3:]}], lr=0.1)
+    closing = _Twice(params, lr=0.01)
+
+    def closure() -> Tensor:
+        model.zero_grad()
+        loss = CASE.loss(model, batch)
+        loss.backward()
+        return loss
+
+    rates: tuple[Any, ...] = 0.1, "fast"
+    for step, rate in enumerate([*rates, *rates]):
+        optimizer.param_groups[1]["lr"] = rate
+        with pytest.raises(TypeError) if rate == "fast" else nullcontext():
+            optimizer.step()
+        if step == 3:  # the step is repeated
+            optimizer.param_groups[1]["lr"] = 0.1
+            optimizer.step()
+        raised = rate == "fast" and step != 3
+        with pytest.warns(UserWarning, match="a step of SGD .* raised") if raised else warnings.catch_warnings():
+            if not raised:
+                warnings.simplefilter("error")
+            CASE.loss(model, batch).backward()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            closing.step(closure)
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_a_forward_behind_half_a_step_warns_of_it(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(check_warned, shape)
 
 
 def check_begun_anew(env: RankEnv, wrap: str) -> None:

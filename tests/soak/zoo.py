@@ -20,8 +20,9 @@ import os
 import sys
 import traceback
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -57,6 +58,21 @@ class NotRunError(Exception):
     """What a model cannot do without hsdp."""
 
 
+@dataclass(frozen=True)
+class Zoo:
+    """Where models come from: functions of modules, which workers find by name.
+
+    Attributes:
+        made: the tiny model of a kind and a class, in float64, without dropout.
+        batch_of: a batch for a model, drawn with a seed.
+        checkpoint: turns its gradient checkpointing on.
+    """
+
+    made: Callable[[str, str], Any]
+    batch_of: Callable[[Any, int], dict[str, Tensor]]
+    checkpoint: Callable[[Any], None]
+
+
 def cut_down(config: Any, depth: int = 0) -> None:
     """Makes the sizes of a configuration, and of those inside of it, small, and turns dropout off."""
     for name, value in list(vars(config).items()):
@@ -76,6 +92,11 @@ def cut_down(config: Any, depth: int = 0) -> None:
                 setattr(config, name, new)
 
 
+def refuse_large(model: nn.Module) -> None:
+    if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
+        raise NotRunError(f"{total / 1e6:.0f} million parameters")
+
+
 def made(kind: str, cls: str) -> Any:
     """The tiny model of class `cls` for configurations of `kind`, in float64."""
     import transformers
@@ -86,10 +107,10 @@ def made(kind: str, cls: str) -> Any:
     for one in (config, getattr(config, "text_config", None)):
         if one is not None:
             one._experts_implementation = "eager"  # torch's grouped products have no float64
+    with torch.device("meta"):
+        refuse_large(getattr(transformers, cls)(copy.deepcopy(config)))
     torch.manual_seed(0)
     model = getattr(transformers, cls)(config)
-    if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
-        raise NotRunError(f"{total / 1e6:.0f} million parameters")
     for module in model.modules():
         if isinstance(module, nn.Dropout):
             module.p = 0.0
@@ -112,10 +133,14 @@ def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
     return {main: tokens} | ({"decoder_input_ids": tokens} if "decoder_input_ids" in names else {})
 
 
-def loss_of(model: Any, seed: int) -> Tensor:
+def checkpoint(model: Any) -> None:
+    model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+
+
+def loss_of(model: Any, batch: dict[str, Tensor], seed: int) -> Tensor:
     """The mean squares of all outputs that carry gradients."""
     torch.manual_seed(seed)
-    out = model(**batch_of(model, seed))
+    out = model(**batch)
     leaves = tree_leaves(dict(out) if hasattr(out, "keys") else out)
     squares = [
         x.double().pow(2).mean() for x in leaves if isinstance(x, Tensor) and x.is_floating_point() and x.requires_grad
@@ -125,13 +150,14 @@ def loss_of(model: Any, seed: int) -> Tensor:
     return torch.stack(squares).sum()
 
 
-def train(model: Any, ranks: Sequence[int], share: float) -> list[float]:
+def train(zoo: Zoo, model: Any, ranks: Sequence[int], share: float) -> list[float]:
     """Three steps with the batches of `ranks`, each loss times `share`; returns the losses."""
     optimizer = torch.optim.SGD([param for param in model.parameters() if param.requires_grad], lr=RATE)
     losses = []
     for step in range(STEPS):
         for rank in ranks:
-            loss = loss_of(model, 100 * step + rank) * share
+            seed = 100 * step + rank
+            loss = loss_of(model, zoo.batch_of(model, seed), seed) * share
             loss.backward()
             losses.append(loss.item())
         optimizer.step()
@@ -139,10 +165,10 @@ def train(model: Any, ranks: Sequence[int], share: float) -> list[float]:
     return losses
 
 
-def twin_of(model: Any, ranks: int) -> Any:
+def twin_of(zoo: Zoo, model: Any, ranks: int) -> Any:
     """A copy of the model that was trained on one device."""
     twins = [copy.deepcopy(model) for _ in range(2)]
-    losses = [train(twin, range(ranks), 1.0 / ranks) for twin in twins]
+    losses = [train(zoo, twin, range(ranks), 1.0 / ranks) for twin in twins]
     if not all(map(math.isfinite, losses[0])):
         raise NotRunError("its losses are not finite")
     first, second = (twin.state_dict().values() for twin in twins)
@@ -157,21 +183,41 @@ def shard(model: nn.Module, env: RankEnv, shape: tuple[int, ...], units: str) ->
     else:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
         chosen = {id(block) for blocks in lists for block in blocks if type(block).forward is not nn.Module.forward}
+        if not chosen:  # vision models have theirs in sequences
+            stages = [module for module in model.modules() if isinstance(module, nn.Sequential)]
+            chosen = {id(block) for blocks in stages for block in blocks if list(block.children())}
+    chosen -= _tied_outside(model, chosen)
+    if not chosen:
+        hsdp.fully_shard(model, mesh=env.mesh(shape))
+        return
     hsdp.shard_units(model, lambda module: id(module) in chosen, mesh=env.mesh(shape))
 
 
-def play(env: RankEnv, kind: str, cls: str, shape: tuple[int, ...], units: str, checkpoints: bool) -> tuple[str, str]:
+def _tied_outside(model: nn.Module, chosen: set[int]) -> set[int]:
+    """Those chosen modules with a parameter that a module outside of them has, too: both are left to the unit above."""
+    holders: dict[nn.Parameter, set[nn.Module]] = {}
+    for module in model.modules():
+        for param in module._parameters.values():
+            if param is not None:
+                holders.setdefault(param, set()).add(module)
+    blocks = [module for module in model.modules() if id(module) in chosen]
+    return {id(block) for block in blocks if any(holders[p] - {*block.modules()} for p in block.parameters())}
+
+
+def play(
+    env: RankEnv, zoo: Zoo, kind: str, cls: str, shape: tuple[int, ...], units: str, checkpoints: bool
+) -> tuple[str, str]:
     """On a worker: trains a model and its twin; returns how it ended, and what is to be told."""
     try:
-        model = made(kind, cls)
-        twin = twin_of(model, env.world_size)
+        model = zoo.made(kind, cls)
+        twin = twin_of(zoo, model, env.world_size)
         if checkpoints:
-            model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})
+            zoo.checkpoint(model)
     except Exception as error:
         return "not run", f"{type(error).__name__}: {' '.join(str(error).split())[:120]}"
     try:
         shard(model, env, shape, units)
-        train(model, [env.rank], 1.0)
+        train(zoo, model, [env.rank], 1.0)
     except Exception as error:
         return "failed", f"{type(error).__name__}: {error}\n{traceback.format_exc()[-2000:]}"
     worst, where = 0.0, ""
@@ -188,7 +234,7 @@ def play(env: RankEnv, kind: str, cls: str, shape: tuple[int, ...], units: str, 
 
 def run(pool: Pool, *case: Any) -> tuple[str, str]:
     try:
-        found = pool.run(play, *case, timeout=600.0)
+        found = pool.run(play, *case, timeout=200.0)
     except (RemoteError, PoolTimeout) as error:
         pool.close()  # what it left in the processes is not to show in another model
         return "failed", str(error)[:2000]
@@ -209,8 +255,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.models.auto import modeling_auto
 
-    models = sorted(getattr(modeling_auto, options.mapping).items())[options.first :: options.every]
-    log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115  (open until the end)
+    models = sorted(getattr(modeling_auto, options.mapping).items())
+    chosen = [
+        (kind, classes if isinstance(classes, str) else classes[0])
+        for kind, classes in models[options.first :: options.every]
+        if not options.only or kind in options.only
+    ]
+    return soak(Zoo(made, batch_of, checkpoint), chosen, options.units, options.checkpoints, options.log)
+
+
+def soak(zoo: Zoo, models: Sequence[tuple[str, str]], units: str, checkpoints: bool, path: str | None) -> int:
+    """Trains models of (kind, class) in turn, tells how each ended, at `path` too, and returns the exit status."""
+    log = open(path, "a", buffering=1) if path else None  # noqa: SIM115  (open until the end)
 
     def tell(text: str) -> None:
         print(text, flush=True)
@@ -220,12 +276,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     tell(str(header()))
     ends: Counter[str] = Counter()
     with Pool(2, group_timeout=60.0) as pool:
-        for at, (kind, classes) in enumerate(models):
-            if options.only and kind not in options.only:
-                continue
-            cls = classes if isinstance(classes, str) else classes[0]
+        for at, (kind, cls) in enumerate(models):
             shape = SHAPES[at % len(SHAPES)]
-            end, told = run(pool, kind, cls, shape, options.units, options.checkpoints)
+            end, told = run(pool, zoo, kind, cls, shape, units, checkpoints)
             ends[end] += 1
             tell(f"{end:8s} {cls:45s} {mesh_id(shape):5s} {told}")
     tell(", ".join(f"{ends[end]} {end}" for end in ("equal", "wrong", "failed", "not run")))

@@ -81,6 +81,13 @@ class HSDPModule(Setters):
             "torch.distributed.checkpoint"
         )
 
+    def share_memory(self) -> Any:
+        """Refused: torch's `share_memory_` of a DTensor, which has no memory of its own, ends the process."""
+        raise TypeError(
+            f"{type(self).__name__} is sharded and cannot be shared with other processes, which hold parts of their own; "
+            "share the tensors of hsdp.checkpoint.full_state_dict(model)"
+        )
+
     def extra_repr(self) -> str:
         """What the module's own class says, and its unit: number of parameters, mesh, dtypes, placements."""
         own = super().extra_repr()  # type: ignore[misc]

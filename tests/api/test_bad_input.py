@@ -321,7 +321,9 @@ def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:
 
 def test_copies_and_pickles_are_refused_with_what_to_do(world: RankEnv) -> None:
     model = shard(MLP(), world.mesh(4))
-    for copying, remedy in ((copy.deepcopy, "before fully_shard"), (copy.copy, "."), (pickle.dumps, "state_dict")):
+    ways = copy.deepcopy, copy.copy, pickle.dumps, lambda sharded: sharded.share_memory()
+    remedies = "before fully_shard", ".", "state_dict", "full_state_dict"
+    for copying, remedy in zip(ways, remedies, strict=True):
         with pytest.raises(TypeError) as caught:
             copying(model)
         _says(caught.value, "FSDP", remedy)

@@ -80,7 +80,8 @@ def _train_within(env: RankEnv, dtype: torch.dtype, policy: MixedPrecisionPolicy
 
 @pytest.mark.parametrize(
     ("policy", "bound"),
-    [(MixedPrecisionPolicy(), 1e-5), (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), 3e-2)],
+    # Processors multiply bf16 in different ways, with sums of different lengths: 0.02 to 0.032 were seen.
+    [(MixedPrecisionPolicy(), 1e-5), (MixedPrecisionPolicy(param_dtype=BF16, reduce_dtype=F32), 6e-2)],
     ids=["fp32", "bf16-fp32"],
 )
 def test_ten_steps_stay_within_a_bound_of_float64(pool4: Pool, policy: MixedPrecisionPolicy, bound: float) -> None:

@@ -78,6 +78,7 @@ class Runtime(Backwards):
             if other.residency is SHARDED:
                 other.launch()
         unit.show(registered=True)
+        unit.look_for_writes()
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

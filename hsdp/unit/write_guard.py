@@ -3,7 +3,8 @@
 An unsharded parameter is a copy that is freed at the end of its use. A forward that writes to it (`weight.copy_()`,
 `weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
 than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
-version counter, its storage, offset and shape, and in debug mode its content.
+version counter, its storage, offset and shape, and its content, as writes to `weight.data` change nothing else: in the
+first forwards, since who writes there does so from the start, and in debug mode always.
 
 Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill, and in a later use it may
 hold other weights. The guard sets its version counter accordingly: the same number whenever it holds the same weights,
@@ -20,12 +21,15 @@ import torch
 from torch import Tensor
 
 from hsdp import debug
-from hsdp.buffers.fingerprints import as_bytes
+from hsdp.buffers.fingerprints import as_bytes, fingerprints
 from hsdp.params.local import local_of
 from hsdp.torch_private import set_versions
 from hsdp.unit.dtype_group import DtypeGroup
 
 _version_of = attrgetter("_version")
+
+_LOOKS = 2
+"""Forwards, with gradients and without, in which content is looked at: on devices the host waits for the answer."""
 
 
 class WriteGuard:
@@ -35,11 +39,17 @@ class WriteGuard:
         dtype_groups: those of the unit. Writes to unsharded parameters that are the shards themselves, on one rank alone,
             are kept, and not looked for.
         fillings: how many different weights the unsharded parameters have held.
+        before: the guard that this one takes the place of.
+
+    Attributes:
+        looks: in how many more forwards the content is looked at, without gradients and with them.
     """
 
-    def __init__(self, dtype_groups: Sequence[DtypeGroup], fillings: int) -> None:
+    def __init__(self, dtype_groups: Sequence[DtypeGroup], fillings: int, before: WriteGuard | None = None) -> None:
         self._watched: list[tuple[str, Tensor, Tensor]] = []
-        self._content: list[Tensor] = []
+        self.looks: list[int] = [_LOOKS, _LOOKS] if before is None else before.looks
+        self._content: list[Tensor] = []  # in debug mode
+        self._prints: list[tuple[int, int]] = []
         for group in dtype_groups:
             if group.shard.is_meta or group.kind.extension or group.keeps_writes:
                 continue
@@ -56,7 +66,7 @@ class WriteGuard:
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
         set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
-        self._content = []
+        self._content, self._prints = [], []
 
     def opened(self, fillings: int) -> None:
         """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
@@ -65,15 +75,23 @@ class WriteGuard:
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
+    def look(self) -> None:
+        """A forward begins that reads them: of the first ones, the content is looked at before and after."""
+        grad = torch.is_grad_enabled()
+        if self.looks[grad]:
+            self.looks[grad] -= 1
+            if not (self._content or self._prints):
+                self._prints = fingerprints(self._blocks)
+
     def written(self, content: bool = True) -> str | None:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write.
 
-        In debug mode the content is compared, too, unless it is no matter what it is.
+        The content is compared, too, if it was looked at, and unless it is no matter what it is.
         """
         if not content:
-            self._content = []
+            self._content, self._prints = [], []
         if (
-            not self._content
+            not (self._content or self._prints)
             and all(map(self._same, self._blocks, self._places))
             and sum(map(_version_of, self._blocks)) == self._filled * len(self._blocks)
         ):
@@ -90,6 +108,11 @@ class WriteGuard:
             gathered, self._content = self._content, []
             for (name, block, _), then in zip(self._watched, gathered, strict=True):
                 if not torch.equal(as_bytes(block), as_bytes(then)):
+                    found = name
+        if self._prints:
+            prints, self._prints = self._prints, []
+            for (name, _, _), now, before in zip(self._watched, fingerprints(self._blocks), prints, strict=True):
+                if now != before:
                     found = name
         return found
 

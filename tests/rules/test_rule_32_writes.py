@@ -5,6 +5,7 @@ from __future__ import annotations
 import warnings
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import distribute_tensor
 
 import hsdp
+from hsdp import debug
 from hsdp.errors import StaleParametersError, StateError
 from tests.support.deep import DIM, Deep, floats, loss_of, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -180,6 +182,32 @@ def test_rule_32_a_forward_that_writes_to_its_weights_is_refused(
     request: pytest.FixtureRequest, shape: tuple[int, ...], how: str, reshard: bool | None, grad: bool
 ) -> None:
     pool_for(request, shape).run(check_written, shape, how, reshard, grad)
+
+
+def check_written_at_first(env: RankEnv, shape: tuple[int, ...], grad: bool, forwards: int) -> None:
+    """Weights that a model sets from its first batch, say, by way of `.data`: version counters do not see it."""
+    plain, model = seeded(Model), shard(seeded(Model), env.mesh(shape))
+    blocks: Any = model.blocks
+    with mock.patch.object(debug, "ON", False):
+        for _ in range(forwards):
+            model(floats(env.rank))
+            with torch.no_grad():
+                model(floats(env.rank))
+        blocks[1].how = "data.clamp_"
+        with torch.set_grad_enabled(grad), pytest.raises(StateError, match=r"unit 'blocks.1'.*weight"):
+            model(floats(env.rank))
+        blocks[1].how = ""
+        if shape[-1] > 1:
+            check_grads(model, plain, step, env.rank, env.world_size)
+    check_rest(model)
+
+
+@pytest.mark.parametrize(("grad", "forwards"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rule_32_first_forwards_that_write_to_data_are_refused_outside_of_debug_mode_too(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], grad: bool, forwards: int
+) -> None:
+    pool_for(request, shape).run(check_written_at_first, shape, grad, forwards)
 
 
 def check_graph(env: RankEnv, how: str) -> None:

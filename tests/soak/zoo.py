@@ -195,13 +195,19 @@ def shard(model: nn.Module, env: RankEnv, shape: tuple[int, ...], units: str) ->
 
 def _tied_outside(model: nn.Module, chosen: set[int]) -> set[int]:
     """Those chosen modules with a parameter that a module outside of them has, too: both are left to the unit above."""
-    holders: dict[nn.Parameter, set[nn.Module]] = {}
-    for module in model.modules():
-        for param in module._parameters.values():
-            if param is not None:
-                holders.setdefault(param, set()).add(module)
-    blocks = [module for module in model.modules() if id(module) in chosen]
-    return {id(block) for block in blocks if any(holders[p] - {*block.modules()} for p in block.parameters())}
+    names: dict[int, list[str]] = {}
+    for name, module in model.named_modules(remove_duplicate=False):
+        if id(module) in chosen:
+            names.setdefault(id(module), []).append(f"{name}.")
+    places: dict[nn.Parameter, list[str]] = {}
+    for name, param in model.named_parameters(remove_duplicate=False):
+        places.setdefault(param, []).append(name)
+    return {
+        block
+        for block, prefixes in names.items()
+        for found in places.values()
+        if 0 < sum(place.startswith(tuple(prefixes)) for place in found) < len(found)
+    }
 
 
 def play(

@@ -82,7 +82,11 @@ class HSDPModule(Setters):
         )
 
     def share_memory(self) -> Any:
-        """Refused: torch's `share_memory_` of a DTensor, which has no memory of its own, ends the process."""
+        """Refused: torch's `share_memory_` of a DTensor, which has no memory of its own, ends the process.
+
+        Raises:
+            TypeError: always.
+        """
         raise TypeError(
             f"{type(self).__name__} is sharded and cannot be shared with other processes, which hold parts of their own; "
             "share the tensors of hsdp.checkpoint.full_state_dict(model)"

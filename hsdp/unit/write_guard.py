@@ -72,6 +72,7 @@ class WriteGuard:
         """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
         self._filled = 2 * fillings
         set_versions(self._blocks, (self._filled,) * len(self._blocks))
+        self._prints = []
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 

@@ -170,7 +170,7 @@ def written(unit: str, name: str) -> StateError:
         "place, by an assignment to .data, or as an embedding with max_norm). They see a gathered copy, so the write would "
         "be lost, or differ between ranks (with one shard rank, or of replicate_params, the parameter itself was written "
         "to, and has to be restored); change the sharded parameter between iterations, or use hsdp.full_params(model, "
-        "writeback='rank0')"
+        "writeback='rank0'). Run the batch that a model sets weights from before fully_shard"
     )
 
 

@@ -78,7 +78,8 @@ class Runtime(Backwards):
             if other.residency is SHARDED:
                 other.launch()
         unit.show(registered=True)
-        unit.look_for_writes()
+        if unit.guard.looks[torch.is_grad_enabled()]:
+            unit.guard.look()
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

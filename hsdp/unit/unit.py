@@ -355,10 +355,6 @@ class Unit(UnitActivity, UnshardedParams):
         self.begin_forward(afresh)
         self.state = FORWARD
 
-    def look_for_writes(self) -> None:
-        """A forward is about to read its unsharded parameters, and is not to write to them."""
-        self._guard.look()
-
     def leave_forward(self) -> None:
         """The forwards of all of its modules ended.
 
@@ -405,9 +401,9 @@ class Unit(UnitActivity, UnshardedParams):
                     self._watch(slot)
         self._wanted = wanted
         self.shadows.choose()
-        self._guard = WriteGuard(self.dtype_groups, self._fillings, self._guard)
+        self.guard = WriteGuard(self.dtype_groups, self._fillings, self.guard)
         if self.residency is not UNSHARDED and not self.retained:
-            self._guard.freed()
+            self.guard.freed()
 
     # -- gradients -----------------------------------------------------------------------------------------------
 

@@ -63,7 +63,7 @@ class UnshardedParams:
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
         unpacks_first: they are copied to their places before gathers ahead start, which find the memory of staging free.
-        part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
+        part_comm: the group over which they stay sharded after forward, if any; `readers`: a device's streams; `guard`: against writes.
     """
 
     # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.
@@ -92,7 +92,7 @@ class UnshardedParams:
         self._part_version: Version | None = None
         self._versioned: list[Tensor] = []
         self._shard_sums: list[Tensor] | None = None
-        self._guard = WriteGuard((), 0)
+        self.guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self.readers: Readers | None = None
         self._pending_shards: PendingShards | None = None
@@ -272,7 +272,7 @@ class UnshardedParams:
         if self._filled_version != self.gathered_version:
             self._filled_version = self.gathered_version
             self._fillings += 1
-        self._guard.opened(self._fillings)
+        self.guard.opened(self._fillings)
         if observer is not None:
             observer.allocates(self)
 
@@ -329,7 +329,7 @@ class UnshardedParams:
 
     def check_unwritten(self) -> None:
         """Raises StateError if somebody wrote to the unsharded parameters since they were gathered."""
-        if self.residency is UNSHARDED and (name := self._guard.written()) is not None:
+        if self.residency is UNSHARDED and (name := self.guard.written()) is not None:
             self.retained = False  # a graph of gradients would read what was written: it is freed, and gathered for it anew
             raise written(self.name, name)
 
@@ -341,7 +341,7 @@ class UnshardedParams:
         """
         aliases = {param.fqn for group in self.dtype_groups if group.is_shard for param in group.params}
         looks = not aliases or self.gathered_version == self.version
-        name = self._guard.written(content=looks) if self.residency is UNSHARDED else None
+        name = self.guard.written(content=looks) if self.residency is UNSHARDED else None
         if name in aliases:
             self._written = name
         return name is not None
@@ -375,7 +375,7 @@ class UnshardedParams:
     def _free(self) -> None:
         if not self.retained:
             # Counters before memory: from here on autograd refuses a backward that would read what is about to go.
-            self._guard.freed()
+            self.guard.freed()
             for group in self.dtype_groups:
                 group.free_unsharded()
 

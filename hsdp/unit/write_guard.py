@@ -77,12 +77,10 @@ class WriteGuard:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
     def look(self) -> None:
-        """A forward begins that reads them: of the first ones, the content is looked at before and after."""
-        grad = torch.is_grad_enabled()
-        if self.looks[grad]:
-            self.looks[grad] -= 1
-            if not (self._content or self._prints):
-                self._prints = fingerprints(self._blocks)
+        """One of the first forwards begins that read them: their content is compared behind it."""
+        self.looks[torch.is_grad_enabled()] -= 1
+        if not (self._content or self._prints):
+            self._prints = fingerprints(self._blocks)
 
     def written(self, content: bool = True) -> str | None:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write.

@@ -63,7 +63,7 @@ class UnshardedParams:
         gathered_version: `version` at the last gather, which is valid for that version.
         whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
         unpacks_first: they are copied to their places before gathers ahead start, which find the memory of staging free.
-        part_comm: the group over which they stay sharded after forward, if any; `readers`: a device's streams; `guard`: against writes.
+        part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
     """
 
     # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.

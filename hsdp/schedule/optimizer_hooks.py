@@ -120,7 +120,7 @@ def _before_optimizer_step(
 
     @functools.wraps(closure)
     def ready(*args: Any, **kwargs: Any) -> Any:
-        _note_stepping(optimizer, "")  # the forward in it is one of the step's, which goes on
+        _closure_begins(optimizer)
         told = closure(*args, **kwargs)
         with torch.no_grad():
             _make_ready(optimizer)
@@ -141,14 +141,15 @@ def _weights_change(optimizer: torch.optim.Optimizer) -> None:
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:
             unit.weights_changed()
-    _note_stepping(optimizer, type(optimizer).__name__)
+            if (root := runtime_of(unit)) is not None:
+                root.stepping = type(optimizer).__name__
 
 
-def _note_stepping(optimizer: torch.optim.Optimizer, name: str) -> None:
-    """A step changes weights from now on; without a `name` it does not, until it says so again."""
+def _closure_begins(optimizer: torch.optim.Optimizer) -> None:
+    """A forward in the closure is one of the step's, which goes on: it has not raised."""
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None and (root := runtime_of(unit)) is not None:
-            root.stepping = name
+            root.stepping = ""
 
 
 def _make_ready(optimizer: torch.optim.Optimizer) -> None:

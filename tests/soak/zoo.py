@@ -92,9 +92,18 @@ def cut_down(config: Any, depth: int = 0) -> None:
                 setattr(config, name, new)
 
 
-def refuse_large(model: nn.Module) -> None:
-    if (total := sum(param.numel() for param in model.parameters())) > MOST_PARAMETERS:
+def settled(make: Callable[[], Any]) -> Any:
+    """The model that `make` makes, in float64 and without dropout; first on the meta device, in case that it is large."""
+    with torch.device("meta"):
+        total = sum(param.numel() for param in make().parameters())
+    if total > MOST_PARAMETERS:
         raise NotRunError(f"{total / 1e6:.0f} million parameters")
+    torch.manual_seed(0)
+    model = make()
+    for module in model.modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.0
+    return model.double().train()
 
 
 def made(kind: str, cls: str) -> Any:
@@ -107,14 +116,7 @@ def made(kind: str, cls: str) -> Any:
     for one in (config, getattr(config, "text_config", None)):
         if one is not None:
             one._experts_implementation = "eager"  # torch's grouped products have no float64
-    with torch.device("meta"):
-        refuse_large(getattr(transformers, cls)(copy.deepcopy(config)))
-    torch.manual_seed(0)
-    model = getattr(transformers, cls)(config)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.double().train()
+    return settled(lambda: getattr(transformers, cls)(copy.deepcopy(config)))
 
 
 def batch_of(model: Any, seed: int) -> dict[str, Tensor]:
@@ -247,16 +249,22 @@ def run(pool: Pool, *case: Any) -> tuple[str, str]:
     return max(found, key=lambda one: ["equal", "not run", "failed", "wrong"].index(one[0]))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the soak; returns the exit status."""
-    parser = argparse.ArgumentParser(description="transformers' models, tiny, beside their plain twins")
-    parser.add_argument("--mapping", default="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", help="of transformers' modeling_auto")
+def options_of(description: str) -> argparse.ArgumentParser:
+    """What every zoo is told."""
+    parser = argparse.ArgumentParser(description=description)
     parser.add_argument("--units", choices=["blocks", "leaves"], default="blocks")
     parser.add_argument("--checkpoints", action="store_true", help="with gradient checkpointing")
     parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th from the first one on")
-    parser.add_argument("--only", nargs="*", default=[], metavar="KIND", help="model types")
+    parser.add_argument("--only", nargs="*", default=[], metavar="KIND", help="model types, or modules of timm.models")
     parser.add_argument("--log", help="a file to write to, too")
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the soak; returns the exit status."""
+    parser = options_of("transformers' models, tiny, beside their plain twins")
+    parser.add_argument("--mapping", default="MODEL_FOR_CAUSAL_LM_MAPPING_NAMES", help="of transformers' modeling_auto")
     options = parser.parse_args(argv)
     os.environ["HF_HUB_OFFLINE"] = "1"
     from transformers.models.auto import modeling_auto
@@ -267,12 +275,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         for kind, classes in models[options.first :: options.every]
         if not options.only or kind in options.only
     ]
-    return soak(Zoo(made, batch_of, checkpoint), chosen, options.units, options.checkpoints, options.log)
+    return soak(Zoo(made, batch_of, checkpoint), chosen, options)
 
 
-def soak(zoo: Zoo, models: Sequence[tuple[str, str]], units: str, checkpoints: bool, path: str | None) -> int:
-    """Trains models of (kind, class) in turn, tells how each ended, at `path` too, and returns the exit status."""
-    log = open(path, "a", buffering=1) if path else None  # noqa: SIM115  (open until the end)
+def soak(zoo: Zoo, models: Sequence[tuple[str, str]], options: argparse.Namespace) -> int:
+    """Trains models of (kind, class) in turn, tells how each ended, and returns the exit status."""
+    log = open(options.log, "a", buffering=1) if options.log else None  # noqa: SIM115  (open until the end)
 
     def tell(text: str) -> None:
         print(text, flush=True)
@@ -284,7 +292,7 @@ def soak(zoo: Zoo, models: Sequence[tuple[str, str]], units: str, checkpoints: b
     with Pool(2, group_timeout=60.0) as pool:
         for at, (kind, cls) in enumerate(models):
             shape = SHAPES[at % len(SHAPES)]
-            end, told = run(pool, zoo, kind, cls, shape, units, checkpoints)
+            end, told = run(pool, zoo, kind, cls, shape, options.units, options.checkpoints)
             ends[end] += 1
             tell(f"{end:8s} {cls:45s} {mesh_id(shape):5s} {told}")
     tell(", ".join(f"{ends[end]} {end}" for end in ("equal", "wrong", "failed", "not run")))

@@ -9,15 +9,13 @@ place, weights that are standardised in each forward, and modules that are calle
 
 from __future__ import annotations
 
-import argparse
 import sys
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
 
-from tests.soak.zoo import Zoo, refuse_large, soak
+from tests.soak.zoo import Zoo, options_of, settled, soak
 
 SMALL = ["_test_", "_atto", "_femto", "_pico", "_nano", "xxs", "xx_small", "_xs", "x_small", "_tiny", "_ti", "_035", "_050"]
 SMALL += ["_0", "_b0", "_18", "_s", "_small"]
@@ -39,14 +37,7 @@ def made(kind: str, cls: str) -> Any:
     import timm
 
     kwargs: dict[str, Any] = {"pretrained": False, "drop_rate": 0.0, "drop_path_rate": 0.0, "num_classes": 10}
-    with torch.device("meta"):
-        refuse_large(_create(timm, cls, kwargs))
-    torch.manual_seed(0)
-    model = _create(timm, cls, kwargs)
-    for module in model.modules():
-        if isinstance(module, nn.Dropout):
-            module.p = 0.0
-    return model.double().train()
+    return settled(lambda: _create(timm, cls, kwargs))
 
 
 def _create(timm: Any, name: str, kwargs: dict[str, Any]) -> Any:
@@ -74,21 +65,14 @@ def checkpoint(model: Any) -> None:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the soak; returns the exit status."""
-    parser = argparse.ArgumentParser(description="timm's models beside their plain twins")
-    parser.add_argument("--units", choices=["blocks", "leaves"], default="blocks")
-    parser.add_argument("--checkpoints", action="store_true", help="with gradient checkpointing")
-    parser.add_argument("--first", type=int, default=0)
-    parser.add_argument("--every", type=int, default=1, metavar="N", help="each N-th from the first one on")
-    parser.add_argument("--only", nargs="*", default=[], metavar="MODULE", help="of timm.models")
-    parser.add_argument("--log", help="a file to write to, too")
-    options = parser.parse_args(argv)
+    options = options_of("timm's models beside their plain twins").parse_args(argv)
     import timm
 
     models = [
         ("timm", candidates(module)[0]) for module in timm.list_modules() if module in options.only or not options.only
     ]
     chosen = models[options.first :: options.every]
-    return soak(Zoo(made, batch_of, checkpoint), chosen, options.units, options.checkpoints, options.log)
+    return soak(Zoo(made, batch_of, checkpoint), chosen, options)
 
 
 if __name__ == "__main__":

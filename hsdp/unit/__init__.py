@@ -11,7 +11,8 @@
     gradients.py          this rank's gradients, from autograd (arrivals.py) to `.grad` (landing.py, rollback.py,
                           zero_grad.py)
     deferred_sums.py      sums over the shard group whose all-reduce comes later
-    write_guard.py        nobody but hsdp writes to unsharded parameters; readers.py: which streams read them
+    write_guard.py        nobody but hsdp writes to unsharded parameters (shard_prints.py: nor to the shards behind them
+                          meanwhile); readers.py: which streams read them
     state.py, settings.py what it is doing, and what users may change about it
     lookup.py             from a parameter or a module to its units
 

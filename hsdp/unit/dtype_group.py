@@ -28,11 +28,10 @@ from hsdp.comm.uneven import Uneven
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_trainable
+from hsdp.unit.shard_prints import in_columns
 
 U8 = torch.uint8
 NOT_OFFLOADED = OffloadPolicy()
-_COLUMNS = 509
-
 
 CAST_TOGETHER_BYTES = 256 * 1024
 """Up to so many bytes gradients are cast together; larger ones one by one, each gone before the next is cast."""
@@ -378,21 +377,6 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
     direct = layout.whole_packed_start
     packed = layout.whole_numel - direct
     return -(-direct // parts) * parts, -(-packed // parts) * parts
-
-
-def in_columns(shard: Tensor) -> list[Tensor]:
-    """The bits of a 1-D tensor as integers in columns, whose sums are a fingerprint of its values.
-
-    Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
-    is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
-    highest bits of two values change.
-    """
-    data = shard.view(U8)
-    whole = data.numel() // 8 * 8
-    integers = data[:whole].view(torch.int32 if shard.dtype == torch.float64 else torch.int64)
-    rows = integers.numel() // _COLUMNS * _COLUMNS
-    found = (integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1))
-    return [part for part in found if part.numel()]
 
 
 def unpacks_first(staging_bytes: int, whole_bytes: int) -> bool:

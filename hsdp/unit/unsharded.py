@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hsdp import debug
@@ -30,6 +29,7 @@ from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.shadows import Shadows
+from hsdp.unit.shard_prints import has_prints, prints_of
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 
@@ -91,7 +91,7 @@ class UnshardedParams:
         self._written: str | None = None
         self._part_version: Version | None = None
         self._versioned: list[Tensor] = []
-        self._shard_sums: list[Tensor] | None = None
+        self._shard_prints: list[Tensor] | None = None
         self.guard = WriteGuard((), 0)
         self._gather_work: CommWork | None = None
         self.readers: Readers | None = None
@@ -354,7 +354,7 @@ class UnshardedParams:
         if self.residency is GATHERING:
             self.finish()
         if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
-            self._shard_sums = None
+            self._shard_prints = None
         if self.residency is UNSHARDED:
             self.residency = SHARDED
             self._free()
@@ -384,7 +384,7 @@ class UnshardedParams:
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:
-                self._shard_sums = None
+                self._shard_prints = None
                 self._free()
 
     def reshard_stale(self) -> None:
@@ -404,8 +404,8 @@ class UnshardedParams:
 
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `shards_unchanged`."""
-        if self._shard_sums is None and (debug.ON or not self.context.streams.active):
-            self._shard_sums = [columns.sum(0) for columns in self._columns]
+        if self._shard_prints is None and (debug.ON or not self.context.streams.active):
+            self._shard_prints = prints_of(self._columns)
 
     def shards_unchanged(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -413,8 +413,7 @@ class UnshardedParams:
         Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
         in debug mode only.
         """
-        kept = self._shard_sums
-        return kept is None or all([torch.equal(one.sum(0), sums) for one, sums in zip(self._columns, kept, strict=True)])
+        return self._shard_prints is None or has_prints(self._columns, self._shard_prints)
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

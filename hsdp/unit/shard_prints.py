@@ -17,18 +17,21 @@ def in_columns(shard: Tensor) -> list[Tensor]:
 
     Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
     is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
-    highest bits of two values change. Few values stay in one row.
+    highest bits of two values change. A shard of few bytes stays in one piece.
     """
     data = shard.view(torch.uint8)
     whole = data.numel() // 8 * 8
     integers = data[:whole].view(torch.int32 if shard.dtype == torch.float64 else torch.int64)
-    rows = integers.numel() // _COLUMNS * _COLUMNS if whole > _COPIED else 0
-    found = (integers[:rows].view(-1, _COLUMNS), integers[rows:], data[whole:])
+    if whole <= _COPIED:
+        found = [integers, data[whole:]]
+    else:
+        rows = integers.numel() // _COLUMNS * _COLUMNS
+        found = [integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1)]
     return [part for part in found if part.numel()]
 
 
 def prints_of(columns: Sequence[Tensor]) -> list[Tensor]:
-    """The fingerprint of values `in_columns`: the sums of columns, and a copy of what is one row."""
+    """The fingerprint of values `in_columns`: the sums of columns, or a copy of what is in one piece."""
     return [part.sum(0) if part.ndim > 1 else part.clone() for part in columns]
 
 

@@ -78,8 +78,10 @@ class Runtime(Backwards):
             if other.residency is SHARDED:
                 other.launch()
         unit.show(registered=True)
-        if unit.guard.looks[torch.is_grad_enabled()]:
-            unit.guard.look()
+        guard, grad = unit.guard, torch.is_grad_enabled()
+        guard.forwards[grad] += 1
+        if guard.forwards[grad] == guard.next_look[grad]:
+            guard.look()
 
     def leave_forward(self, unit: Unit, more: bool, visit: Visit | None) -> None:
         """The forward of one of `unit`'s modules ended.

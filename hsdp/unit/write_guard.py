@@ -3,8 +3,9 @@
 An unsharded parameter is a copy that is freed at the end of its use. A forward that writes to it (`weight.copy_()`,
 `weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
 than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
-version counter, its storage, offset and shape, and its content, as writes to `weight.data` change nothing else: in the
-first forwards, since who writes there does so from the start, and in debug mode always.
+version counter, its storage, offset and shape, and its content, as writes to `weight.data` change nothing else: in debug
+mode always, else now and then: in the first two forwards, as who writes there does so from the start, as a rule; then
+whenever their number has doubled, and at last in one of a thousand.
 
 Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill, and in a later use it may
 hold other weights. The guard sets its version counter accordingly: the same number whenever it holds the same weights,
@@ -28,8 +29,8 @@ from hsdp.unit.dtype_group import DtypeGroup
 
 _version_of = attrgetter("_version")
 
-_LOOKS = 2
-"""Forwards, with gradients and without, in which content is looked at: on devices the host waits for the answer."""
+_MOST_BETWEEN = 1000
+"""Forwards, at most, from one in which content is looked at to the next: on devices the host waits for the answer."""
 
 
 class WriteGuard:
@@ -42,12 +43,14 @@ class WriteGuard:
         before: the guard that this one takes the place of.
 
     Attributes:
-        looks: in how many more forwards the content is looked at, without gradients and with them.
+        forwards: how many there were, without gradients and with them; `next_look`: the number of the next in which the
+            content is looked at.
     """
 
     def __init__(self, dtype_groups: Sequence[DtypeGroup], fillings: int, before: WriteGuard | None = None) -> None:
         self._watched: list[tuple[str, Tensor, Tensor]] = []
-        self.looks: list[int] = [_LOOKS, _LOOKS] if before is None else before.looks
+        self.forwards: list[int] = [0, 0] if before is None else before.forwards
+        self.next_look: list[int] = [1, 1] if before is None else before.next_look
         self._content: list[Tensor] = []  # in debug mode
         self._prints: list[tuple[int, int]] = []
         for group in dtype_groups:
@@ -77,8 +80,9 @@ class WriteGuard:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
     def look(self) -> None:
-        """One of the first forwards begins that read them: their content is compared behind it."""
-        self.looks[torch.is_grad_enabled()] -= 1
+        """A forward begins that reads them: their content is compared behind it."""
+        grad = torch.is_grad_enabled()
+        self.next_look[grad] += min(self.next_look[grad], _MOST_BETWEEN)
         if not (self._content or self._prints):
             self._prints = fingerprints(self._blocks)
 

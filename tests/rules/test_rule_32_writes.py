@@ -15,6 +15,7 @@ from torch.distributed.tensor import distribute_tensor
 import hsdp
 from hsdp import debug
 from hsdp.errors import StaleParametersError, StateError
+from hsdp.unit import write_guard
 from tests.support.deep import DIM, Deep, floats, loss_of, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
@@ -184,8 +185,8 @@ def test_rule_32_a_forward_that_writes_to_its_weights_is_refused(
     pool_for(request, shape).run(check_written, shape, how, reshard, grad)
 
 
-def check_written_at_first(env: RankEnv, shape: tuple[int, ...], grad: bool, forwards: int) -> None:
-    """Weights that a model sets from its first batch, say, by way of `.data`: version counters do not see it."""
+def check_written_to_data(env: RankEnv, shape: tuple[int, ...], grad: bool, forwards: int) -> None:
+    """A forward that sets weights by way of `.data`, from its first batch, say: version counters do not see it."""
     plain, model = seeded(Model), shard(seeded(Model), env.mesh(shape))
     blocks: Any = model.blocks
     with mock.patch.object(debug, "ON", False):
@@ -202,12 +203,30 @@ def check_written_at_first(env: RankEnv, shape: tuple[int, ...], grad: bool, for
     check_rest(model)
 
 
-@pytest.mark.parametrize(("grad", "forwards"), [(True, 0), (False, 0), (True, 1), (False, 1)])
+# Looked at are forwards 1, 2, 4 and 8 of each kind.
+@pytest.mark.parametrize(("grad", "forwards"), [(True, 0), (False, 0), (True, 1), (False, 1), (True, 7), (False, 3)])
 @pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
-def test_rule_32_first_forwards_that_write_to_data_are_refused_outside_of_debug_mode_too(
+def test_rule_32_forwards_that_write_to_data_are_looked_at_outside_of_debug_mode_too(
     request: pytest.FixtureRequest, shape: tuple[int, ...], grad: bool, forwards: int
 ) -> None:
-    pool_for(request, shape).run(check_written_at_first, shape, grad, forwards)
+    pool_for(request, shape).run(check_written_to_data, shape, grad, forwards)
+
+
+def check_looks(env: RankEnv) -> None:
+    model: Any = shard(seeded(Model), env.mesh(2))
+    guard = model.blocks[1]._hsdp_state.unit.guard
+    seen: list[int] = []
+    with mock.patch.object(write_guard, "_MOST_BETWEEN", 6), mock.patch.object(debug, "ON", False), torch.no_grad():
+        for forward in range(1, 25):
+            before = list(guard.next_look)
+            model(floats(env.rank))
+            if guard.next_look != before:
+                seen.append(forward)
+    assert seen == [1, 2, 4, 8, 14, 20]
+
+
+def test_rule_32_content_is_looked_at_whenever_forwards_have_doubled_and_now_and_then(pool2: Pool) -> None:
+    pool2.run(check_looks)
 
 
 def check_graph(env: RankEnv, how: str) -> None:

@@ -2,22 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 import torch
 from torch import Tensor
 
 _COLUMNS = 509
 _COPIED = 1 << 15
-"""Bytes of a shard up to which a copy of it is its fingerprint: that takes the host less than sums do."""
+"""Bytes of a shard up to which a copy of it is its fingerprint: it takes the host less than sums do."""
 
 
 def in_columns(shard: Tensor) -> list[Tensor]:
-    """The bits of a 1-D tensor as integers in columns, whose sums are a fingerprint of its values (`prints_of`).
+    """The bits of a 1-D tensor as integers in columns, whose sums are a fingerprint of its values.
 
     Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
     is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
-    highest bits of two values change. A shard of few bytes stays in one piece.
+    highest bits of two values change. A shard of few bytes stays in one piece, of
+    which a copy is made.
     """
     data = shard.view(torch.uint8)
     whole = data.numel() // 8 * 8
@@ -28,14 +27,3 @@ def in_columns(shard: Tensor) -> list[Tensor]:
         rows = integers.numel() // _COLUMNS * _COLUMNS
         found = [integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1)]
     return [part for part in found if part.numel()]
-
-
-def prints_of(columns: Sequence[Tensor]) -> list[Tensor]:
-    """The fingerprint of values `in_columns`: the sums of columns, or a copy of what is in one piece."""
-    return [part.sum(0) if part.ndim > 1 else part.clone() for part in columns]
-
-
-def has_prints(columns: Sequence[Tensor], prints: Sequence[Tensor]) -> bool:
-    """Whether values `in_columns` have the fingerprint `prints`."""
-    pairs = zip(columns, prints, strict=True)
-    return all([torch.equal(part.sum(0) if part.ndim > 1 else part, print) for part, print in pairs])

@@ -30,7 +30,8 @@ from hsdp.unit.dtype_group import DtypeGroup
 _version_of = attrgetter("_version")
 
 _MOST_BETWEEN = 1000
-"""Forwards, at most, from one in which content is looked at to the next: on devices the host waits for the answer."""
+"""Forwards, at most, from one in which content is looked at to the next: on devices the host waits for the answer, and
+fingerprints take 24 MiB meanwhile."""
 
 
 class WriteGuard:

@@ -85,6 +85,7 @@ def watched(env: RankEnv, text: str, moves: bool = False) -> Iterator[None]:
 class _Play:
     def __init__(self, env: RankEnv, program: Program, sharded: Sharded, twin: Twin, verdict: Verdict) -> None:
         self.env, self.program, self.sharded, self.twin, self.verdict = env, program, sharded, twin, verdict
+        self.pending = False  # whether sums were, before the action
         self.zeroed = False  # a zero gradient and none are the same from now on
         self.levels = {"gradient_sync": True, "all_reduce": True}
         self.runs_on = False  # reductions may run on behind a backward: their sums are not in `.grad` yet
@@ -100,11 +101,11 @@ class _Play:
 
     def all(self) -> None:
         for at, action in enumerate(self.program.actions):
-            self.doing = f"action {at} {action}"
+            self.doing, self.pending = f"action {at} {action}", self.sharded.pending()
             if not self.applies(action):
                 continue
             looks = action[0] in ("step", "clip", "raw step", "hook", "unhook") and not self.patient
-            if looks and not self.sharded.pending():
+            if looks and not self.pending:
                 self.compare()
             self.one(at, action)
         self.doing = "the end"
@@ -120,7 +121,7 @@ class _Play:
 
     def applies(self, action: Action) -> bool:
         """Whether an action can be judged where it stands."""
-        kind, pending = action[0], self.sharded.pending() or self.runs_on
+        kind, pending = action[0], self.pending or self.runs_on
         if self.env.device != "cpu" and kind == "forward" and {"heads", "gradient penalty"} <= _facts_of(action[2]):
             return False  # hsdp's limits: on a device, all ranks must use the same units in a gradient penalty
         if kind in ("hook", "unhook"):
@@ -258,10 +259,10 @@ class _Play:
         """Writes down that the action happens; returns what excuses may look at."""
         kind = action[0]
         mine = {kind, *self.always}
-        if self.sharded.pending():
+        if self.pending:
             mine.add("pending")
-        if self.sharded.lost():
-            mine.add("lost")
+            if self.sharded.lost():
+                mine.add("lost")
         if kind == "zero" and "none" not in action[1]:
             self.zeroed = True
         told = {"full write": "write", "raw step": "step", "restore": "load"}.get(kind, kind)

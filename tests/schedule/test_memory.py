@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import astuple, replace
 from functools import cache
 
 import pytest
@@ -14,6 +14,7 @@ from torch.distributed import fsdp
 from benchmarks.memory import Peaks, Setup, TransientBytes, build, formula, measure
 from tests.support.counting import LiveBytes
 from tests.support.rig import Pool, RankEnv, fake_world
+from tests.support.share import values_once
 
 PRECISIONS = ("fp32", "bf16/fp32", "bf16")
 SETUPS = [
@@ -26,6 +27,9 @@ SETUPS = [
     ),
     *(Setup("2x64", precision, "hsdp", 1, "packed") for precision in PRECISIONS),
 ]
+SHARE = [Setup(*setup) for setup in values_once([astuple(setup) for setup in SETUPS])]
+"""Every mesh, precision, prefetch and fusion, for what takes more steps or layers than the formula asks for."""
+
 SLACK = 0.02
 """In units: used-flags, padding, and the small parameter, which is packed."""
 
@@ -45,7 +49,7 @@ def _peaks(setup: Setup, layers: int) -> Peaks:
         return measure(setup, layers, env.mesh(setup.shape))
 
 
-@pytest.mark.parametrize("setup", SETUPS, ids=str)
+@pytest.mark.parametrize("setup", SHARE, ids=str)
 def test_transient_memory_is_constant_in_the_number_of_layers(setup: Setup) -> None:
     # From more layers than the queue is deep: by then it has filled up.
     assert _peaks(setup, 7).pair == _peaks(setup, 11).pair
@@ -92,7 +96,7 @@ def _step(model: nn.Module, optimizer: torch.optim.Optimizer) -> None:
     optimizer.zero_grad()
 
 
-@pytest.mark.parametrize("setup", [one for one in SETUPS if one.prefetch and one.world == 4], ids=str)
+@pytest.mark.parametrize("setup", [one for one in SHARE if one.world == 4], ids=str)
 def test_steady_state_from_the_third_step_on(fake4: RankEnv, setup: Setup) -> None:
     model = build(setup, 6, fake4.mesh(setup.shape))
     optimizer = torch.optim.AdamW(model.parameters())

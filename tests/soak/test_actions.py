@@ -9,12 +9,12 @@ from tests.soak.actions.soak import run_all, table
 from tests.support.rig import Pool
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1530), (2, "2d", 410), (4, "1d", 20), (4, "2d", 40)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1550), (2, "2d", 420), (4, "1d", 10), (4, "2d", 20)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], count)
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 40), (4, "2d", 16)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (4, "2d", 8)])
 def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     """With delays, and without races."""
     _check(request.getfixturevalue(f"device{ranks}"), SHAPES[mesh][ranks], count)

@@ -115,6 +115,11 @@ is_profiling: Callable[[], bool] = torch._C._autograd._profiler_enabled
 """Whether torch's profiler runs in this thread; its public classes ask it too. Without it labels would cost the host."""
 
 
+def in_fake_mode() -> bool:
+    """Whether `FakeTensorMode` is on, in which tensors have no values. `torch.compile` asks so; no public function does."""
+    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.FAKE) is not None
+
+
 # -- storages ---------------------------------------------------------------------------------------------------------
 
 has_storage: Callable[[Tensor], bool] = torch._C._has_storage

@@ -27,6 +27,7 @@ from hsdp.schedule.module_hooks import ModuleHooks, own_state
 from hsdp.schedule.optimizer_hooks import watch_optimizers
 from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import runtime_of
+from hsdp.torch_private import in_fake_mode
 from hsdp.unit.lookup import STATE, unit_of
 from hsdp.unit.state import other_thread
 from hsdp.unit.unit import Unit
@@ -95,6 +96,7 @@ def fully_shard(
         TypeError: an argument is of the wrong type, or a module's class cannot have a subclass.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
             no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
+        RuntimeError: the call is under `FakeTensorMode`.
         DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
             `replica_policy` is "check". The module is as it was.
     """
@@ -141,6 +143,11 @@ fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 
 def _check_modules(module: Any) -> list[nn.Module]:
+    if in_fake_mode():
+        raise RuntimeError(
+            "fully_shard under FakeTensorMode: its tensors have no values, and hsdp compares values; to learn what memory "
+            "training takes, make the model under torch.device('meta') and call hsdp.plan(model, mesh=...)"
+        )
     modules = list(module) if isinstance(module, (list, tuple)) else [module]
     if not modules:
         raise ValueError("fully_shard([]): the list of modules is empty; pass at least one module")

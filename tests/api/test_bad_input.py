@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import Shard, distribute_tensor
 from torch.distributed.tensor.placement_types import Replicate
@@ -314,6 +315,13 @@ def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:
     assert "_hsdp_state" not in vars(model)
     ignored = [model.inner.table]
     assert fully_shard(model, mesh=world.mesh(4), ignored_params=ignored) is model, "no trace of the refused call"
+
+
+def test_tensors_without_values_are_refused(world: RankEnv) -> None:
+    mesh = world.mesh(4)
+    with FakeTensorMode(), pytest.raises(RuntimeError) as caught:
+        fully_shard(MLP(), mesh=mesh)
+    _says(caught.value, "FakeTensorMode", r"hsdp\.plan\(")
 
 
 # -- copies ---------------------------------------------------------------------------------------------------------

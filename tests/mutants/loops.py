@@ -20,6 +20,7 @@ import hsdp.clip
 import hsdp.params.param
 import hsdp.schedule.backward
 import hsdp.schedule.optimizer_hooks
+import hsdp.unit.dtype_group
 import hsdp.unit.gradients
 import hsdp.weights.gather
 import hsdp.weights.init
@@ -59,6 +60,7 @@ from tests.rules import test_rule_17_clipping as rule_17
 from tests.rules import test_rule_21_different_losses as rule_21
 from tests.rules import test_rule_28_side_channels as side_channels
 from tests.rules import test_rule_29_requires_grad as rule_29
+from tests.rules import test_rule_32_writes as rule_32
 from tests.schedule import test_loops as loops
 from tests.unit import test_freshness as freshness
 from tests.unit import test_training_state as states
@@ -181,6 +183,16 @@ def lets_freed_parameters_be_read() -> Any:
 @mutant(Check(side_channels.check_late, (False,)), kill="DID NOT RAISE")
 def takes_all_weights_for_the_same() -> Any:
     return replaced(WriteGuard, "opened", lambda opened: lambda guard, fillings: opened(guard, 0))
+
+
+@mutant(Check(rule_32.check_written_to_data, ((2,), True, 7)), kill=NOT_REFUSED)
+def looks_at_content_in_first_forwards_alone() -> Any:
+    return replaced(WriteGuard, "look", lambda look: lambda guard: look(guard) if max(guard.forwards) <= 2 else None)
+
+
+@mutant(Check(rule_32.check_data, ((2,), None)), kill=NOT_REFUSED)
+def takes_no_print_of_small_shards() -> Any:
+    return mock.patch.object(hsdp.unit.dtype_group, "in_columns", lambda shard: [])
 
 
 @mutant(Check(rule_09.check_changed, ("step",)), kill=NOT_REFUSED)

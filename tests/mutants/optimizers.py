@@ -14,6 +14,7 @@ from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
 from hsdp.optim.whole_matrix import WholeMatrix
 from hsdp.schedule import optimizer_hooks
+from hsdp.schedule.runtime import Runtime
 from hsdp.unit.pending_shards import PendingShards
 from tests.mutants.planting import Check, mutant, replaced
 from tests.optim import test_failed_steps as failed
@@ -139,6 +140,11 @@ def drops_all_states_behind_a_failed_step() -> Any:
 @mutant(Check(failed.check_half_a_step, ((2, 1), False)), kill="DID NOT RAISE")
 def versions_weights_behind_whole_steps_alone() -> Any:
     return mock.patch.object(optimizer_hooks, "_weights_change", lambda optimizer: None)
+
+
+@mutant(Check(failed.check_warned, ((2,),)), kill="DID NOT WARN")
+def forgets_that_a_step_has_begun() -> Any:
+    return mock.patch.object(Runtime, "_warn_of_half_a_step", return_value=None)
 
 
 APART = Check(failed.check_muon_goes_on, ((2, 1), ("_foreach_lerp", "_foreach_lerp_")), ends="DivergenceError")

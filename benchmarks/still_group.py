@@ -7,7 +7,9 @@ else is the fake group's, its name too.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,18 +27,33 @@ from tests.support.rig import RankEnv, fake_world
 def still_world(size: int) -> Iterator[RankEnv]:
     """`fake_world` with collectives that do nothing. It needs a C++ compiler, as the emulated device does."""
     from torch.testing._internal.distributed.fake_pg import _create_fake_pg
-    from torch.utils import cpp_extension
 
     if (reason := why_not()) is not None:
         raise SystemExit(reason.replace("the emulated device", "benchmarks.host"))
-    source = Path(__file__).with_suffix(".cpp")
-    built = cpp_extension.load(f"hsdp_still_group_{_digest(source)}", [str(source)], extra_cflags=["-O1"])
+    built = build()
     _register(lambda common, _: built.make(common.group_rank, common.group_size))
     try:
         with fake_world(size) as env:
             yield env
     finally:
         _register(_create_fake_pg)
+
+
+def build() -> Any:
+    """Compiles the extension, which takes half a minute, unless it was, and loads it; waits where another process does."""
+    from torch.utils import cpp_extension
+
+    source = Path(__file__).with_suffix(".cpp")
+    return cpp_extension.load(f"hsdp_still_group_{_digest(source)}", [str(source)], extra_cflags=["-O1", "-g0"])
+
+
+@functools.cache
+def start_build() -> subprocess.Popen[bytes] | None:
+    """Begins to compile it in a process of its own, where there is a compiler."""
+    if why_not() is not None:
+        return None
+    command = [sys.executable, "-c", f"from {__name__} import build; build()"]
+    return subprocess.Popen(command, cwd=Path(__file__).parents[1], stdout=subprocess.DEVNULL)
 
 
 def _digest(source: Path) -> str:

@@ -15,6 +15,7 @@ import torch.distributed as dist
 from hypothesis import settings
 
 import hsdp.debug  # noqa: F401  # as it is outside of tests: this process counts copies and bytes
+from benchmarks import still_group
 from tests.support import device as emulator
 from tests.support.rig import Pool
 from tests.support.share import spread
@@ -37,11 +38,13 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes the tests' modules out of the garbage collector's sight, and has the emulated device built meanwhile."""
+    """Takes the tests' modules out of the garbage collector's sight, and has what is in C++ built meanwhile."""
     gc.collect()
     gc.freeze()
     if any("device" in item.nodeid for item in session.items) and emulator.why_not() is None:
         emulator.start_build()
+    if any("test_benchmarks" in item.nodeid for item in session.items):
+        still_group.start_build()
 
 
 @pytest.fixture(autouse=True, scope="module")

@@ -93,10 +93,9 @@ def fully_shard(
         `module` itself.
 
     Raises:
-        TypeError: an argument is of the wrong type, or a module's class cannot have a subclass.
+        TypeError: an argument is of the wrong type, tensors are fake, or a module's class cannot have a subclass.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
             no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
-        RuntimeError: the call is under `FakeTensorMode`.
         DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
             `replica_policy` is "check". The module is as it was.
     """
@@ -144,7 +143,7 @@ fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 def _check_modules(module: Any) -> list[nn.Module]:
     if in_fake_mode():
-        raise RuntimeError(
+        raise TypeError(
             "fully_shard under FakeTensorMode: its tensors have no values, and hsdp compares values; to learn what memory "
             "training takes, make the model under torch.device('meta') and call hsdp.plan(model, mesh=...)"
         )

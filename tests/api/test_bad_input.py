@@ -319,7 +319,7 @@ def test_a_refused_call_leaves_the_module_as_it_was(world: RankEnv) -> None:
 
 def test_tensors_without_values_are_refused(world: RankEnv) -> None:
     mesh = world.mesh(4)
-    with FakeTensorMode(), pytest.raises(RuntimeError) as caught:
+    with FakeTensorMode(), pytest.raises(TypeError) as caught:
         fully_shard(MLP(), mesh=mesh)
     _says(caught.value, "FakeTensorMode", r"hsdp\.plan\(")
 

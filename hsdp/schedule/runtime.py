@@ -27,7 +27,16 @@ class Runtime(Backwards):
     """What the units below one root share, and what they do in forwards and between iterations."""
 
     def begin_forward(self) -> None:
-        """A forward of the root begins."""
+        """A forward of the root begins.
+
+        Raises:
+            TypeError: `torch.jit.trace` runs it, and would keep unsharded parameters, which are about to go, as constants.
+        """
+        if torch.jit.is_tracing():  # type: ignore[attr-defined, no-untyped-call]
+            raise TypeError(
+                f"{self.root.name} is sharded and cannot be traced by torch.jit; trace a plain module that was given "
+                "hsdp.checkpoint.full_state_dict(model)"
+            )
         self.thread = get_ident()
         # First: a backward that failed is rolled back before anything asks which units are whole, or have pending sums.
         self.refuse_landing("forward")

@@ -72,6 +72,9 @@ def _refuse_what_runs_later(env: RankEnv) -> None:
     model = fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
     with pytest.raises(TypeError, match=r"FSDPLinear is sharded and cannot be exported.*full_state_dict"):
         torch.export.export(model, (torch.ones(1, 4),))
+    with pytest.raises(TypeError, match=r"Linear.* is sharded and cannot be traced.*full_state_dict"):
+        torch.jit.trace(model, torch.ones(1, 4))
+    assert model(torch.ones(1, 4)).shape == (1, 4), "a plain forward goes on"
 
 
 def test_what_would_run_after_forward_is_refused(pool2: Pool) -> None:

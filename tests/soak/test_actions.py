@@ -25,6 +25,11 @@ def test_programs_that_found_something_on_the_emulated_device(device2: Pool) -> 
     _run(device2, [draw(seed, (2,)) for seed in ("e:1", "e:34", "e:87", "e:158", "f:157", "f:203", "c2:1")])
 
 
+def test_a_program_whose_sums_wait_while_they_are_on_their_way(pool2: Pool) -> None:
+    """Behind a backward that waits for nothing: who took no sums for pending would miss them in the gradients."""
+    _run(pool2, [draw("11-28:2744", (2,))])
+
+
 def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
     _run(pool, [draw(f"ci:{number}", shape) for number in range(count)])
 

@@ -14,7 +14,8 @@ from hsdp.unit.zero_grad import ZeroGradSentinel
 def pending(model: Any) -> bool:
     """Whether gradient sums wait to be communicated, or are lost."""
     return any(
-        unit.gradients.stashed or unit.gradients.deferred_sums or unit.gradients.lost for unit in _units_not_zeroed(model)
+        sums.stashed or sums.lost or sums.deferred_sums or (sums.deferred and sums.in_flight)
+        for sums in (unit.gradients for unit in _units_not_zeroed(model))
     )
 
 

@@ -18,9 +18,10 @@ class MixedPrecisionPolicy:
 
     Args:
         param_dtype: dtype of the whole parameters, hence of compute and of the all-gather. The sharded parameters and
-            the optimizer keep the original dtype. Frozen parameters of integer, boolean, complex and 8-bit dtypes are
-            not cast.
-        reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter.
+            the optimizer keep the original dtype. Parameters of integer, boolean, complex and 8-bit dtypes are not
+            cast.
+        reduce_dtype: dtype in which gradients are reduced and accumulated. `None`: the dtype of the whole parameter,
+            which complex gradients keep.
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`. Lists, dicts and
             dataclasses with a tensor to cast are passed as copies, all others as they are.
@@ -41,7 +42,7 @@ class MixedPrecisionPolicy:
                     f"MixedPrecisionPolicy({name}={dtype!r}): expected a floating-point torch.dtype such as "
                     "torch.bfloat16, or None to keep the original dtype"
                 )
-            if dtype is not None and name in ("param_dtype", "reduce_dtype") and not is_trainable(dtype):
+            if dtype is not None and name in ("param_dtype", "reduce_dtype") and not is_castable(dtype):
                 raise ValueError(
                     f"MixedPrecisionPolicy({name}={dtype}): gradients cannot be computed or summed in it; choose one of "
                     "16 bits or more. For float8 gathers use a tensor subclass with fsdp_pre_all_gather"
@@ -52,13 +53,18 @@ class MixedPrecisionPolicy:
             )
 
 
-def is_trainable(dtype: torch.dtype) -> bool:
-    """Whether gradients of a dtype can be summed, and its values mean what they say in another dtype.
+def is_castable(dtype: torch.dtype) -> bool:
+    """Whether a policy casts values of a dtype: they mean what they say in another floating-point dtype.
 
-    The others are kept as bytes: integers and booleans, float8 and packed 4-bit formats, whose scales lie elsewhere, and
-    complex numbers. Parameters of such a dtype are frozen, and no policy casts them.
+    Those of the others travel as bytes: integers and booleans, float8 and packed 4-bit formats, whose scales lie elsewhere,
+    and complex numbers.
     """
     return dtype.is_floating_point and dtype.itemsize > 1
+
+
+def is_trainable(dtype: torch.dtype) -> bool:
+    """Whether gradients of a dtype can be summed. Parameters of another one are frozen."""
+    return is_castable(dtype) or dtype in (torch.complex64, torch.complex128)
 
 
 @dataclass(frozen=True)

@@ -8,6 +8,7 @@
     host_blocks.py       that memory, block by block
     host_meeting.py      how these ranks find each other
     uneven.py            collectives of tensors of which ranks hold different parts
+    reals.py             complex numbers as the reals that backends sum
     backends.py          backends' habits: names, sizes, what they can do
     work.py              a collective under way
     divergence.py        ranks that are about to start different collectives get an error instead of a hang

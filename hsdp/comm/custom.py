@@ -46,7 +46,8 @@ class ReduceScatter(Protocol):
     ) -> dist.Work | None:
         """Sums `input_tensor` (1-D, S * n) over the ranks of `group`; `output_tensor` (1-D, n) gets this rank's n.
 
-        Both are of the reduce dtype, `op` is always `ReduceOp.SUM`. Called once for each transfer, as `AllGather` is.
+        Both are of the reduce dtype, complex numbers as pairs of reals; `op` is always `ReduceOp.SUM`. Called once for each
+        transfer, as `AllGather` is.
         """
         ...
 
@@ -58,7 +59,7 @@ class ReplicaReduce(Protocol):
     """
 
     def __call__(self, tensor: Tensor, group: ProcessGroup, op: Any, async_op: bool = False) -> dist.Work | None:
-        """Sums `tensor` (1-D, of the reduce dtype) over the ranks of `group`, in place; `op` is always `ReduceOp.SUM`.
+        """Sums `tensor` over the ranks of `group`, in place; it and `op` are as for `ReduceScatter`.
 
         Called for each reduction buffer, in the same order on every rank. What it returns is as for `AllGather`; the
         current stream of a device is that of the all-reduces.

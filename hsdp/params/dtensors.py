@@ -15,7 +15,7 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import Partial, Placement
 
-from hsdp.policies import is_trainable
+from hsdp.policies import is_castable
 
 # DTensor's constructor without its Python `__init__`, which does nothing, costs more than the rest and imports dynamo.
 _new: Callable[..., Any] = getattr(torch.Tensor, "_dtensor__new__", None) or (
@@ -105,7 +105,7 @@ def find_infs_on_all_axes() -> None:
 
 def full_tensor(tensor: DTensor) -> Tensor:
     """The whole of a DTensor, as its method gives it, in any dtype: those that backends do not know go as bytes."""
-    if is_trainable(tensor.dtype):
+    if is_castable(tensor.dtype):
         return tensor.full_tensor()
     spec = spec_of(tensor.device_mesh, tensor.placements, (*tensor.shape, tensor.dtype.itemsize), torch.uint8)
     data = tensor._local_tensor.contiguous().unsqueeze(-1).view(torch.uint8)

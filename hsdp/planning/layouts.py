@@ -290,7 +290,7 @@ class UnitPlan:
             return 0
         total = 0
         for group in self.dtype_groups:
-            in_place, packed = travelling(group.kind.reduce, list(group.operands), self.replicas)
+            in_place, packed = travelling(group.kind.summed, list(group.operands), self.replicas)
             total += sum(in_place) + 2 * packed
         return total
 

@@ -172,12 +172,12 @@ class Wires:
         inputs: list[tuple[torch.dtype, int]] = []
         whole: list[tuple[torch.dtype, int]] = []
         for group in dtype_groups:
-            dtype, sums = group.kind.reduce, group.shared_sums
+            dtype, itemsize, sums = group.kind.summed, group.kind.reduce.itemsize, group.shared_sums
             if sums is None:
                 whole += [(dtype, nbytes) for nbytes in group.operands]
                 continue
-            inputs += [(dtype, numel * dtype.itemsize) for numel in sums.inputs]
-            whole += [(dtype, sums.whole * dtype.itemsize)] if sums.whole else []
+            inputs += [(dtype, numel * itemsize) for numel in sums.inputs]
+            whole += [(dtype, sums.whole * itemsize)] if sums.whole else []
         calls = len(inputs) if self.backend == "gloo" else len({dtype for dtype, _ in inputs})
         sent = sum(nbytes for _, nbytes in inputs) * (self.replicas - 1) / self.replicas
         found = self._collective("reduce-scatter", "replicate", self.replicas, calls, len(inputs), sent)
@@ -196,7 +196,7 @@ class Wires:
 
     def _scatter(self, units: list[UnitPlan]) -> list[Collective]:
         inputs = [
-            (group.kind.reduce, size) for unit in units for group in unit.dtype_groups for size in group.scatter_inputs
+            (group.kind.summed, size) for unit in units for group in unit.dtype_groups for size in group.scatter_inputs
         ]
         # On gloo, and in a tree, each tensor is an all-to-all of its own.
         alone = self.backend == "gloo" or units[0].in_tree
@@ -241,7 +241,7 @@ class Wires:
 def _operands(units: Sequence[UnitPlan], replicated: bool = False) -> list[tuple[torch.dtype, int]]:
     """What is all-reduced, with its dtype; only that of parameters that every rank keeps whole if told."""
     dtype_groups = [group for unit in units for group in unit.dtype_groups if group.kind.replicated or not replicated]
-    return [(group.kind.reduce, size) for group in dtype_groups for size in group.operands]
+    return [(group.kind.summed, size) for group in dtype_groups for size in group.operands]
 
 
 def add_up(collectives: Sequence[Collective]) -> tuple[Collective, ...]:

@@ -6,6 +6,7 @@ Both are hooks that torch runs for every optimizer; the first `fully_shard` regi
 from __future__ import annotations
 
 import functools
+import math
 import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
@@ -59,12 +60,36 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
                 f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
             )
+        _refuse_copies(optimizer, params)
         # In one order on all ranks: they may communicate.
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
         held = _units_of_optimizer[optimizer] = (ids, Root.generation, refs)
     return held[2]
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
+    """Raises StateError for complex parameters that torch's optimizers would leave as they are.
+
+    These step a parameter's `torch.view_as_real`. Of a DTensor whose last dim ranks hold in parts of different sizes torch
+    makes that of a copy, whole on each rank. SGD takes complex numbers as they are.
+    """
+    if isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
+        return
+    for param in params:
+        if not (isinstance(param, DTensor) and param.is_complex() and param.ndim):
+            continue
+        cuts = zip(param.device_mesh.shape, param.placements, strict=True)
+        parts = math.prod(size for size, placement in cuts if placement.is_shard(param.ndim - 1))
+        if param.shape[-1] % parts:
+            unit = unit_of(param)
+            name = next((one.fqn for one in unit.params if one.sharded is param), "") if unit is not None else ""
+            raise StateError(
+                f"{type(optimizer).__name__}.step: parameter {name!r} of shape {tuple(param.shape)} is complex, and its "
+                f"last dim does not fall into {parts} equal parts; torch.view_as_real copies such a DTensor, and the step "
+                "would change the copy. Call hsdp.optim.local(optimizer), which steps local tensors"
+            )
 
 
 def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:

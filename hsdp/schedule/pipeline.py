@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hsdp.comm.backends import MULTIPLIED
 from hsdp.comm.custom import is_exact
+from hsdp.comm.reals import as_reals, uneven_as_reals
 from hsdp.comm.replica_reduce import DEFAULT
 from hsdp.comm.streams import Streams, host_wait
 from hsdp.comm.tree import reduce_scatter
@@ -269,11 +270,13 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         outputs: list[Tensor] = []
         tensors: list[Tensor] = []
         flags: list[Tensor] = []
+        has_complex = False
         for reduction in items:
             hook = reduction.unit.settings.all_reduce_hook
             goes_on = goes_on or reduction.in_tree or reduction.offloads or hook is not None
             for part in reduction.parts:
                 goes_on = goes_on or part.late_factor != 1.0
+                has_complex = has_complex or part.plan.kind.reduce.is_complex
                 if rounds:
                     tensors += part.values()
                     flags.append(part.flags())
@@ -284,6 +287,8 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     inputs += sent
                     outputs += left
                     tensors += whole
+        if has_complex:
+            inputs, outputs, tensors, flags = map(as_reals, (inputs, outputs, tensors, flags))
         finish = partial(self._finish, items) if goes_on else None
         if inputs:
             comm = unit.replicate_comm
@@ -362,6 +367,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     custom = comm.custom_reduce_scatter
     rounds = custom is not None and not is_exact(custom)
     in_sum = comm.multiplies and custom is None and not first.in_tree
+    has_complex = False
     for reduction in bucket.items:
         for part in reduction.parts:
             inputs += part.inputs
@@ -376,6 +382,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
                 in_sum = False
                 terms = [*part.inputs, *(one.whole for one in part.uneven)] or part.values()
                 torch._foreach_mul_(terms, scaling.before)
+            has_complex = has_complex or part.plan.kind.reduce.is_complex
             in_sum = in_sum and part.plan.kind.reduce in MULTIPLIED
             part.late_factor = scaling.after_all_reduce
             scaled.append((part, scaling.after_scatter))
@@ -389,6 +396,9 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
             part.flags().copy_(flags)
 
     replicated += [flags for _, flags in flagged]
+    if has_complex:
+        inputs, outputs, replicated = map(as_reals, (inputs, outputs, replicated))
+        uneven = uneven_as_reals(uneven)
     if not inputs and not replicated:
         return comm.local("scale", bucket, scale)
     if first.in_tree:

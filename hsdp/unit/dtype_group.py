@@ -27,7 +27,7 @@ from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.uneven import Uneven
 from hsdp.offload import OffloadPolicy
 from hsdp.params.param import ManagedParam
-from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_trainable
+from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_castable, is_trainable
 from hsdp.unit.shard_prints import in_columns
 
 U8 = torch.uint8
@@ -61,8 +61,9 @@ class GroupKey:
         composite: bool = False,
     ) -> GroupKey:
         """The kind of a parameter that is stored as `storage`, under a policy."""
-        if not is_trainable(storage):
-            return cls(storage, storage, torch.float32, replicated, extension, composite)
+        if not is_castable(storage):
+            reduce = storage if is_trainable(storage) else torch.float32
+            return cls(storage, storage, reduce, replicated, extension, composite)
         compute = policy.param_dtype or storage
         return cls(storage, compute, policy.reduce_dtype or compute, replicated, extension, composite)
 
@@ -70,6 +71,11 @@ class GroupKey:
     def accumulate(self) -> torch.dtype:
         """Dtype of sums over micro-batches: fp32, or the reduce dtype if that is wider."""
         return torch.promote_types(self.reduce, torch.float32)
+
+    @property
+    def summed(self) -> torch.dtype:
+        """What a backend sums: of complex numbers their two reals."""
+        return self.reduce.to_real()
 
     @property
     def widens(self) -> bool:

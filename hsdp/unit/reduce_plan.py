@@ -167,7 +167,7 @@ class ReducePlan(GradLayout):
         for i in places:
             grads[i] = None
         dtype, merged, owned = self.kind.reduce, self._merged, []
-        if taken and not merged and all([grad is not None and grad.dtype is dtype for grad in taken]):
+        if taken and not (merged or dtype.is_complex) and all([grad is not None and grad.dtype is dtype for grad in taken]):
             as_they_are: list[Tensor] = taken  # type: ignore[assignment]  # a cast would cost a call
             if all(map(Tensor.is_contiguous, as_they_are)) and are_alone(as_they_are):
                 return as_they_are
@@ -175,6 +175,8 @@ class ReducePlan(GradLayout):
             grad, taken[at] = taken[at], None
             if grad is None:
                 grad = torch.zeros(self.layout.pieces[i].spec.shape, dtype=dtype, device=self.device)
+            elif grad.is_conj():
+                grad = grad.type(dtype).resolve_conj()  # its memory holds the conjugates of its values
             elif grad.dtype is not dtype:
                 grad = grad.type(dtype)  # `to` reads its arguments for as long as the cast of a small one takes
             elif storage_uses(grad) > 1:

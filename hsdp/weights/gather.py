@@ -23,7 +23,7 @@ from hsdp.errors import StateError
 from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of, shown
 from hsdp.params.subclass import data_of
-from hsdp.policies import is_trainable
+from hsdp.policies import is_castable
 from hsdp.schedule.runtime import runtime_of
 from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
@@ -76,7 +76,7 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
             rows = _gather_rows(unit, group)
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
                 whole = _whole_of(piece, rows)
-                wholes[slot] = whole if dtype is None or not is_trainable(whole.dtype) else whole.to(dtype)
+                wholes[slot] = whole if dtype is None or not is_castable(whole.dtype) else whole.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 

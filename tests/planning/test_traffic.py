@@ -85,6 +85,29 @@ class ExpertBlocks(nn.Module):
         return self.blocks(x)
 
 
+class Complex(nn.Linear):
+    """A linear layer with complex weights beside it, of which some are large and some have fewer rows than ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.large = nn.Parameter(torch.randn(1024, 513, dtype=torch.complex64))
+        self.small = nn.Parameter(torch.randn(3, 8, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x) * (self.large.sum() * self.small.sum()).real
+
+
+class ComplexBlocks(nn.Module):
+    """Two of them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks = nn.Sequential(Complex(), Complex())
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.blocks(x)
+
+
 TREE = CommPolicy(reduction="tree")
 ALL_BUT_Q = ("embedding", "norm", "head", "blocks.0", *(f"blocks.1.{name}" for name in ("n", "k", "v", "o", "g", "u", "d")))
 BF16 = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
@@ -119,6 +142,9 @@ SETUPS = {
     "three experts in a tree": Setup(ExpertBlocks, {"comm_policy": TREE}),
     "three experts in parts": Setup(ExpertBlocks, {"reshard_after_forward": 2}),
     "frozen experts": Setup(ExpertBlocks, freeze=("blocks.0.experts", "blocks.1.experts")),
+    "complex": Setup(ComplexBlocks, micro_batches=2),
+    "complex, packed, in bf16": Setup(ComplexBlocks, {"mp_policy": BF16, "comm_policy": CommPolicy(fusion="packed")}),
+    "complex in a tree": Setup(ComplexBlocks, {"comm_policy": TREE}),
     "replicated norms": Setup(replicate=("blocks.0.norm1.weight", "norm.weight")),
 }
 
@@ -217,7 +243,7 @@ def test_sums_of_replicated_parameters_in_a_tree_are_an_all_to_all_and_an_all_ga
 
 EXPERTS = ("three experts", "three experts in bf16", "three experts in a tree", "three experts in parts")
 ON_GLOO = ("transformer", "direct", "bf16", "kept in parts", "three micro-batches", "all-reduce buckets")
-IN_TREE = ("tree", "tree in bf16")
+IN_TREE = ("tree", "tree in bf16", "complex", "complex in a tree")
 
 
 @pytest.mark.parametrize(("shape", "first"), [((4,), 0), ((2, 2), 1)], ids=["4", "2x2"])

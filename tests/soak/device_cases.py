@@ -11,7 +11,7 @@ import gc
 import tempfile
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 from unittest import mock
 
@@ -1083,6 +1083,31 @@ def _compressed(env: RankEnv, shape: Shape) -> Found:
     if len(shape) == 2:
         model.set_replica_reduce(hsdp.CompressedAllReduce())
     return _trained(env, model, case)
+
+
+class _Spectrum(nn.Linear):
+    """Adds to a spectrum, as the emulator has no product of complex numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(8, 8)
+        self.shift = nn.Parameter(torch.randn(9, 5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.fft.irfft(torch.fft.rfft(super().forward(x))[:, None] + self.shift, n=8).mean(1)
+
+
+class _Spectra(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(_Spectrum(), nn.Tanh(), _Spectrum())
+        self.blocks = [self[0], self[2]]
+
+
+@program(tolerance=1e-5)
+def _complex_weights(env: RankEnv, shape: Shape) -> Found:
+    case = replace(regression("spectra", _Spectra), dtype=None)
+    model = shard(case.model().to(env.device), env.mesh(shape))
+    _trained(env, model, case, make=sgd)
+    return _accumulate(env, model, case)
 
 
 @program((1, 2, 2), (2, 1, 2))

@@ -14,7 +14,7 @@ def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks
     _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], count)
 
 
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (4, "2d", 8)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 12), (4, "2d", 4)])
 def test_programs_on_the_emulated_device(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     """With delays, and without races."""
     _check(request.getfixturevalue(f"device{ranks}"), SHAPES[mesh][ranks], count)

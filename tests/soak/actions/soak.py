@@ -94,7 +94,7 @@ def _first_failure(
         # The first program, and of its failures the one that is the cause of the others: no time-out, with a text.
         told.sort(key=lambda one: (one["at"], "Collective" in one["failure"] + one["told"], "other ranks" in one["told"]))
         lost = [one for one in error.outcomes if one.error != "Failed"]
-        hung = [f"rank {one.rank} {one.error}: {one.message}\n{one.output[:6000]}" for one in lost]
+        hung = [f"rank {one.rank} {one.error}: {one.message}\n{one.traceback[:6000]}\n{one.output[:6000]}" for one in lost]
         first = told[0]
         return first["at"], first["failure"], "\n".join([first["told"], *hung]), first["done"]
     if len(batch) > 1:  # nobody could tell: one by one

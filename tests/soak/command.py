@@ -7,6 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from typing import Any
 
 from tests.soak.actions.soak import GROUP_TIMEOUT, run_all, tell
@@ -25,6 +26,7 @@ def options(about: str | None, *, ranks: Sequence[int], default: int, programs: 
     parser.add_argument("--show", help="print the program of this seed and number, as 0:17, and end")
     parser.add_argument("--shrink", type=int, default=tries, help="tries to shrink one program of each class of failures")
     parser.add_argument("--stop-at", type=int, default=0, help="end with this many failures")
+    parser.add_argument("--stalls", action="store_true", help="stop ranks meanwhile, at random moments")
     parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
     return parser
 
@@ -56,7 +58,7 @@ def soak(
     if device == emulator.NAME:
         emulator.build()
     how = {"runner": runner, "group_timeout": group_timeout}
-    with Pool(args.ranks, device=device) as pool:
+    with Pool(args.ranks, device=device) as pool, pool.stalling(args.seed) if args.stalls else nullcontext():
         tally = run_all(pool, programs, stop_at=args.stop_at, **how)
         tell(pool, tally, len(programs), start, args.log, args.shrink, smaller=smaller, **how)
     return tally.failures

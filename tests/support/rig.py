@@ -15,10 +15,12 @@ import contextlib
 import multiprocessing
 import os
 import pickle
+import random
 import shutil
 import signal
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
@@ -45,6 +47,7 @@ PRELOAD = [
 
 _PATIENCE = 3.0  # seconds that the other ranks get once one has failed: they are probably waiting for it
 _SETUP_TIMEOUT = 120.0
+_BETWEEN_STALLS, _STALLS = (0.0, 0.03), (0.001, 0.004, 0.015, 0.06, 0.15)  # seconds
 
 
 class RemoteError(RuntimeError):
@@ -118,6 +121,29 @@ class Pool:
         if self._processes:
             shutil.rmtree(self._directory, ignore_errors=True)
         self._processes, self._pipes, self._group_timeout = [], [], None
+
+    @contextlib.contextmanager
+    def stalling(self, seed: str) -> Iterator[None]:
+        """Meanwhile ranks are stopped one by one, at random moments: what depends on who is first shows."""
+        draw, ended = random.Random(seed), threading.Event()
+
+        def stall() -> None:
+            while not ended.wait(draw.uniform(*_BETWEEN_STALLS)):
+                if not self._processes:
+                    continue
+                pid = draw.choice(self._processes).pid
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+                    time.sleep(draw.choice(_STALLS))
+                    os.kill(pid, signal.SIGCONT)
+
+        thread = threading.Thread(target=stall, daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            ended.set()
+            thread.join()
 
     def __enter__(self) -> Pool:
         return self

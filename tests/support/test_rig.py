@@ -51,6 +51,25 @@ def _sums_over_axes(env: RankEnv) -> tuple[int, int]:
     return sums[0], sums[1]
 
 
+def _sums(env: RankEnv, count: int) -> float:
+    return sum(_sum_of_ranks(env, 0)[2] for _ in range(count))
+
+
+def test_ranks_that_are_stopped_now_and_then_go_on(pool2: Pool, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    kill = os.kill
+
+    def note(pid: int, which: int) -> None:
+        sent.append(which)
+        kill(pid, which)
+
+    monkeypatch.setattr(os, "kill", note)
+    with pool2.stalling("0"):
+        while sent.count(signal.SIGSTOP) < 3:
+            assert pool2.run(_sums, 100) == [100.0, 100.0]
+    assert sent.count(signal.SIGSTOP) == sent.count(signal.SIGCONT)
+
+
 def test_meshes_have_the_ranks_of_their_axes(pool4: Pool) -> None:
     first, second = (0b0101, 0b1010), (0b0011, 0b1100)
     assert pool4.run(_sums_over_axes) == [(one, two) for two in second for one in first]

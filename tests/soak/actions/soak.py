@@ -17,6 +17,7 @@ import sys
 import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass, field
 from typing import IO, Any
 
@@ -173,6 +174,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--show", help="print the program of this seed and number, as 0:17, and end")
     parser.add_argument("--shrink", type=int, default=150, help="tries to shrink one program of each class of failures")
     parser.add_argument("--stop-at", type=int, default=0, help="end with this many failures")
+    parser.add_argument("--stalls", action="store_true", help="stop ranks meanwhile, at random moments")
     parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
     args = parser.parse_args(argv)
     shape = SHAPES["1d" if args.mesh == "1d" else "2d"][args.ranks]
@@ -187,7 +189,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     programs = [draw(f"{args.seed}:{n}", shape, without) for n in range(args.first, args.first + args.programs)]
     if args.device == emulator.NAME:
         emulator.build()
-    with Pool(args.ranks, device=args.device) as pool:
+    with Pool(args.ranks, device=args.device) as pool, pool.stalling(args.seed) if args.stalls else nullcontext():
         tally = run_all(pool, programs, args.system, args.stop_at)
         tell(pool, tally, len(programs), start, args.log, system=args.system, tries=args.shrink)
     return tally.failures

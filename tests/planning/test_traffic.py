@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 import pytest
@@ -74,17 +75,6 @@ class Experts(nn.Linear):
         return super().forward(x) * (self.gate.sum() + self.experts.sum())
 
 
-class ExpertBlocks(nn.Module):
-    """Two of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.Sequential(Experts(), Experts())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.blocks(x)
-
-
 class Complex(nn.Linear):
     """A linear layer with complex weights beside it, of which some are large and some have fewer rows than ranks."""
 
@@ -97,15 +87,18 @@ class Complex(nn.Linear):
         return super().forward(x) * (self.large.sum() * self.small.sum()).real
 
 
-class ComplexBlocks(nn.Module):
-    """Two of them."""
+class Two(nn.Module):
+    """Two blocks of a kind."""
 
-    def __init__(self) -> None:
+    def __init__(self, kind: type[nn.Module]) -> None:
         super().__init__()
-        self.blocks = nn.Sequential(Complex(), Complex())
+        self.blocks = nn.Sequential(kind(), kind())
 
     def forward(self, x: Tensor) -> Tensor:
         return self.blocks(x)
+
+
+ExpertBlocks, ComplexBlocks = partial(Two, Experts), partial(Two, Complex)
 
 
 TREE = CommPolicy(reduction="tree")

@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import nn
@@ -31,7 +31,8 @@ from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
 
-_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, tuple[list[int], int, list[weakref.ref[Unit]]]]
+_Held = tuple[list[int], int, list[weakref.ref[Unit]], list[weakref.ref[nn.Parameter]]]
+_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held]
 _units_of_optimizer = weakref.WeakKeyDictionary()
 
 
@@ -60,36 +61,47 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
                 f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
             )
-        _refuse_copies(optimizer, params)
         # In one order on all ranks: they may communicate.
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         _warn_of_drift(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
-        held = _units_of_optimizer[optimizer] = (ids, Root.generation, refs)
+        held = _units_of_optimizer[optimizer] = (ids, Root.generation, refs, _copied_as_reals(params))
     return held[2]
 
 
-def _refuse_copies(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter]) -> None:
-    """Raises StateError for complex parameters that torch's optimizers would leave as they are.
+def _copied_as_reals(params: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
+    """Complex parameters whose `torch.view_as_real` is a copy, whole on each rank: their last dim is cut unevenly."""
+    return [
+        weakref.ref(param)
+        for param in params
+        if isinstance(param, DTensor) and param.is_complex() and param.ndim and param.shape[-1] % _parts_of_last_dim(param)
+    ]
 
-    These step a parameter's `torch.view_as_real`. Of a DTensor whose last dim ranks hold in parts of different sizes torch
-    makes that of a copy, whole on each rank. SGD takes complex numbers as they are.
+
+def _parts_of_last_dim(tensor: DTensor) -> int:
+    cuts = zip(tensor.device_mesh.shape, tensor.placements, strict=True)
+    return math.prod(size for size, placement in cuts if placement.is_shard(tensor.ndim - 1))
+
+
+def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
+    """Raises StateError where the step would change copies of parameters, and leave these as they are without a word.
+
+    torch's optimizers step complex parameters as reals; SGD takes complex numbers. None steps those without gradients.
     """
-    if isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
+    held = _units_of_optimizer.get(optimizer)
+    if held is None or not held[3] or isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
         return
-    for param in params:
-        if not (isinstance(param, DTensor) and param.is_complex() and param.ndim):
+    for ref in held[3]:
+        if (param := ref()) is None or param.grad is None:
             continue
-        cuts = zip(param.device_mesh.shape, param.placements, strict=True)
-        parts = math.prod(size for size, placement in cuts if placement.is_shard(param.ndim - 1))
-        if param.shape[-1] % parts:
-            unit = unit_of(param)
-            name = next((one.fqn for one in unit.params if one.sharded is param), "") if unit is not None else ""
-            raise StateError(
-                f"{type(optimizer).__name__}.step: parameter {name!r} of shape {tuple(param.shape)} is complex, and its "
-                f"last dim does not fall into {parts} equal parts; torch.view_as_real copies such a DTensor, and the step "
-                "would change the copy. Call hsdp.optim.local(optimizer), which steps local tensors"
-            )
+        unit = unit_of(param)
+        name = next((one.fqn for one in unit.params if one.sharded is param), "") if unit is not None else ""
+        raise StateError(
+            f"{type(optimizer).__name__}.step: parameter {name!r} of shape {tuple(param.shape)} is complex, and its "
+            f"last dim does not fall into {_parts_of_last_dim(cast(DTensor, param))} equal parts; torch.view_as_real "
+            "copies such a DTensor, and the step would change the copy. Call hsdp.optim.local(optimizer), which steps "
+            "local tensors"
+        )
 
 
 def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:
@@ -189,6 +201,7 @@ def _make_ready(optimizer: torch.optim.Optimizer) -> None:
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
         unit.land_shards()
+    _refuse_copies(optimizer)
     shared = [unit for unit in units if unit.gradients.shared]
     if shared and not getattr(optimizer, "_hsdp_steps_shares", False):
         with torch.no_grad():

@@ -153,14 +153,22 @@ def test_replicated_parameters(pool2: Pool) -> None:
 
 
 def _is_refused(env: RankEnv) -> None:
-    model: Any = hsdp.fully_shard(Spectral(4), mesh=env.mesh((2,)))
+    model: Any = hsdp.fully_shard(Spectral(5), mesh=env.mesh((2,)))
     x, _ = CASE.batch(0, env.rank)
+    model.shift.requires_grad_(False)
+    optimizer = adamw(model.parameters())
+    model(x).square().mean().backward()
+    optimizer.step()  # frozen ones, and those that are not used, it leaves alone
+    optimizer.zero_grad()
+    model.shift.requires_grad_(True)
     model(x).square().mean().backward()
     before = full_params(model)
-    with pytest.raises(hsdp.StateError, match=r"AdamW.step: .*'unused'.* \(3,\) .*hsdp\.optim\.local"):
-        adamw(model.parameters()).step()
+    with pytest.raises(hsdp.StateError, match=r"AdamW.step: .*'shift'.* \(5,\) .*hsdp\.optim\.local"):
+        optimizer.step()
     assert_same(full_params(model), before, 0, 0)
-    adamw([model.weight, model.shift]).step()
+    local(optimizer).step()
+    assert not torch.equal(full_params(model)["shift"], before["shift"])
+    adamw([model.weight, model.beside.weight]).step()
     sgd(model.parameters()).step()
 
 

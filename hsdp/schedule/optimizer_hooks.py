@@ -11,7 +11,7 @@ import warnings
 import weakref
 from collections.abc import Collection, Iterable, Iterator
 from itertools import chain
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import nn
@@ -31,9 +31,19 @@ from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
 
-_Held = tuple[list[int], int, list[weakref.ref[Unit]], list[weakref.ref[nn.Parameter]]]
-_units_of_optimizer: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held]
-_units_of_optimizer = weakref.WeakKeyDictionary()
+
+class _Held(NamedTuple):
+    """What an optimizer holds, as it was found when its parameters had these `ids`, and the roots this `generation`."""
+
+    ids: list[int]
+    generation: int
+    units: list[weakref.ref[Unit]]
+    copied: list[weakref.ref[nn.Parameter]]  # of which torch's optimizers would step a copy
+    added: dict[str, weakref.ref[nn.Parameter]]  # to sharded modules, behind `fully_shard`
+
+
+_held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held]
+_held_by = weakref.WeakKeyDictionary()
 
 
 def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
@@ -43,8 +53,8 @@ def _params_of(optimizer: torch.optim.Optimizer) -> Iterator[nn.Parameter]:
 def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     """The units whose parameters the optimizer steps; looked up again where it has other parameters."""
     ids = list(map(id, _params_of(optimizer)))
-    held = _units_of_optimizer.get(optimizer)
-    if held is None or held[1] != Root.generation or held[0] != ids:
+    held = _held_by.get(optimizer)
+    if held is None or held.generation != Root.generation or held.ids != ids:
         leave_out_of_graphs()
         params = list(_params_of(optimizer))
         stale = next((originals[param] for param in params if param in originals), None)
@@ -63,10 +73,10 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
             )
         # In one order on all ranks: they may communicate.
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
-        _warn_of_drift(optimizer, params, units)
+        added = _in_no_unit(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
-        held = _units_of_optimizer[optimizer] = (ids, Root.generation, refs, _copied_as_reals(params))
-    return held[2]
+        held = _held_by[optimizer] = _Held(ids, Root.generation, refs, _copied_as_reals(params), added)
+    return held.units
 
 
 def _copied_as_reals(params: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
@@ -88,10 +98,10 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
 
     torch's optimizers step complex parameters as reals; SGD takes complex numbers. None steps those without gradients.
     """
-    held = _units_of_optimizer.get(optimizer)
-    if held is None or not held[3] or isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
+    held = _held_by.get(optimizer)
+    if held is None or not held.copied or isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
         return
-    for ref in held[3]:
+    for ref in held.copied:
         if (param := ref()) is None or param.grad is None:
             continue
         unit = unit_of(param)
@@ -104,31 +114,49 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
         )
 
 
-def _warn_of_drift(optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]) -> None:
-    """Warns of parameters that are stepped though nothing sums their gradients over ranks.
+def _in_no_unit(
+    optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]
+) -> dict[str, weakref.ref[nn.Parameter]]:
+    """Parameters that were added to sharded modules, perhaps as adapters that an optimizer steps alone, by their names.
 
-    They were added to a sharded module, perhaps as adapters that an optimizer steps alone, or lie beside sharded parameters
-    in a module that nobody called `fully_shard` on.
+    Nothing sums their gradients over ranks. Nor those of parameters beside sharded ones in a module that nobody called
+    `fully_shard` on, whom it warns of: their users may do it.
     """
     beside = bool(units)
     units = units or all_units()
     if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
-        return
+        return {}
     known = {key for unit in units for key in unit.ignored}
-    alone = [p for p in params if p.requires_grad and not isinstance(p, DTensor) and id(p) not in known]
+    alone = [param for param in params if not isinstance(param, DTensor) and id(param) not in known]
     if not alone:
-        return
+        return {}
     roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
-    names = {id(param): repr(name) for root in roots for name, param in root.named_parameters()}
-    if alone := [param for param in alone if beside or id(param) in names]:
-        told = [names.get(id(param), f"one of shape {tuple(param.shape)}") for param in alone[:3]]
-        more = ", ..." if len(alone) > 3 else ""
+    names = {id(param): name for root in roots for name, param in root.named_parameters()}
+    outside = [param for param in alone if param.requires_grad and id(param) not in names] if beside else []
+    if outside:
+        told = ", ".join(f"one of shape {tuple(param.shape)}" for param in outside[:3])
+        more = ", ..." if len(outside) > 3 else ""
         warnings.warn(
-            f"hsdp: {type(optimizer).__name__} steps {len(alone)} parameter(s) of sharded models that are in no unit: "
-            f"{', '.join(told)}{more}. Their gradients are those of each rank alone, and ranks drift apart; call "
-            "fully_shard on the module that holds them, and make the optimizer afterwards, or, if you sum their "
-            "gradients yourself, pass them in ignored_params",
+            f"hsdp: {type(optimizer).__name__} steps {len(outside)} parameter(s) beside sharded ones that are in no unit: "
+            f"{told}{more}. Their gradients are those of each rank alone, and ranks drift apart unless you sum them; call "
+            "fully_shard on the module that holds them, and make the optimizer afterwards",
             stacklevel=6,
+        )
+    return {names[id(param)]: weakref.ref(param) for param in alone if id(param) in names}
+
+
+def _refuse_added(optimizer: torch.optim.Optimizer) -> None:
+    """Raises StateError where the step would let ranks drift apart, in parameters that came behind `fully_shard`."""
+    held = _held_by.get(optimizer)
+    if held is None or not held.added:
+        return
+    names = [repr(name) for name, ref in held.added.items() if (param := ref()) is not None and param.grad is not None]
+    if names:
+        raise StateError(
+            f"{type(optimizer).__name__}.step: {len(names)} parameter(s) were added to sharded modules after fully_shard: "
+            f"{', '.join(names[:3])}{', ...' if len(names) > 3 else ''}. They are in no unit, so that their gradients are "
+            "those of each rank alone, and ranks would drift apart; add them before fully_shard (and pass them in "
+            "ignored_params if you sum their gradients yourself), or call fully_shard on the new module that holds them"
         )
 
 
@@ -202,6 +230,7 @@ def _make_ready(optimizer: torch.optim.Optimizer) -> None:
         unit.join_gather()
         unit.land_shards()
     _refuse_copies(optimizer)
+    _refuse_added(optimizer)
     shared = [unit for unit in units if unit.gradients.shared]
     if shared and not getattr(optimizer, "_hsdp_steps_shares", False):
         with torch.no_grad():

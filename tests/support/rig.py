@@ -45,6 +45,9 @@ PRELOAD = [
 ]
 """What the fork server imports: not hsdp, whose debug mode each rank chooses. A process of pytest has one such server."""
 
+_MOST_GROUPS = 16
+"""Of more, new ones are made: a thread of each of gloo's groups wakes up a hundred times a second, however idle it is."""
+
 _PATIENCE = 3.0  # seconds that the other ranks get once one has failed: they are probably waiting for it
 _SETUP_TIMEOUT = 120.0
 _BETWEEN_STALLS, _STALLS = (0.0, 0.03), (0.001, 0.004, 0.015, 0.06, 0.15)  # seconds
@@ -173,8 +176,9 @@ class Pool:
             if not all(one.ok for one in checks):
                 self._recover(checks)
                 raise RemoteError(f"{_name(fn)} ran, but left the ranks in a bad state", checks)
-            if len({one.value for one in checks}) > 1:
-                # Some ranks made groups of their own, and torch names the next ones by how many there are.
+            groups = {one.value for one in checks}
+            # Where ranks made groups of their own, they would disagree about the names of the next ones.
+            if len(groups) > 1 or max(groups) > _MOST_GROUPS:
                 self._group_timeout = None
         except BaseException as error:
             if not isinstance(error, RemoteError) or isinstance(error, PoolTimeout):

@@ -261,6 +261,11 @@ class UnshardedParams:
         try:
             for group in self.dtype_groups:
                 group.assemble()  # packed parameters go to their places, on the compute stream
+            # The same weights, gathered again, have the same number: a backward of the forward that read them may go on.
+            if self._filled_version != self.gathered_version:
+                self._filled_version = self.gathered_version
+                self._fillings += 1
+            self.guard.opened(self._fillings)
         except BaseException:
             self._release()
             raise
@@ -268,11 +273,6 @@ class UnshardedParams:
             if observer is not None:
                 observer.ends("copy", self)
         self.residency = UNSHARDED
-        # The same weights, gathered again, have the same number: a backward of the forward that read them may go on.
-        if self._filled_version != self.gathered_version:
-            self._filled_version = self.gathered_version
-            self._fillings += 1
-        self.guard.opened(self._fillings)
         if observer is not None:
             observer.allocates(self)
 

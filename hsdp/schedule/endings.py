@@ -29,8 +29,8 @@ class Endings(Root):
         if self.around.tasks and self.is_inside():
             self.around.held = backward
         else:
-            for unit in self.units:
-                unit.gradients.commit()
+            backward.kept = True
+            self._keep_landed()
         if backward.reduces:
             self.awaits_gradients = False
         backward.tasks.clear()
@@ -98,5 +98,5 @@ class Endings(Root):
             )
         if around.held is not None and not self.is_inside():
             around.held = None
-            for unit in self.units if self.backward is None else ():
-                unit.gradients.commit()
+            if self.backward is None:
+                self._keep_landed()

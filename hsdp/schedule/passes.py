@@ -93,6 +93,7 @@ class BackwardPass:
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
             before the first one. `uncounted`: of that forward, the calls of units that the engine may still come behind.
         ending: its last graph task is over, and what is left is swept, or waits for other roots in that task to end.
+        kept: what landed stays, in all units: from here on an interrupt does not undo it.
         thread: the one that began it: on a device the engine's.
     """
 
@@ -103,6 +104,7 @@ class BackwardPass:
         "found",
         "gathers",
         "keeps_graph",
+        "kept",
         "opened",
         "reduced",
         "reduces",
@@ -126,6 +128,7 @@ class BackwardPass:
         self.gathers: BackwardGathers[Unit] | None = None
         self.uncounted: dict[Unit, list[Moment]] = {}
         self.ending = False
+        self.kept = False
 
     def exit_of(self, unit: Unit) -> Exit:
         """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""

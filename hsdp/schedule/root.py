@@ -275,10 +275,12 @@ class Root:
         """
         if self.backward is None:
             return
-        reduces = self.backward.reduces
+        reduces, kept = self.backward.reduces, self.backward.kept
         self.reset()
         # Last: where warnings are errors, the next iteration is fresh all the same.
         lost = "gradients of that iteration are dropped" if reduces else "an autograd.grad: no parameter's gradient is lost"
+        if kept:
+            lost = "it was over, and its gradients are kept"
         warnings.warn(f"hsdp: {reason}; {lost}", stacklevel=2)
 
     def reset(self) -> None:
@@ -315,9 +317,17 @@ class Root:
             return  # that of `autograd.grad`: it took no gradients
         if self.backward is not None:
             self._leave_word()
+            if self.backward.kept:  # it was interrupted when it was over, in some units but not in all
+                self._keep_landed()
+                return
         with torch.no_grad(), self.streams.at_home():
             for unit in self.units:
                 unit.gradients.roll_back(at_once)
+
+    def _keep_landed(self) -> None:
+        """A backward ended well: its gradients stay."""
+        for unit in self.units:
+            unit.gradients.commit()
 
     def in_backward(self) -> bool:
         """Whether the caller runs inside a backward of this root (a recomputation, say)."""

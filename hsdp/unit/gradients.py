@@ -339,9 +339,7 @@ class Gradients:
                 standing = True  # they may have given a gradient to any of the parameters
             noted = len(self._undo.entries)
             if not standing and all(used):
-                grads, locals_ = assign_grads(part)
-                if undoable:
-                    self._undo.note_assigned(layout.params, grads, locals_)
+                assign_grads(part, self._undo if undoable else None)
             elif not (all(used) and self._add_flat(part, undoable)):
                 self._assign(part, used, undoable)
             if run_hooks(layout, used):
@@ -367,7 +365,10 @@ class Gradients:
             sharded: Any = param.sharded
             standing = None
             if sharded.grad is None:
-                sharded.grad = as_dtensor(local, param.grad_spec)
+                grad = as_dtensor(local, param.grad_spec)
+                if undoable:
+                    self._undo.note_assigned([param], [grad], [local])
+                sharded.grad = grad
             else:
                 held = local_grad(param)
                 standing = held.standing if isinstance(held, ZeroGradSentinel) else None
@@ -378,9 +379,9 @@ class Gradients:
                     else:
                         memory.add_(local)
                     continue
+                if undoable:
+                    self._undo.note_assigned([param], [sharded.grad], [local])
                 standing.base = local  # it stood for zeros; now it stands for the gradient
-            if undoable:
-                self._undo.note_assigned([param], [sharded.grad], [local])
 
     def _add_flat(self, part: GroupReduction, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""

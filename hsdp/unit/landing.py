@@ -17,6 +17,7 @@ from hsdp.params.param import ManagedParam
 from hsdp.torch_private import plain_access
 from hsdp.unit.grad_layout import GradLayout
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan
+from hsdp.unit.rollback import Undo
 from hsdp.unit.zero_grad import ZeroGradSentinel, local_grad
 
 _grad_of = attrgetter("grad")
@@ -80,16 +81,17 @@ def is_landed(memory: Tensor) -> bool:
     return hasattr(memory, _MARK)
 
 
-def assign_grads(part: GroupReduction) -> tuple[list[DTensor], list[Tensor]]:
-    """Reduced values become the gradients of parameters that have none; returns these, and their local tensors."""
+def assign_grads(part: GroupReduction, undo: Undo | None) -> None:
+    """Reduced values become the gradients of parameters that have none; `undo` takes note of them."""
     layout, locals_ = part.grad_layout, part.locals()
     grads = as_dtensors(locals_, layout.grad_specs)
+    if undo is not None:
+        undo.note_assigned(layout.params, grads, locals_)
     with plain_access():
         for param, grad in zip(layout.sharded, grads, strict=True):
             param.grad = grad
     if (base := locals_[0]._base) is not None:  # `mark_landed`, without its call
         setattr(base, _MARK, True)
-    return grads, locals_
 
 
 def lend(params: Iterable[ManagedParam], streams: Streams) -> None:

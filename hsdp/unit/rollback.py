@@ -40,13 +40,15 @@ class Undo:
         self.entries: list[_Assigned | _Added] = []
 
     def note_assigned(self, params: Sequence[ManagedParam], grads: Sequence[Any], locals_: Sequence[Tensor]) -> None:
-        """Notes that these gradients, around these local tensors, came where there were none."""
+        """Notes that these gradients, around these local tensors, come where there are none, before they do.
+
+        An interrupt from the keyboard may come between the two.
+        """
         self.entries.append(_Assigned(params, grads, locals_))
 
     def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
-        """Adds a sum to a gradient, or to zeros behind a sentinel, and notes what was there."""
+        """Notes what is there of a gradient, or of zeros behind a sentinel, and adds a sum to it."""
         before = memory.clone()
-        # Noted first: an interrupt from the keyboard may come when the sum is there.
         self.entries.append(_Added(memory, before, memory._version + 1, standing))
         memory.add_(landed)
 

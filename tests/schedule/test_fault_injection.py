@@ -8,16 +8,12 @@ the gradients of those: with anything left of the failed one it would not.
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
 import pytest
-import torch
-from torch import Tensor, nn
-from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
 from hsdp.comm.collectives import Comm
@@ -27,47 +23,11 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.gradients import Gradients
+from hsdp.unit.rollback import Undo
 from hsdp.unit.unit import Unit
-from tests.support.deep import Deep, mean_grads, never_done, seeded, step
+from hsdp.unit.write_guard import WriteGuard
+from tests.support.failing import Hooks, InjectedError, Subject
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import check_rest, check_sharded, shard
-from tests.support.twin import full_params
-
-
-class InjectedError(Exception):
-    """What is raised."""
-
-
-class Hooks:
-    """The user's hooks on each block; each calls its namesake, which is a point too."""
-
-    @staticmethod
-    def forward_pre(module: nn.Module, args: Any) -> None:
-        """Before a block's forward, in a recomputation too."""
-
-    @staticmethod
-    def forward(module: nn.Module, args: Any, out: Tensor) -> None:
-        """After a block's forward."""
-        if out.requires_grad:
-            out.register_hook(lambda grad: Hooks.tensor(grad))
-
-    @staticmethod
-    def tensor(grad: Tensor) -> None:
-        """At the gradient of a block's output."""
-
-    @staticmethod
-    def landed(param: Tensor) -> None:
-        """At the gradient of a sharded parameter."""
-
-    @staticmethod
-    def register(model: nn.Module) -> None:
-        """Registers all of them."""
-        for block in model.blocks:  # type: ignore[union-attr]
-            block.register_forward_pre_hook(lambda *args: Hooks.forward_pre(*args))
-            block.register_forward_hook(lambda *args: Hooks.forward(*args))
-        for param in model.parameters():
-            param.register_post_accumulate_grad_hook(lambda param: Hooks.landed(param))
-
 
 USER = [(Hooks, name) for name in ("forward_pre", "forward", "tensor", "landed")]
 FORWARD = [
@@ -84,6 +44,7 @@ GATHER = [
     (Unit, "finish"),
     (Unit, "reshard"),
     (DtypeGroup, "assemble"),
+    (WriteGuard, "opened"),
     (Comm, "all_gather"),
     (CommWork, "wait"),
 ]
@@ -98,6 +59,8 @@ BACKWARD = [
 REDUCE = [
     (Gradients, "take"),
     (Gradients, "land"),
+    (Gradients, "commit"),
+    (Undo, "note_assigned"),
     (ReductionPipeline, "_start_all_reduce"),
     (ReductionPipeline, "submit"),
     (ReductionPipeline, "_release"),
@@ -108,6 +71,9 @@ POINTS: dict[str, tuple[type, str]] = {
     f"{owner.__name__}.{name}": (owner, name) for owner, name in (*USER, *FORWARD, *GATHER, *BACKWARD, *REDUCE)
 }
 
+
+KEEPS = {"Gradients.commit"}
+"""Points at which a backward is over in some units: its gradients stay in all of them."""
 
 NEVER_BEHIND = {"Comm", "Runtime._end_task"}
 """Points behind which nothing can raise: a collective that nobody has yet, the end of it all."""
@@ -136,90 +102,6 @@ def raising(point: str, at: int, behind: bool = False) -> Iterator[list[int]]:
         yield calls
 
 
-class Subject:
-    """A sharded model that is driven through failures, and what is right after each.
-
-    Attributes:
-        before: the whole parameters during an iteration that fails; the next one runs with other ones.
-    """
-
-    def __init__(self, env: RankEnv, shape: tuple[int, ...], recompute: bool | None) -> None:
-        self.rank = env.rank
-        plain = seeded(lambda: Deep(recompute))
-        self.model = shard(seeded(lambda: Deep(recompute)), env.mesh(shape))
-        Hooks.register(self.model)
-        self.before = full_params(self.model)
-        self._locals = {name: self._local(param).clone() for name, param in self.model.named_parameters()}
-        with torch.no_grad():
-            for param in plain.parameters():
-                param.mul_(0.75)
-        self._grads = {
-            name: distribute_tensor(grad, param.device_mesh, param.placements).to_local()  # type: ignore[attr-defined]
-            for (name, param), grad in zip(
-                self.model.named_parameters(), mean_grads(plain, step, env.world_size).values(), strict=True
-            )
-            if grad is not None
-        }
-        self.run()
-
-    def run(self) -> None:
-        """One iteration. Nothing lands by luck of timing: the ranks' n-th calls are the same."""
-        with never_done():
-            step(self.model, self.rank)
-
-    def count(self, point: str) -> int:
-        """How often an iteration calls a point."""
-        with raising(point, 0) as calls:
-            self.run()
-        return calls[0]
-
-    def fail(self, point: str, at: int, behind: bool) -> None:
-        """One iteration in which a call raises; checks what the user sees then."""
-        self._set(1.0)
-        self.model.zero_grad()
-        try:
-            with raising(point, at, behind):
-                self.run()
-        except InjectedError:
-            self.check_unchanged()
-        else:
-            raise AssertionError("the error was swallowed, or the call was not made")
-
-    def check_unchanged(self) -> None:
-        """Parameters and state_dict are the sharded ones, with the values of before; looks at this rank alone."""
-        check_sharded(self.model)
-        state = self.model.state_dict()
-        for name, param in self.model.named_parameters():
-            assert torch.equal(self._local(param), self._locals[name]), f"parameter {name} changed"
-            assert torch.equal(self._local(state[name]), self._locals[name]), f"{name} of state_dict() changed"
-
-    def check_whole(self) -> None:
-        """The same of the whole parameters, which all ranks gather."""
-        for name, whole in full_params(self.model).items():
-            assert torch.equal(whole, self.before[name]), f"whole parameter {name} changed"
-
-    def recover(self) -> None:
-        """The next iteration, with other parameters and without zero_grad, is that of a fresh model."""
-        self._set(0.75)
-        with warnings.catch_warnings(record=True) as told:
-            warnings.simplefilter("always")
-            self.run()
-        assert sum("hsdp" in str(one.message) for one in told) <= 1, [str(one.message) for one in told]
-        for name, param in self.model.named_parameters():
-            assert param.grad is not None, f"{name} has no gradient"
-            torch.testing.assert_close(self._local(param.grad), self._grads[name], rtol=1e-11, atol=1e-11)
-        check_rest(self.model)
-
-    def _set(self, factor: float) -> None:
-        for name, param in self.model.named_parameters():
-            self._local(param).copy_(self._locals[name] * factor)
-
-    @staticmethod
-    def _local(tensor: Any) -> Tensor:
-        assert isinstance(tensor, DTensor), type(tensor)
-        return tensor.detach().to_local()
-
-
 def inject(
     env: RankEnv,
     shape: tuple[int, ...],
@@ -232,13 +114,18 @@ def inject(
     subject = Subject(env, shape, recompute)
     done, wrong = {}, []
     for index, point in enumerate(points):
-        calls = subject.count(point)
+        subject.start()
+        with raising(point, 0) as called:
+            subject.run()
+        calls = called[0]
         chosen = range(min(1 + index % stride, calls), calls + 1, stride) if calls else range(0)
         for at in chosen:
             try:
-                subject.fail(point, at, behind)
+                assert subject.fail(raising(point, at, behind)), "the error was swallowed, or the call was not made"
                 if at < stride + 2:  # slow: a collective for each parameter
                     subject.check_whole()
+                if point in KEEPS and subject.kept():
+                    subject.start()
                 subject.recover()
             except Exception as error:
                 wrong.append(f"call {at} of {point} raised, then {type(error).__name__}: {error}".partition("\n")[0])
@@ -294,8 +181,7 @@ SLACK = 6.0  # for the second axis, which waits for ranks that wait, and for a b
 def fail_alone(env: RankEnv, shape: tuple[int, ...], recompute: bool | None, point: str, at: int, who: int) -> None:
     """The call raises on one rank; every rank raises, and looks at what it sees then."""
     subject = Subject(env, shape, recompute)
-    subject.model.zero_grad()
-    subject._set(1.0)
+    subject.start()
     try:
         with raising(point, at if env.rank == who else 0):
             for _ in range(2):  # a rank that needs nobody any more in this iteration does in the next

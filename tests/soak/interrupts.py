@@ -1,0 +1,145 @@
+"""An interrupt from the keyboard at each line of the engine that an iteration runs, in turn, on all ranks at the same one:
+right after it users see what was before, and the next iteration is that of a fresh model.
+
+    python -m tests.soak.interrupts [--stride 1] [--only offload ...] [--log interrupts.log]
+
+What `tests/schedule/test_fault_injection.py` does to calls that somebody has thought of, this does to all lines. Those of
+`hsdp/comm` are left out: a message that was sent to some of the ranks only is not taken back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import functools
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from math import prod
+from pathlib import Path
+from types import FrameType
+from typing import Any
+from unittest import mock
+
+import torch
+
+import hsdp
+from tests.support.facts import header
+from tests.support.failing import Subject
+from tests.support.rig import Pool, RankEnv
+
+_HSDP = str(Path(hsdp.__file__).parent) + "/"
+_LEFT_OUT = _HSDP + "comm/"
+
+SETUPS: dict[str, tuple[tuple[int, ...], bool | None, dict[str, Any]]] = {
+    "plain": ((2,), None, {}),
+    "recomputed": ((2,), False, {}),
+    "recomputed, reentrant": ((2,), True, {}),
+    "replicas": ((2, 1), None, {}),
+    "kept whole": ((2,), None, {"reshard_after_forward": False}),
+    "direct": ((2,), None, {"comm_policy": hsdp.CommPolicy(fusion="direct")}),
+    "accumulated": ((2, 1), None, {"batches": 2}),
+    "accumulated whole": ((2,), None, {"batches": 2, "comm_policy": hsdp.CommPolicy(accumulate="local")}),
+    "buckets": ((2, 1), None, {"comm_policy": hsdp.CommPolicy(all_reduce_bucket_bytes=1 << 12)}),
+    "offloaded": ((2,), None, {"offload_policy": hsdp.CPUOffloadPolicy()}),
+    "in bf16": ((2,), None, {"mp_policy": hsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
+    "two axes": ((2, 2), None, {}),
+}
+"""What is interrupted: the mesh, whether blocks are recomputed (True: by reentrant checkpoints), how many
+micro-batches there are, options of `fully_shard`."""
+
+
+@functools.cache
+def _headers(file: str) -> frozenset[int]:
+    """The lines of `with` statements. Python traces one again when its block ends, and an exception from there, unlike an
+    interrupt, would have nothing closed."""
+    found: set[int] = set()
+    for node in ast.walk(ast.parse(Path(file).read_text())):
+        if isinstance(node, ast.With):
+            found.update(range(node.lineno, node.body[0].lineno))
+    return frozenset(found)
+
+
+@dataclass
+class Interrupt:
+    """Where an interrupt came; None while it has not."""
+
+    at: int
+    lines: int = 0
+    where: str | None = None
+
+    def enter(self, frame: FrameType, event: str, arg: object) -> Any:
+        """Python's trace function: follows frames of the engine."""
+        file = frame.f_code.co_filename
+        return self.line if file.startswith(_HSDP) and not file.startswith(_LEFT_OUT) else None
+
+    def line(self, frame: FrameType, event: str, arg: object) -> Any:
+        """Raises at the `at`-th line."""
+        file = frame.f_code.co_filename
+        if event == "line" and self.where is None and frame.f_lineno not in _headers(file):
+            self.lines += 1
+            if self.lines == self.at:
+                self.where = f"{file.removeprefix(_HSDP)}:{frame.f_lineno} {frame.f_code.co_name}"
+                raise KeyboardInterrupt(self.where)
+        return self.line
+
+
+@contextmanager
+def interrupting(interrupt: Interrupt) -> Iterator[None]:
+    """Lines of the engine are counted, and one of them raises."""
+    before = sys.gettrace()
+    # A finalizer or a callback of a weak reference is interrupted without anybody learning of it, but for this hook.
+    with mock.patch.object(sys, "unraisablehook", lambda args: None):
+        sys.settrace(interrupt.enter)
+        try:
+            yield
+        finally:
+            sys.settrace(before)
+
+
+def interrupted(env: RankEnv, setup: str, first: int, stride: int) -> tuple[int, list[str]]:
+    """Interrupts every `stride`-th line from the `first` on; returns how many there were, and what came out wrong."""
+    shape, recompute, options = SETUPS[setup]
+    subject = Subject(env, shape, recompute, **options)
+    at, wrong = first, []
+    while True:
+        interrupt = Interrupt(at)
+        try:
+            subject.fail(interrupting(interrupt), KeyboardInterrupt)
+            if interrupt.where is None:
+                return interrupt.lines, wrong
+            if (
+                subject.batches > 1 or subject.kept()
+            ):  # sums of earlier micro-batches are there, too, or are known to be lost
+                subject.start()
+            subject.recover()
+        except Exception as error:
+            wrong.append(f"line {at}, {interrupt.where}: {type(error).__name__}: {error}".partition("\n")[0])
+            subject = Subject(env, shape, recompute, **options)
+        at += stride
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Soaks; returns how many interrupts left something behind."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--stride", type=int, default=1, help="interrupt every so many lines (default %(default)s)")
+    parser.add_argument("--only", nargs="+", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
+    args = parser.parse_args(argv)
+    print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log, flush=True)
+    failures = 0
+    for setup in args.only:
+        with Pool(prod(SETUPS[setup][0]), group_timeout=5.0) as pool:
+            lines, wrong = pool.run(interrupted, setup, 1, args.stride, timeout=3600.0)[0]
+        failures += len(wrong)
+        told = {"setup": setup, "lines": lines, "interrupted": -(-lines // args.stride), "wrong": wrong}
+        print(json.dumps(told), file=args.log, flush=True)
+    return failures
+
+
+if __name__ == "__main__":
+    from tests.soak import interrupts  # under its own name, where the workers find what is sent to them
+
+    sys.exit(min(interrupts.main(), 100))

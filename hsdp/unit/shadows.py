@@ -27,7 +27,8 @@ class Shadows:
     """What opening, closing and checking a unit go through, resolved once: places, not lookups.
 
     Args:
-        params: the unit's parameters, with their whole ones (or without, on the meta device).
+        params: the unit's parameters, with their whole ones (or without, on the meta device). They count as `disturbed`
+            until the unit is built, which `mend` tells.
 
     Attributes:
         toggled: somebody set `requires_grad` of parameters as they are shown; `choose` is to be called.
@@ -55,7 +56,8 @@ class Shadows:
                 self._registered.append(module._parameters)
                 self._registered_as.append(name)
                 self._registered_params.append(param.sharded)
-        self._expected = self._registered_params
+        self._expected: list[Any]
+        self.spoil()
         self.registered = False
         self._shown = self._in_front = False
         self._params = list(params)
@@ -130,10 +132,10 @@ class Shadows:
                 there.__dict__[name] = unsharded
 
     def _take_from_front(self) -> None:
-        self._in_front = False
         for module, name, _ in self._shadows:
             if (there := module()) is not None:
                 there.__dict__.pop(name, None)
+        self._in_front = False  # last: what an interrupt from the keyboard leaves there is taken away later
         self._heed_toggles()
 
     def _refresh_rnns(self) -> None:
@@ -167,6 +169,14 @@ class Shadows:
                 start = _start_of(part)
                 return max((name for name in names if name[0] <= start), default=names[0])[1]
         return None
+
+    def spoil(self) -> None:
+        """Counts as disturbed from now on: the unit is being built, and whoever finds it half built begins anew."""
+        self._expected = [object()] * len(self._registered)
+
+    def mend(self) -> None:
+        """The unit is built."""
+        self._expected = self._registered_params
 
     def disturbed(self) -> bool:
         """Whether somebody replaced or moved a parameter since these shadows were made."""

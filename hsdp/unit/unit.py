@@ -188,6 +188,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.let_go()
         self.reshard()
         self.weights_changed()
+        self.shadows.spoil()
         for param in self.params:
             if param.moved():
                 refuse_tied(param, self.name)
@@ -257,6 +258,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.trainable = self._wanted = ()
         self.choose_trainable(afresh=True)
         self.forward_version = self.version
+        self.shadows.mend()
 
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into an unsharded parameter: counts what the graph task is still to make.

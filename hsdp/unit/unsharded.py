@@ -164,6 +164,8 @@ class UnshardedParams:
             self.readers.begin(self.context.streams)
         self.residency = GATHERING
         self.gathered_version = version
+        if not self.retained:
+            self._shard_prints = None  # of an earlier gather, behind which an interrupt came
         if ahead:
             self.note_shards()
         if self.retained:
@@ -353,8 +355,6 @@ class UnshardedParams:
             self.shadows.unregister()
         if self.residency is GATHERING:
             self.finish()
-        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
-            self._shard_prints = None
         if self.residency is UNSHARDED:
             self.residency = SHARDED
             self._free()
@@ -373,7 +373,8 @@ class UnshardedParams:
             group.drop_part()
 
     def _free(self) -> None:
-        if not self.retained:
+        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
+            self._shard_prints = None
             # Counters before memory: from here on autograd refuses a backward that would read what is about to go.
             self.guard.freed()
             for group in self.dtype_groups:
@@ -384,7 +385,6 @@ class UnshardedParams:
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:
-                self._shard_prints = None
                 self._free()
 
     def reshard_stale(self) -> None:

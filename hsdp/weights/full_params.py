@@ -12,7 +12,7 @@ from torch import nn
 
 from hsdp.unit.lookup import unit_of_module, units_below
 from hsdp.unit.unit import Unit
-from hsdp.weights.gather import Loan, check_idle, gather, is_first, write, write_first
+from hsdp.weights.gather import Loan, check_idle, gather, hide_all, is_first, write, write_first
 from hsdp.weights.whole_draws import WholeDraws
 
 WriteBack = Literal["rank0", "local"]
@@ -72,8 +72,7 @@ def full_params(
             del wholes
         yield model
     finally:
-        for loan in loans.values():
-            loan.hide()
+        hide_all(loans)
     if writeback is not None:
         values = {unit: loan.values("full_params") for unit, loan in loans.items()}
         for unit in units:
@@ -137,17 +136,17 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loans[unit].show()
 
     def leave(unit: Unit) -> None:
-        loan = loans.pop(unit)
+        loan = loans[unit]
         loan.hide()
         write_first(unit, loan.values("gathered_apply"))
         loan.keep_marks()
+        del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 
     try:
         with WholeDraws():  # type: ignore[no-untyped-call]
             visit(model, units, fn, enter, leave)
     finally:
-        for loan in loans.values():
-            loan.hide()
+        hide_all(loans)
     return model
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -235,10 +235,9 @@ class Loan:
 
     def hide(self) -> None:
         """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
-        before, self._before = self._before, []
         for full, param in zip(self.params, self.unit.params, strict=True):
             shown[full] = (weakref.ref(self.unit), param.fqn)
-        for slot, place, param, shadow in before:
+        for slot, place, param, shadow in self._before:
             module = place.module()
             if module is None:
                 continue
@@ -247,6 +246,7 @@ class Loan:
             if shadow is not None and self.unit.open:
                 module.__dict__[place.name] = shadow
             refresh_flat_weights(module, place.name, getattr(module, place.name))
+        self._before = []  # last: who was interrupted in here hides anew
         self.unit.take_back()
 
     def values(self, what: str) -> list[Tensor]:
@@ -302,3 +302,14 @@ def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
     new = nn.Parameter(whole, requires_grad=param.sharded.requires_grad)
     new.__dict__.update(vars(param.sharded))  # marks that users and libraries put on parameters
     return new
+
+
+def hide_all(loans: Mapping[Unit, Loan]) -> None:
+    """Hides what is shown, and an interrupt from the keyboard does not leave some of it shown."""
+    try:
+        for loan in loans.values():
+            loan.hide()
+    except BaseException:
+        for loan in loans.values():
+            loan.hide()
+        raise

@@ -27,7 +27,7 @@ from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import unit_of, units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
-from hsdp.weights.gather import Loan, broadcast, broadcast_all, check_idle, gather, spread, write_first
+from hsdp.weights.gather import Loan, broadcast, broadcast_all, check_idle, gather, hide_all, spread, write_first
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units
 from hsdp.weights.replica_check import check_structures, unequal_values
 from hsdp.weights.whole_draws import WholeDraws
@@ -107,11 +107,12 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
         loans[unit].show()
 
     def leave(unit: Unit) -> None:
-        if (loan := loans.pop(unit, None)) is not None:
+        if (loan := loans.get(unit)) is not None:
             loan.hide()
             if unit in units:
                 _materialise(unit, loan.values("init_sharded"), blanks.pop(unit))
                 loan.keep_marks()
+            del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 
     def initialise(module: nn.Module) -> None:
         if fn is not None:
@@ -123,8 +124,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
     try:
         visit(model, units, initialise, enter, leave)
     finally:
-        for loan in loans.values():
-            loan.hide()
+        hide_all(loans)
 
 
 @torch.no_grad()

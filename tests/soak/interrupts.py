@@ -1,7 +1,8 @@
 """An interrupt from the keyboard at each line of the engine that an iteration runs, in turn, on all ranks at the same one:
-right after it users see what was before, and the next iteration is that of a fresh model.
+right after it users see what was before, and the next iteration is that of a fresh model. So it is where something else
+than an iteration is interrupted.
 
-    python -m tests.soak.interrupts [--stride 1] [--only offload ...] [--log interrupts.log]
+    python -m tests.soak.interrupts [--stride 1] [--only offloaded ...] [--acts unshard ...] [--log interrupts.log]
 
 What `tests/schedule/test_fault_injection.py` does to calls that somebody has thought of, this does to all lines. Those of
 `hsdp/comm` are left out: a message that was sent to some of the ranks only is not taken back.
@@ -14,7 +15,7 @@ import ast
 import functools
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from math import prod
@@ -24,8 +25,10 @@ from typing import Any
 from unittest import mock
 
 import torch
+import torch.distributed as dist
 
 import hsdp
+from tests.support.deep import loss_of
 from tests.support.facts import header
 from tests.support.failing import Subject
 from tests.support.rig import Pool, RankEnv
@@ -47,8 +50,52 @@ SETUPS: dict[str, tuple[tuple[int, ...], bool | None, dict[str, Any]]] = {
     "in bf16": ((2,), None, {"mp_policy": hsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
     "two axes": ((2, 2), None, {}),
 }
-"""What is interrupted: the mesh, whether blocks are recomputed (True: by reentrant checkpoints), how many
+"""Of what model: the mesh, whether blocks are recomputed (True: by reentrant checkpoints), how many
 micro-batches there are, options of `fully_shard`."""
+
+ITERATION = "iteration"
+
+
+def _show_full(model: Any) -> None:
+    with hsdp.full_params(model):
+        pass
+
+
+def _unshard(model: Any) -> None:
+    model.unshard()
+    model.reshard()
+
+
+def _unshard_asynchronously(model: Any) -> None:
+    model.unshard(async_op=True).wait()
+    model.reshard()
+
+
+def _step(model: Any) -> None:
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.0)
+    loss_of(model, dist.get_rank(), 0).backward()
+    hsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    optimizer.zero_grad()
+
+
+@torch.no_grad()
+def _evaluate(model: Any) -> None:
+    loss_of(model, dist.get_rank(), 0)
+
+
+ACTS: dict[str, Callable[[Any], object] | None] = {
+    ITERATION: None,
+    "full_params": _show_full,
+    "unshard": _unshard,
+    "unshard, asynchronously": _unshard_asynchronously,
+    "to": lambda model: model.to(torch.float64),
+    "step": _step,
+    "evaluation": _evaluate,
+    "state_dict": lambda model: model.state_dict(),
+    "zero_grad": lambda model: model.zero_grad(set_to_none=False),
+}
+"""What is interrupted. No act but an iteration leaves gradients, or changes parameters."""
 
 
 @functools.cache
@@ -99,15 +146,15 @@ def interrupting(interrupt: Interrupt) -> Iterator[None]:
             sys.settrace(before)
 
 
-def interrupted(env: RankEnv, setup: str, first: int, stride: int) -> tuple[int, list[str]]:
-    """Interrupts every `stride`-th line from the `first` on; returns how many there were, and what came out wrong."""
+def interrupted(env: RankEnv, setup: str, act: str, first: int, stride: int) -> tuple[int, list[str]]:
+    """Interrupts every `stride`-th line of an act from the `first` on; returns how many there are, and what went wrong."""
     shape, recompute, options = SETUPS[setup]
     subject = Subject(env, shape, recompute, **options)
     at, wrong = first, []
     while True:
         interrupt = Interrupt(at)
         try:
-            subject.fail(interrupting(interrupt), KeyboardInterrupt)
+            subject.fail(interrupting(interrupt), KeyboardInterrupt, ACTS[act])
             if interrupt.where is None:
                 return interrupt.lines, wrong
             if (
@@ -126,16 +173,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--stride", type=int, default=1, help="interrupt every so many lines (default %(default)s)")
     parser.add_argument("--only", nargs="+", choices=SETUPS, default=list(SETUPS))
+    parser.add_argument("--acts", nargs="+", choices=ACTS, default=list(ACTS))
     parser.add_argument("--log", type=argparse.FileType("a"), default=sys.stdout)
     args = parser.parse_args(argv)
     print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log, flush=True)
     failures = 0
     for setup in args.only:
         with Pool(prod(SETUPS[setup][0]), group_timeout=5.0) as pool:
-            lines, wrong = pool.run(interrupted, setup, 1, args.stride, timeout=3600.0)[0]
-        failures += len(wrong)
-        told = {"setup": setup, "lines": lines, "interrupted": -(-lines // args.stride), "wrong": wrong}
-        print(json.dumps(told), file=args.log, flush=True)
+            for act in args.acts:
+                lines, wrong = pool.run(interrupted, setup, act, 1, args.stride, timeout=3600.0)[0]
+                failures += len(wrong)
+                count = -(-lines // args.stride)
+                told = {"setup": setup, "act": act, "lines": lines, "interrupted": count, "wrong": wrong}
+                print(json.dumps(told), file=args.log, flush=True)
     return failures
 
 

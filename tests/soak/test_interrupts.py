@@ -1,4 +1,4 @@
-"""A share of the interrupts of `tests.soak.interrupts`: lines far apart, others in each setup."""
+"""A share of the interrupts of `tests.soak.interrupts`: lines far apart, others in each setup and act."""
 
 from __future__ import annotations
 
@@ -7,18 +7,29 @@ from math import prod
 
 import pytest
 
-from tests.soak.interrupts import SETUPS, Interrupt, interrupted, interrupting
+from tests.soak.interrupts import ACTS, ITERATION, SETUPS, Interrupt, interrupted, interrupting
 from tests.support.rig import Pool
 
 _ALL = list(SETUPS)
 
 
 @pytest.mark.parametrize("setup", SETUPS)
-def test_an_interrupt_at_a_line_of_the_engine_leaves_nothing_behind(request: pytest.FixtureRequest, setup: str) -> None:
+def test_an_interrupted_iteration_leaves_nothing_behind(request: pytest.FixtureRequest, setup: str) -> None:
     pool: Pool = request.getfixturevalue(f"pool{prod(SETUPS[setup][0])}")
     first = 1 + 31 * _ALL.index(setup)
-    lines, wrong = pool.run(interrupted, setup, first, 601, timeout=120.0)[0]
+    lines, wrong = pool.run(interrupted, setup, ITERATION, first, 601, timeout=120.0)[0]
     assert lines > 5000, "the engine's lines are seen"
+    assert not wrong, "\n".join(wrong)
+
+
+@pytest.mark.parametrize(
+    ("act", "stride"),
+    [("full_params", 97), ("unshard", 53), ("unshard, asynchronously", 59), ("to", 1009), ("step", 1511)],
+)
+def test_something_else_that_is_interrupted_leaves_nothing_behind(pool2: Pool, act: str, stride: int) -> None:
+    assert act in ACTS
+    lines, wrong = pool2.run(interrupted, "plain", act, 17, stride, timeout=120.0)[0]
+    assert lines > 4 * stride
     assert not wrong, "\n".join(wrong)
 
 

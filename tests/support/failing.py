@@ -4,6 +4,7 @@ a fresh model."""
 from __future__ import annotations
 
 import warnings
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -97,12 +98,18 @@ class Subject:
         self._set(1.0)
         self.model.zero_grad()
 
-    def fail(self, injected: AbstractContextManager[Any], error: type[BaseException] = InjectedError) -> bool:
-        """One iteration inside of what makes it fail; returns whether it did, and checks what the user sees then."""
+    def fail(
+        self,
+        injected: AbstractContextManager[Any],
+        error: type[BaseException] = InjectedError,
+        act: Callable[[Any], object] | None = None,
+    ) -> bool:
+        """One iteration, or act on the model, inside of what makes it fail; returns whether it did, and checks what the
+        user sees then."""
         self.start()
         try:
             with injected:
-                self.run()
+                self.run() if act is None else act(self.model)
         except error:
             self.check_unchanged()
             return True

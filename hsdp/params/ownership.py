@@ -22,7 +22,17 @@ class Owner(Protocol):
     params: list[ManagedParam]
 
 
-_managed: dict[int, weakref.ref[Owner]] = {}
+class _Managed(dict[int, "weakref.ref[Owner]"]):
+    changes = 0
+    """How often a unit came to manage other parameters."""
+
+
+_managed = _Managed()
+
+
+def changes() -> int:
+    """Another number whenever some unit has come to manage other parameters."""
+    return _managed.changes
 
 
 def register(params: Iterable[nn.Parameter], unit: Owner, ids: list[int]) -> None:
@@ -34,6 +44,7 @@ def register(params: Iterable[nn.Parameter], unit: Owner, ids: list[int]) -> Non
     ids[:] = map(id, params)
     for key in ids:
         _managed[key] = this
+    _managed.changes += 1
 
 
 def owner_of(param: object) -> Owner | None:

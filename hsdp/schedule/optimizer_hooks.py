@@ -20,9 +20,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 
 from hsdp.errors import StateError
 from hsdp.params.dtensors import find_infs_on_all_axes
+from hsdp.params.ownership import changes
 from hsdp.params.param import originals, shown
 from hsdp.schedule.pipeline import ReductionPipeline
-from hsdp.schedule.root import Root
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import leave_out_of_graphs
 from hsdp.unit.landing import lend
@@ -33,10 +33,10 @@ from hsdp.unit.unit import Unit
 
 
 class _Held(NamedTuple):
-    """What an optimizer holds, as it was found when its parameters had these `ids`, and the roots this `generation`."""
+    """What an optimizer holds, as it was found when its parameters had these `ids`, and units had changed so often."""
 
     ids: list[int]
-    generation: int
+    changes: int
     units: list[weakref.ref[Unit]]
     copied: list[weakref.ref[nn.Parameter]]  # of which torch's optimizers would step a copy
     added: dict[str, weakref.ref[nn.Parameter]]  # to sharded modules, behind `fully_shard`
@@ -54,7 +54,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     """The units whose parameters the optimizer steps; looked up again where it has other parameters."""
     ids = list(map(id, _params_of(optimizer)))
     held = _held_by.get(optimizer)
-    if held is None or held.generation != Root.generation or held.ids != ids:
+    if held is None or held.changes != changes() or held.ids != ids:
         leave_out_of_graphs()
         params = list(_params_of(optimizer))
         stale = next((originals[param] for param in params if param in originals), None)
@@ -75,7 +75,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
         units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
         added = _in_no_unit(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
-        held = _held_by[optimizer] = _Held(ids, Root.generation, refs, _copied_as_reals(params), added)
+        held = _held_by[optimizer] = _Held(ids, changes(), refs, _copied_as_reals(params), added)
     return held.units
 
 

@@ -307,6 +307,25 @@ def test_parameters_that_were_added_to_units_are_not_stepped(pool2: Pool, how: s
     pool2.run(check_added, how)
 
 
+def check_assigned(env: RankEnv) -> None:
+    """Between a load that assigns and the next forward no unit knows the new parameters; an optimizer may step them."""
+    model: Any = shard(seeded(Deep), env.mesh(2))
+    model.load_state_dict({name: value.clone() for name, value in model.state_dict().items()}, assign=True)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for param in model.parameters():
+        param.grad = torch.zeros_like(param)
+    optimizer.step()
+    optimizer.zero_grad()
+    with model.no_sync():
+        step(model, env.rank)
+    with pytest.raises(hsdp.StateError, match="not summed"):
+        optimizer.step()
+
+
+def test_a_step_behind_a_load_that_assigns_is_not_the_measure_of_the_next(pool2: Pool) -> None:
+    pool2.run(check_assigned)
+
+
 def check_beside(env: RankEnv, how: str) -> None:
     """`how`: what is in no unit; "ignored" parameters are known to be summed by their users."""
     model: Any = seeded(Deep)

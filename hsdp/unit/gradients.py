@@ -156,10 +156,10 @@ class Gradients:
         for slot, held in self._stash.items():
             taken[slot] = held.add_(taken[slot]) if slot in taken else held
         self._stash.clear()
-        parts = []
+        parts, clean = [], self._settings.shows_buffers
         for plan in self._plans:
             # Popped: `fill` has the last references to gradients, so that what it casts is not alive twice.
-            parts.append(part := plan.fill(list(map(taken.pop, plan.slots, repeat(None)))))
+            parts.append(part := plan.fill(list(map(taken.pop, plan.slots, repeat(None))), clean))
             part.undoable = True
         self._open += parts
         if runs_on:

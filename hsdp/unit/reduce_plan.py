@@ -117,8 +117,10 @@ class ReducePlan(GradLayout):
         full = sum(p.numel for _, p in pieces) == self.packed - self.flags
         return [i for i, _ in pieces] if tiles and full else None
 
-    def fill(self, grads: list[Tensor | None]) -> GroupReduction:
+    def fill(self, grads: list[Tensor | None], clean: bool = False) -> GroupReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
+
+        `clean`: what lies between them is zero.
 
         Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
         copy would live beside the reduction before it, which by now has ended.
@@ -127,12 +129,14 @@ class ReducePlan(GradLayout):
         if self.shards == 1:
             return self._fill_alone(grads, used)
         dtype, device = self.kind.reduce, self.device
-        buffer = torch.empty(self.numel + self.flags, dtype=dtype, device=device)
+        buffer = (torch.zeros if clean else torch.empty)(self.numel + self.flags, dtype=dtype, device=device)
         rows = self.free_rows.pop() if self.free_rows else Rows(self, dtype, device)
         uneven = self._fill_uneven(grads, buffer) if self._uneven else ()
         inputs = self._own(grads, self._large)
         padded = self._pad(grads) if self._pads_first else None
         rows.flat_buffer.alloc()
+        if clean:
+            rows.flat_buffer.tensor.zero_()
         if self._small:
             inputs += self._cast(rows, grads)
         if padded is not None:

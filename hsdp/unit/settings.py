@@ -34,6 +34,7 @@ class UnitSettings(Generic[UnitT]):
         unused_grads: what a parameter gets that no rank used: None or zeros.
         replica_reduce: the all-reduce stage.
         all_reduce_hook: called on each reduction buffer after that stage.
+        reduces_by_custom: reduce-scatters are a user's collective.
         post_optim_event: of a root; its next forward waits for it.
     """
 
@@ -51,7 +52,13 @@ class UnitSettings(Generic[UnitT]):
     unused_grads: Literal["none", "zero"] = "none"
     replica_reduce: AllReduceStage = DEFAULT
     all_reduce_hook: Callable[[Tensor], None] | None = None
+    reduces_by_custom: bool = False
     post_optim_event: Event = None
+
+    @property
+    def shows_buffers(self) -> bool:
+        """Whether users' code sees the buffers of reductions: it is to find zeros between gradients, not what was there."""
+        return self.all_reduce_hook is not None or self.reduces_by_custom or self.replica_reduce is not DEFAULT
 
     def factor(self, ranks: int) -> float:
         """What a sum over so many ranks is multiplied with.

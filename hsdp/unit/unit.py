@@ -327,6 +327,7 @@ class Unit(UnitActivity, UnshardedParams):
     def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
         """Its reduce-scatters are `custom` from now on; None: the backend's."""
         self._exchange_by("custom_reduce_scatter", custom, self.shard_comm, self.scatter_comm)
+        self.settings.reduces_by_custom = custom is not None
 
     def _exchange_by(self, which: str, custom: object, *comms: Comm) -> None:
         before = getattr(self.shard_comm, which)

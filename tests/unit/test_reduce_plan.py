@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hsdp
+from hsdp.buffers.flat_buffer import FlatBuffer
 from hsdp.schedule.module_hooks import own_state
 from hsdp.torch_private import chunk_cat
 from hsdp.unit import dtype_group, reduce_plan
-from tests.support.rig import fake_world
+from tests.support.rig import Pool, RankEnv, fake_world
 
 SHARDS = 2
 TILES = [(16, 8), (8, 16), (3, 64), (1, 64)]
@@ -27,8 +30,9 @@ class Params(nn.Module):
         super().__init__()
         self.weights = nn.ParameterList(nn.Parameter(torch.zeros(shape)) for shape in shapes)
 
-    def forward(self) -> None:
-        """Is not called."""
+    def forward(self) -> list[Tensor]:
+        """The parameters."""
+        return list(self.weights)
 
 
 def _as_on_cuda(tensors: list[Tensor], dim: int, chunks: int, out: Tensor) -> Tensor:
@@ -110,3 +114,35 @@ def test_small_gradients_are_cast_together_and_large_ones_one_by_one(kind: str, 
                 whole = torch.zeros(shapes[at]) if grad is None else grad.float()
                 assert torch.equal(found[at].view(shapes[at]), whole), at
             part.release_inputs()
+
+
+def _poison(buffer: FlatBuffer) -> None:
+    _allocate(buffer)
+    buffer.tensor.fill_(torch.nan)
+
+
+_allocate = FlatBuffer.alloc
+
+
+def _clips_in_hooks(env: RankEnv, custom: bool) -> None:
+    """What users see of a reduction is gradients, and zeros: its norm is theirs."""
+    model: Any = hsdp.fully_shard(Params(GAPS), mesh=env.mesh(2), comm_policy=hsdp.CommPolicy(fusion="packed"))
+    seen: list[Tensor] = []
+
+    def scatter(*, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool) -> Any:
+        seen.append(input_tensor.clone())
+        return dist.reduce_scatter_tensor(output_tensor, input_tensor, op=op, group=group, async_op=async_op)
+
+    if custom:
+        model.set_custom_reduce_scatter(scatter)
+    else:
+        model.set_all_reduce_hook(lambda buffer: seen.append(buffer.clone()))
+    with mock.patch.object(FlatBuffer, "alloc", _poison):
+        sum(param.square().sum() for param in model()).backward()
+    (buffer,) = seen
+    assert buffer.isfinite().all(), "memory that nothing was written to"
+
+
+@pytest.mark.parametrize("custom", [False, True], ids=["hook", "reduce-scatter"])
+def test_users_see_zeros_between_gradients(pool2: Pool, custom: bool) -> None:
+    pool2.run(_clips_in_hooks, custom)

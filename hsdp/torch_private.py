@@ -8,8 +8,8 @@ modules that begin with an underscore (`_base`, `_version`, `_parameters`): they
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from datetime import timedelta
 from operator import attrgetter, methodcaller
 from typing import Any, TypeVar
@@ -23,6 +23,8 @@ from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
 from torch.distributed._composable.contract import RegistryItem as RegistryItem
 from torch.distributed.device_mesh import DeviceMesh
+from torch.utils import checkpoint
+from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode_stack, _pop_mode, _push_mode
 
 T = TypeVar("T")
 
@@ -265,3 +267,43 @@ def leave_out_of_graphs() -> None:
 def rewrap_step(optimizer: torch.optim.Optimizer) -> None:
     """Puts torch's hooks around the `step` of an optimizer's new class. Learning rate schedulers do it too."""
     optimizer._patch_step_function()
+
+
+# -- dispatch modes: selective checkpoints, and every mode of users', are on this stack ------------------------------------
+
+dispatch_modes: Callable[[], int] = torch._C._len_torch_dispatch_stack
+"""How many dispatch modes are on."""
+
+
+def is_selective() -> bool:
+    """Whether a selective checkpoint keeps operators' results, or gives kept ones in place of what operators compute.
+
+    It tells operators by their order: those of a gather, which a recomputation may not need, are not to be among them.
+    """
+    return any(isinstance(mode, _SELECTIVE) for mode in _get_current_dispatch_mode_stack())
+
+
+_SELECTIVE = (checkpoint._CachingTorchDispatchMode, checkpoint._CachedTorchDispatchMode)
+
+
+@contextmanager
+def without_modes() -> Iterator[list[TorchDispatchMode]]:
+    """Turns dispatch modes off; gives them, the innermost first."""
+    modes = [_pop_mode() for _ in range(dispatch_modes())]
+    try:
+        yield modes
+    finally:
+        for mode in reversed(modes):
+            _push_mode(mode)
+
+
+@contextmanager
+def with_modes(modes: Sequence[TorchDispatchMode]) -> Iterator[None]:
+    """Turns dispatch modes on that `without_modes` gave."""
+    for mode in reversed(modes):
+        _push_mode(mode)
+    try:
+        yield
+    finally:
+        for _ in modes:
+            _pop_mode()

@@ -25,7 +25,18 @@ from hsdp.schedule.moments import Moment
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
-from hsdp.torch_private import NO_TASK, graph_task, is_profiling, leave_out_of_graphs, next_node, sequence_number
+from hsdp.torch_private import (
+    NO_TASK,
+    dispatch_modes,
+    graph_task,
+    is_profiling,
+    is_selective,
+    leave_out_of_graphs,
+    next_node,
+    sequence_number,
+    with_modes,
+    without_modes,
+)
 from hsdp.unit.lookup import STATE
 from hsdp.unit.state import IDLE, other_thread, training_state
 from hsdp.unit.unit import Unit
@@ -62,6 +73,8 @@ class ModuleHooks:
         """Calls the module's forward, by way of `call`, with the unit open."""
         if PACKAGE in sys.modules and is_checked():
             return self._run_checked(module, call, args, kwargs)
+        if dispatch_modes() and is_selective():
+            return self._run_selected(module, call, args, kwargs)
         unit = self.unit
         ref = unit.runtime_ref
         runtime: Any = None if ref is None else ref()  # a Runtime: `runtime_of` without its calls
@@ -113,6 +126,16 @@ class ModuleHooks:
         finally:
             unit.set_calls(calls)
         return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, None)[0]
+
+    def _run_selected(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
+        """The same inside of a selective checkpoint, which gets to see the operators of the forward alone."""
+        with without_modes() as modes:
+
+            def forward(*args: Any, **kwargs: Any) -> Any:
+                with with_modes(modes):
+                    return call(*args, **kwargs)
+
+            return self.run(module, forward, args, kwargs)
 
     def _run_checked(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
         """The same where spmd_types checks: the user's operations, and the casts of inputs, which keep their types."""

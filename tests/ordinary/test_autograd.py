@@ -68,6 +68,16 @@ class _SavesProducts(_Pair):
         return out
 
 
+def _all_but_tanh(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    is_tanh = operator == torch.ops.aten.tanh.default
+    return CheckpointPolicy.PREFER_RECOMPUTE if is_tanh else CheckpointPolicy.MUST_SAVE
+
+
+def _all_but_views(context: Any, operator: Any, *args: Any, **options: Any) -> CheckpointPolicy:
+    left_out = ("aten.tanh", "aten.add", "aten.t.", "aten.view", "aten.as_strided", "aten.detach", "aten.mean", "aten.sum")
+    return CheckpointPolicy.PREFER_RECOMPUTE if str(operator).startswith(left_out) else CheckpointPolicy.MUST_SAVE
+
+
 class _Blocks(nn.Module):
     """Blocks that subclasses checkpoint in their ways."""
 
@@ -75,6 +85,27 @@ class _Blocks(nn.Module):
         super().__init__()
         self.before = nn.Linear(DIM, DIM)
         self.blocks = blocks(count)
+
+
+class _AroundUnits(_Blocks):
+    """Each checkpoint keeps what `policy` says of so many units."""
+
+    def __init__(self, policy: Any, units: int) -> None:
+        super().__init__()
+        contexts = partial(create_selective_checkpoint_contexts, policy, allow_cache_entry_mutation=True)
+        self.around = partial(checkpoint, use_reentrant=False, context_fn=contexts)
+        self.units = units
+
+    def forward(self, x: Tensor) -> Tensor:
+        for first in range(0, len(self.blocks), self.units):
+            x = self.around(self._run, x, first)
+        out: Tensor = self.before(x)
+        return out
+
+    def _run(self, x: Tensor, first: int) -> Tensor:
+        for block in self.blocks[first : first + self.units]:
+            x = block(x)
+        return x
 
 
 class _Nested(_Blocks):
@@ -166,6 +197,18 @@ def saves_products_alone(program: Program) -> Results:
     """Checkpoints selectively: products of matrices are kept, the rest is computed again."""
     model = nn.Sequential(_SavesProducts(), _SavesProducts())
     return program.fit(model, model)
+
+
+def keeps_nearly_all_of_each_unit(program: Program) -> Results:
+    """Checkpoints each unit from outside, and keeps what all operators but one computed."""
+    model = _AroundUnits(_all_but_tanh, 1)
+    return program.fit(model, model.blocks)
+
+
+def keeps_nearly_all_of_two_units(program: Program) -> Results:
+    """Checkpoints two units together, and keeps what all operators but cheap ones computed."""
+    model = _AroundUnits(_all_but_views, 2)
+    return program.fit(model, model.blocks)
 
 
 def nests_checkpoints(program: Program) -> Results:

@@ -14,7 +14,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections import deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import FrozenInstanceError, fields, is_dataclass, replace
 from itertools import chain, islice
 from operator import is_
@@ -38,21 +38,26 @@ def tensors_of(value: Any) -> list[Tensor]:
     return [value] if isinstance(value, Tensor) else list(tensors_in(value))
 
 
-def tensors_in(value: Any, depth: int = 8) -> Iterator[Tensor]:
-    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down."""
+def tensors_in(value: Any, depth: int = 8, seen: dict[int, int] | None = None) -> Iterator[Tensor]:
+    """The tensors in nested tuples, lists, dicts, dataclasses and plain objects, at most `depth` levels down.
+
+    `seen` has what was looked through, and how far down: objects may refer to each other.
+    """
     if isinstance(value, Tensor):
         yield value
-    elif depth == 0 or isinstance(value, _NO_TENSORS):
         return
-    elif isinstance(value, _CONTAINERS):
-        for item in value:
-            yield from tensors_in(item, depth - 1)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors_in(item, depth - 1)
+    if depth == 0 or isinstance(value, _NO_TENSORS):
+        return
+    seen = {} if seen is None else seen
+    if seen.get(id(value), 0) >= depth:
+        return
+    seen[id(value)] = depth
+    if isinstance(value, _CONTAINERS):
+        items: Iterable[Any] = value
     else:
-        for item in _attributes(value):
-            yield from tensors_in(item, depth - 1)
+        items = value.values() if isinstance(value, dict) else _attributes(value)
+    for item in items:
+        yield from tensors_in(item, depth - 1, seen)
 
 
 def _attributes(value: Any) -> Iterator[Any]:
@@ -153,6 +158,7 @@ class SideOutputs:
 
     def __init__(self, modules: Sequence[nn.Module]) -> None:
         self._modules: list[weakref.ref[nn.Module]] = []
+        self._buffers: list[dict[str, Tensor | None]] = []
         self._sizes: list[int] = []
         self._places: list[tuple[weakref.ref[nn.Module], tuple[str, ...]]] = []
         seen: set[int] = set()
@@ -164,6 +170,7 @@ class SideOutputs:
             return
         seen.add(id(module))
         self._modules.append(weakref.ref(module))
+        self._buffers.append(module._buffers)  # the dict does not hold the module
         for child in module.children():
             self._collect(child, unit, seen)
 
@@ -171,20 +178,26 @@ class SideOutputs:
         """Tensors that a forward left behind, with autograd nodes made since the one with number `first_node`."""
         found: list[Tensor] = []
         for argument in arguments:
-            if not isinstance(argument, Tensor):
-                found += _made_since(argument, first_node)
-        # Attributes appear with the first forward; from then on the sizes of the dicts tell of new ones.
+            found += _made_since(argument, first_node)  # of a tensor: the forward has written to it
+        # Attributes appear with the first forward; from then on the sizes of the dicts tell of new ones, or one that went.
         sizes = [len(module.__dict__) if (module := ref()) is not None else 0 for ref in self._modules]
         if sizes != self._sizes:
             self._sizes = sizes
             modules = [(ref, module) for ref in self._modules if (module := ref()) is not None]
             places = [(ref, tuple(_names_that_may_hold(module))) for ref, module in modules]
             self._places = [place for place in places if place[1]]
+        for buffers in self._buffers:
+            for buffer in buffers.values():
+                if buffer is not None and buffer.requires_grad:
+                    found += _made_since(buffer, first_node)
         objects: set[int] = set()  # a config or a collector of losses is often that of many modules
         for ref, names_there in self._places:
             held = _NONE if (module := ref()) is None else module.__dict__
             for name in names_there:
-                value = held.get(name)
+                value = held.get(name, _NONE)
+                if value is _NONE and module is not None:
+                    self._sizes = []
+                    return self.tensors(arguments, first_node)
                 if value is None or isinstance(value, (int, float, nn.Parameter)) or id(value) in objects:
                     continue
                 objects.add(id(value))
@@ -211,11 +224,13 @@ def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an object of somebody's class, neither torch's nor ours, nor a function."""
+    """Whether it is an object of somebody's class, or a distribution of torch's; functions and ours are none."""
     if isinstance(value, _NO_TENSORS) or callable(value):
         return False
-    of = type(value).__module__.partition(".")[0]
-    return of not in ("builtins", "torch", "hsdp") and (hasattr(value, "__dict__") or bool(_slots_of(type(value))))
+    module = type(value).__module__
+    if module.partition(".")[0] in ("builtins", "torch", "hsdp") and not module.startswith("torch.distributions."):
+        return False
+    return hasattr(value, "__dict__") or bool(_slots_of(type(value)))
 
 
 def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]:

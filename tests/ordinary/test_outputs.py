@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tests.ordinary.program import (
     DIM,
     MESHES,
+    ROWS,
     Program,
     Results,
     Scenario,
@@ -305,6 +306,79 @@ def ends_a_unit_s_forward_early(program: Program) -> Results:
     """Trains on what came inside of a unit whose forward an exception has ended, which the root caught."""
     model = _Early()
     return program.fit(model, [model.inner])
+
+
+class _Beside(nn.Module):
+    """Returns what it has early, and leaves what comes later somewhere else."""
+
+    def __init__(self, leave: Callable[[nn.Module, Tensor], None]) -> None:
+        super().__init__()
+        self.early, self.middle, self.late = (nn.Linear(DIM, DIM) for _ in range(3))
+        self.leave = leave
+        self.register_buffer("penalty", torch.zeros(()))
+        self.calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.early(x)
+        self.calls += 1
+        self.leave(self, torch.tanh(self.late(torch.tanh(self.middle(x)))))
+        return out
+
+
+def _leaves(program: Program, leave: Callable[[Any, Tensor], None], penalty: Callable[[Any], Tensor]) -> Results:
+    model = nn.Sequential(nn.Linear(DIM, DIM), _Beside(leave), nn.Linear(DIM, DIM))
+
+    def penalised(model: nn.Module, x: Tensor) -> Tensor:
+        loss: Tensor = model(x).square().mean()
+        return loss + penalty(model[1])  # type: ignore[index]
+
+    return program.fit(model, model, loss_of=penalised)
+
+
+def leaves_a_penalty_in_a_buffer(program: Program) -> Results:
+    """Assigns a penalty, which is computed behind the output, to a registered buffer."""
+
+    def leave(unit: Any, late: Tensor) -> None:
+        unit.penalty = late.square().mean()
+
+    return _leaves(program, leave, lambda unit: unit.penalty)
+
+
+def leaves_a_distribution(program: Program) -> Results:
+    """Leaves one of torch's distributions on the unit, around what is computed behind the output."""
+
+    def leave(unit: Any, late: Tensor) -> None:
+        unit.policy = torch.distributions.Categorical(logits=late)
+
+    return _leaves(program, leave, lambda unit: -unit.policy.log_prob(torch.zeros(ROWS[0])).mean())
+
+
+def leaves_it_under_another_name_each_time(program: Program) -> Results:
+    """Leaves a penalty under one of two names, in turns, and takes the other one away."""
+
+    def leave(unit: Any, late: Tensor) -> None:
+        for name in ("even", "odd"):
+            unit.__dict__.pop(name, None)
+        unit.__dict__[("even", "odd")[unit.calls % 2]] = late.square().mean()
+
+    return _leaves(program, leave, lambda unit: unit.__dict__[("even", "odd")[unit.calls % 2]])
+
+
+def writes_to_its_argument(program: Program) -> Results:
+    """Adds to its input in place and returns something else; the caller goes on with both."""
+
+    def inner(linear: nn.Linear, x: Tensor) -> Tensor:
+        early = x.mean(-1, keepdim=True)
+        x.add_(torch.tanh(linear(torch.tanh(x))))
+        return early
+
+    def outer(units: nn.ModuleList, x: Tensor) -> Tensor:
+        for unit in units:
+            x = x * 2.0
+            x = x + unit(x)
+        return x
+
+    return _fit(program, 2, inner, outer)
 
 
 def weighs_losses_by_a_feature_s_gradient(program: Program) -> Results:

@@ -225,8 +225,24 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
         )
     dims = dims or _dims_by_names(mesh)
     if dims is not None:
-        return _named_axes(mesh, dims)
-    return MeshAxes(mesh, shard_axis=mesh.ndim - 1, replicate_axis=0 if mesh.ndim == 2 else None)
+        axes = _named_axes(mesh, dims)
+    else:
+        axes = MeshAxes(mesh, shard_axis=mesh.ndim - 1, replicate_axis=0 if mesh.ndim == 2 else None)
+    _refuse_unsorted(axes)
+    return axes
+
+
+def _refuse_unsorted(axes: MeshAxes) -> None:
+    """Raises ValueError where ranks do not ascend along the shard axis.
+
+    Process groups order their ranks, and collectives go by that order; checkpoints go by places on the mesh.
+    """
+    ranks, axis = axes.mesh.mesh, axes.shard_axis
+    if axis is not None and bool((ranks.diff(dim=axis) < 0).any()):
+        raise ValueError(
+            f"fully_shard(mesh=...): along the shard axis of the mesh {ranks.tolist()} ranks do not ascend; process groups "
+            "order their ranks, so that checkpoints would take rows of one rank for those of another: sort them"
+        )
 
 
 def _role(name: str) -> str | None:

@@ -17,9 +17,16 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+
+def _function(kind: type[Tensor]) -> Any:
+    """The `__torch_function__` of a class, without the class that it is bound to."""
+    return getattr(kind.__torch_function__, "__func__", kind.__torch_function__)
+
+
+_PLAIN = (_function(Tensor), _function(nn.Parameter))
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -59,7 +66,7 @@ def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
         where: names it in errors.
 
     Raises:
-        ValueError: it is a wrapper without the extension, or with half of one.
+        ValueError: it is a wrapper without the extension, or with half of one, or does torch's functions in its own way.
     """
     kind = type(tensor).__name__
     if not (extends(tensor) or hasattr(tensor, POST)):
@@ -67,6 +74,11 @@ def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
             raise ValueError(
                 f"{where} is a {kind}, and its shards would not be: the class has no gather extension; give it {PRE} and "
                 f"{POST} (FSDP2's protocol), shard the plain parameter, or pass it in ignored_params"
+            )
+        if _function(type(tensor)) not in _PLAIN:
+            raise ValueError(
+                f"{where} is a {kind}, whose __torch_function__ its shards would not have; shard the plain parameter, or "
+                "pass it in ignored_params"
             )
         return None
     if not (extends(tensor) and hasattr(tensor, POST) and is_traceable_wrapper_subclass(tensor)):

@@ -126,6 +126,33 @@ def test_a_mesh_of_three_axes_is_refused_with_its_shape(world: RankEnv) -> None:
     _says(caught.value, "3 axes", r"\(2, 1, 2\)", "1-D", "2-D", "slice")
 
 
+def test_a_mesh_whose_ranks_do_not_ascend_is_refused(world: RankEnv) -> None:
+    for ranks, refused in (([1, 0, 2, 3], True), ([[1, 0], [3, 2]], True), ([[2, 3], [0, 1]], False)):
+        mesh = DeviceMesh("cpu", torch.tensor(ranks))
+        with pytest.raises(ValueError) if refused else contextlib.nullcontext() as caught:
+            fully_shard(MLP(), mesh=mesh)
+        if refused:
+            _says(caught.value, "shard axis", re.escape(str(ranks)), "sort")
+
+
+class Doubled(torch.Tensor):
+    """Is not what it seems to be: its functions see twice of it."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is torch.nn.functional.linear:
+            args = args[0], args[1].as_subclass(torch.Tensor) * 2, *args[2:]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+def test_a_parameter_with_functions_of_its_own_is_refused_by_name(world: RankEnv) -> None:
+    model = MLP()
+    model.blocks[0].weight = nn.Parameter(model.blocks[0].weight.detach().as_subclass(Doubled))
+    with pytest.raises(ValueError) as caught:
+        fully_shard(model, mesh=world.mesh(4))
+    _says(caught.value, "blocks.0.weight", "Doubled", "__torch_function__", "ignored_params")
+
+
 def test_what_is_no_mesh_is_refused_by_type(world: RankEnv) -> None:
     for mesh in (4, (2, 2), torch.distributed.group.WORLD):
         with pytest.raises(TypeError) as caught:

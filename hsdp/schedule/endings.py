@@ -30,7 +30,8 @@ class Endings(Root):
             self.around.held = backward
         else:
             backward.kept = True
-            self._keep_landed()
+            for unit in self.units:  # as `_keep_landed` does, without its call
+                unit.gradients.commit()
         if backward.reduces:
             self.awaits_gradients = False
         backward.tasks.clear()
@@ -55,6 +56,9 @@ class Endings(Root):
         backward.ending = False
         self.around.lost = self.around.held is not None
         self.around.held = None
+        if not self.depth:
+            for unit in self.units:
+                unit.set_calls(0)  # of recomputations, where an interrupt came before they were set back
         self._unregister()
         if not self.streams.active:
             self._roll_back(at_once=True)

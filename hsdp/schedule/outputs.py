@@ -63,7 +63,7 @@ def tensors_in(value: Any, depth: int = 8, seen: dict[int, int] | None = None) -
 def _attributes(value: Any) -> Iterator[Any]:
     """What an object holds, in its dict and in slots."""
     slots = (getattr(value, name, None) for name in _slots_of(type(value)))
-    return chain(getattr(value, "__dict__", {}).values(), slots)
+    return chain(list(getattr(value, "__dict__", {}).values()), slots)  # another thread may write to the object
 
 
 _slots: dict[type, list[str]] = {}
@@ -245,16 +245,15 @@ def _made_since(value: Any, first_node: int, depth: int = 3) -> Iterator[Tensor]
     if depth == 0 or isinstance(value, _NO_TENSORS):
         return
     # Read by the built-in classes' own methods: a subclass's may raise, as `len` of e3nn's irreps does, which are tuples.
+    # And at once: another thread may append to the container (one that collects what a model is trained on, say).
     if isinstance(value, dict):
-        items = dict.values(value)
-        if len(items) > _MOST_ITEMS:
-            items = islice(reversed(items), _MOST_ITEMS)
+        items = list(islice(reversed(dict.values(value)), _MOST_ITEMS))
     elif isinstance(value, tuple):
         items = tuple.__getitem__(value, _LAST_ITEMS)
     elif isinstance(value, list):
         items = list.__getitem__(value, _LAST_ITEMS)
     elif isinstance(value, deque):
-        items = islice(deque.__reversed__(value), _MOST_ITEMS)
+        items = list(islice(deque.__reversed__(value), _MOST_ITEMS))
     elif isinstance(value, _CONTAINERS):
         items = value
     elif _is_object(value):

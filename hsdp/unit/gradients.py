@@ -25,6 +25,7 @@ from torch import Tensor
 
 from hsdp.buffers.flat_buffer import owned
 from hsdp.comm.observer import CommContext
+from hsdp.comm.replica_reduce import DEFAULT
 from hsdp.comm.streams import host_wait, note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor
@@ -156,7 +157,8 @@ class Gradients:
         for slot, held in self._stash.items():
             taken[slot] = held.add_(taken[slot]) if slot in taken else held
         self._stash.clear()
-        parts, clean = [], self._settings.shows_buffers
+        parts, told = [], self._settings  # users' code that sees a reduction's buffers finds zeros between gradients
+        clean = told.all_reduce_hook is not None or told.reduces_by_custom or told.replica_reduce is not DEFAULT
         for plan in self._plans:
             # Popped: `fill` has the last references to gradients, so that what it casts is not alive twice.
             parts.append(part := plan.fill(list(map(taken.pop, plan.slots, repeat(None))), clean))

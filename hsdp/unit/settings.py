@@ -55,11 +55,6 @@ class UnitSettings(Generic[UnitT]):
     reduces_by_custom: bool = False
     post_optim_event: Event = None
 
-    @property
-    def shows_buffers(self) -> bool:
-        """Whether users' code sees the buffers of reductions: it is to find zeros between gradients, not what was there."""
-        return self.all_reduce_hook is not None or self.reduces_by_custom or self.replica_reduce is not DEFAULT
-
     def factor(self, ranks: int) -> float:
         """What a sum over so many ranks is multiplied with.
 

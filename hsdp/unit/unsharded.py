@@ -137,8 +137,7 @@ class UnshardedParams:
                 self._drop_parts()
             transfers: list[tuple[Tensor, Tensor]] = []
             try:
-                # While compute's stream is current: the memory is that stream's, and the gather's, which joins it next, is
-                # behind whatever used that memory before.
+                # While compute's stream is current: the gather joins it next, behind whatever used that memory before.
                 for group in self.dtype_groups:
                     if parts:
                         transfers += group.prepare_parts()
@@ -162,10 +161,7 @@ class UnshardedParams:
                 observer.ends("launch", self)
         if self.readers is not None:
             self.readers.begin(self.context.streams)
-        self.residency = GATHERING
-        self.gathered_version = version
-        if not self.retained:
-            self._shard_prints = None  # of an earlier gather, behind which an interrupt came
+        self.residency, self.gathered_version = GATHERING, version
         if ahead:
             self.note_shards()
         if self.retained:
@@ -355,6 +351,8 @@ class UnshardedParams:
             self.shadows.unregister()
         if self.residency is GATHERING:
             self.finish()
+        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
+            self._shard_prints = None
         if self.residency is UNSHARDED:
             self.residency = SHARDED
             self._free()
@@ -373,8 +371,7 @@ class UnshardedParams:
             group.drop_part()
 
     def _free(self) -> None:
-        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
-            self._shard_prints = None
+        if not self.retained:
             # Counters before memory: from here on autograd refuses a backward that would read what is about to go.
             self.guard.freed()
             for group in self.dtype_groups:
@@ -385,6 +382,7 @@ class UnshardedParams:
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:
+                self._shard_prints = None
                 self._free()
 
     def reshard_stale(self) -> None:

@@ -5,7 +5,7 @@ than an iteration is interrupted.
     python -m tests.soak.interrupts [--stride 1] [--only offloaded ...] [--acts unshard ...] [--log interrupts.log]
 
 What `tests/schedule/test_fault_injection.py` does to calls that somebody has thought of, this does to all lines. Those of
-`hsdp/comm` are left out: a message that was sent to some of the ranks only is not taken back.
+`hsdp/comm` are left out, unless a rank is alone: a message that was sent to some of the ranks only is not taken back.
 """
 
 from __future__ import annotations
@@ -49,6 +49,7 @@ SETUPS: dict[str, tuple[tuple[int, ...], bool | None, dict[str, Any]]] = {
     "offloaded": ((2,), None, {"offload_policy": hsdp.CPUOffloadPolicy()}),
     "in bf16": ((2,), None, {"mp_policy": hsdp.MixedPrecisionPolicy(reduce_dtype=torch.float64)}),
     "two axes": ((2, 2), None, {}),
+    "alone": ((1,), None, {}),
 }
 """Of what model: the mesh, whether blocks are recomputed (True: by reentrant checkpoints), how many
 micro-batches there are, options of `fully_shard`."""
@@ -111,16 +112,17 @@ def _headers(file: str) -> frozenset[int]:
 
 @dataclass
 class Interrupt:
-    """Where an interrupt came; None while it has not."""
+    """An interrupt at the `at`-th line, and where that was; None while it has not come."""
 
     at: int
+    left_out: str = _LEFT_OUT
     lines: int = 0
     where: str | None = None
 
     def enter(self, frame: FrameType, event: str, arg: object) -> Any:
         """Python's trace function: follows frames of the engine."""
         file = frame.f_code.co_filename
-        return self.line if file.startswith(_HSDP) and not file.startswith(_LEFT_OUT) else None
+        return self.line if file.startswith(_HSDP) and not file.startswith(self.left_out) else None
 
     def line(self, frame: FrameType, event: str, arg: object) -> Any:
         """Raises at the `at`-th line."""
@@ -152,14 +154,13 @@ def interrupted(env: RankEnv, setup: str, act: str, first: int, stride: int) -> 
     subject = Subject(env, shape, recompute, **options)
     at, wrong = first, []
     while True:
-        interrupt = Interrupt(at)
+        interrupt = Interrupt(at, _LEFT_OUT if env.world_size > 1 else "none")
         try:
             subject.fail(interrupting(interrupt), KeyboardInterrupt, ACTS[act])
             if interrupt.where is None:
                 return interrupt.lines, wrong
-            if (
-                subject.batches > 1 or subject.kept()
-            ):  # sums of earlier micro-batches are there, too, or are known to be lost
+            # Sums of earlier micro-batches are there still, or are known to be lost; a step may have clipped gradients.
+            if subject.batches > 1 or act != ITERATION or subject.kept():
                 subject.start()
             subject.recover()
         except Exception as error:

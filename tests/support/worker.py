@@ -32,7 +32,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, _collective_utils, _redistribute
 from torch.utils._python_dispatch import _get_current_dispatch_mode_stack
 
 from tests.support import device as emulator
@@ -202,6 +202,10 @@ def forget_meshes() -> None:
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         torch._C._clear_DTensor_sharding_propagator_cache()
+    # These hold the groups' threads, too.
+    if hasattr(_redistribute, "clear_redistribute_planner_cache"):
+        _redistribute.clear_redistribute_planner_cache()
+    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def restore_globals() -> list[str]:

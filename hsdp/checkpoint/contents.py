@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 from torch.nn.parameter import is_lazy
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
@@ -119,10 +120,23 @@ def plain(value: Any, name: str = "a value") -> Any:
             "can hold; save a module that holds what you train (an nn.ModuleList of the adapters, say), and make the rest "
             "anew from where it came"
         )
-    if not isinstance(value, DTensor):
-        return data_of(value)
     data = data_of(local)
+    if is_traceable_wrapper_subclass(data):  # it has no memory of its own that could be written
+        raise TypeError(
+            f"{name!r} is a {type(data).__name__} without a gather extension (fsdp_pre_all_gather), around tensors that "
+            "checkpoints do not know; keep plain tensors, or save what is inside by get_extra_state"
+        )
+    if not isinstance(value, DTensor):
+        return data
     return value if data is local else as_dtensor(data, value._spec)
+
+
+def savable(value: Any, told: str) -> Any:
+    """A leaf of an optimizer's state as it is saved; of a sum that is still in parts on the ranks the sum."""
+    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
+        with torch.no_grad():
+            value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
+    return plain(value, told)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

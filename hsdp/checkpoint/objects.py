@@ -170,7 +170,8 @@ class _Packer:
                 "saved: convert it to a plain dense tensor first"
             )
         held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
-        raw = ctypes.string_at(held.data_ptr(), held.nbytes) if held.nbytes else b""
+        # Not by `ctypes.string_at`, for which 4 GiB are nothing: it takes a C int.
+        raw = (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw if held.nbytes else b""
         trained = value.requires_grad if isinstance(value, nn.Parameter) else None
         return {"tensor": [str(value.dtype), list(value.shape), self._blob(raw), trained]}
 

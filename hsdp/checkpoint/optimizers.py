@@ -8,15 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from torch.distributed.tensor.placement_types import Replicate
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.contents import clean_name, listing, plain, state_staging
+from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_staging
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
 from hsdp.checkpoint.made import Probe, is_known, is_of_weights, kind_of
@@ -30,6 +30,7 @@ from hsdp.checkpoint.structure import (
     hides_shards,
     leaves_of,
     mapped,
+    owned,
     put_together,
     sequence_like,
     skeleton_by_paths,
@@ -63,25 +64,19 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
         members = group_names(names, group, index)
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
-                refuse_local_state(name, param, optimizer.state[param])
-                what, held = f"the optimizer's state of {name!r}", optimizer.state[param].items()
-                state[name] = {entry: mapped(value, _savable, f"{entry!r} of {what}") for entry, value in held}
+                refuse_local_state(name, param, held := optimizer.state[param])
+                state[name] = {}
+                for entry, value in held.items():
+                    told = f"{entry!r} of the optimizer's state of {name!r}"
+                    state[name][entry] = mapped(value, partial(savable, told=told), told)
         for key, value in group.items():
             if key != "params" and hides_shards(value, objects=False):
                 raise CheckpointError(
                     f"{key!r} of the optimizer's group {index} has a sharded tensor, which no checkpoint can hold among "
                     "the settings of groups: keep it in the optimizer's state of a parameter"
                 )
-        groups.append({**{key: value for key, value in group.items() if key != "params"}, "params": members})
+        groups.append({**{key: owned(value) for key, value in group.items() if key != "params"}, "params": members})
     return {"state": state, "param_groups": groups}
-
-
-def _savable(value: Any) -> Any:
-    """A leaf of the state as it is saved; of a sum that is still in parts on the ranks the sum."""
-    if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
-        with torch.no_grad():
-            value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
-    return plain(value)
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:

@@ -188,7 +188,7 @@ class Ranks:
         self._messages.recv([size], rank, _TAG).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
         self._messages.recv([data], rank, _TAG).wait()
-        return pickle.loads(ctypes.string_at(data.data_ptr(), data.numel()))
+        return pickle.loads((ctypes.c_char * data.numel()).from_address(data.data_ptr()))
 
     def _contact(self, what: str, exchange: Callable[[], T]) -> T:
         try:

@@ -147,6 +147,13 @@ def mapped(value: Any, change: Callable[[Any], Any], what: str, depth: int = 0) 
     return change(value)
 
 
+def owned(value: Any) -> Any:
+    """A setting with copies of its tensors: a scheduler writes to the one that is a learning rate."""
+    if isinstance(value, Tensor):
+        return value.detach().clone()
+    return type(value)(map(owned, value)) if type(value) in (list, tuple) else value
+
+
 def hides_shards(value: Any, objects: bool = True, depth: int = 5, seen: set[int] | None = None) -> bool:
     """Whether there are sharded tensors in a value: in containers of any kind, or in the attributes of `objects`."""
     if isinstance(value, DTensor):

@@ -90,7 +90,8 @@ def single(param: Any, share: Share | None = None) -> Target:
     """A parameter by itself, or a replica's share of it."""
     if not isinstance(param, DTensor):
         return Target(param, [Member(param, param.shape, 0, param.numel())], [])
-    plain = local_of(param).detach() if share is None else share.of(memory_of(param))
+    plain = local_of(param).detach() if share is None else share.of(memory_of(param)).detach()
+    plain.requires_grad_(param.requires_grad)  # optimizers may ask for it
     return Target(plain, [Member(param, plain.shape, 0, plain.numel(), share)], [])
 
 
@@ -160,7 +161,8 @@ def _flat_target(params: list[Any], places: dict[int, _Place]) -> Target:
         members.append(Member(param, param._local_tensor.shape, start, count))
         if place.start + count < place.stop:
             gaps.append((start + count, place.stop - first.start))
-    return Target(first.buffer.detach()[first.start : last.stop], members, gaps)
+    flat = first.buffer.detach()[first.start : last.stop].detach()
+    return Target(flat.requires_grad_(), members, gaps)
 
 
 def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Target:
@@ -178,7 +180,7 @@ def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Tar
     with torch.inference_mode(False):
         memory = FlatBuffer(start, alone[0].tensor.dtype, alone[0].tensor.device)
     memory.free()
-    return Target(memory.tensor, members, [], memory)
+    return Target(memory.tensor.detach().requires_grad_(), members, [], memory)
 
 
 def _numbers(state: dict[str, Any] | None) -> object:

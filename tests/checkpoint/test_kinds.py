@@ -12,6 +12,7 @@ from unittest import mock
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hsdp
 from hsdp import checkpoint
@@ -212,6 +213,31 @@ def test_what_cannot_be_saved_is_named_with_its_type(tmp_path: Path) -> None:
     for extra, match in cases:
         with pytest.raises(CheckpointError, match=match):
             checkpoint.save(tmp_path, model, extra=extra, step=1)
+
+
+@pytest.mark.parametrize("where", ["buffer", "state"])
+def test_tensors_around_others_are_refused_by_name(tmp_path: Path, where: str) -> None:
+    """They have no memory of their own: to write it would end the process."""
+    around = TwoTensor(torch.ones(2), torch.zeros(2))
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    if where == "buffer":
+        model.register_buffer("table", around)
+    else:
+        optimizer.state[model.bias]["table"] = around
+    for async_ in (False, True):
+        with pytest.raises((TypeError, CheckpointError), match=r"'table'.* TwoTensor"):
+            checkpoint.save(tmp_path, model, optimizer, step=1, async_=async_)
+
+
+def test_a_learning_rate_that_is_a_tensor_is_saved_as_it_was() -> None:
+    model = nn.Linear(2, 2)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), betas=(torch.tensor(0.5), torch.tensor(0.75)))
+    saved = checkpoint.full_optimizer_state_dict(model, optimizer)
+    optimizer.param_groups[0]["lr"].fill_(1.0)
+    optimizer.param_groups[0]["betas"][0].fill_(1.0)
+    assert saved["param_groups"][0]["lr"] == 0.25
+    assert saved["param_groups"][0]["betas"] == (0.5, 0.75)
 
 
 def test_a_quantized_buffer_is_left_alone_and_not_saved(tmp_path: Path) -> None:

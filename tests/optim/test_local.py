@@ -236,6 +236,29 @@ def test_an_interrupt_behind_a_step_leaves_every_group_its_parameters() -> None:
         assert all(one is other for one, other in zip(held, params, strict=True))
 
 
+class Asks(torch.optim.SGD):
+    """Steps what is trained, and asks the parameters which are."""
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for param in [param for param in group["params"] if param.requires_grad and param.grad is not None]:
+                param.add_(param.grad, alpha=-group["lr"])
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_an_optimizer_may_ask_which_parameters_are_trained(flat: bool) -> None:
+    with fake_world(2) as env:
+        model = hsdp.fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
+        optimizer = hsdp.optim.local(Asks(model.parameters(), lr=0.5), flat=flat, elementwise=True)
+        before = [param.to_local().clone() for param in model.parameters()]
+        for param in model.parameters():
+            param.grad = torch.ones_like(param)
+        optimizer.step()
+        for param, was in zip(model.parameters(), before, strict=True):
+            torch.testing.assert_close(param.to_local(), was - 0.5)
+
+
 class Replaces(torch.optim.Optimizer):
     """Puts new tensors into its states, and raises behind them if it is told to."""
 

@@ -161,8 +161,7 @@ def _flat_target(params: list[Any], places: dict[int, _Place]) -> Target:
         members.append(Member(param, param._local_tensor.shape, start, count))
         if place.start + count < place.stop:
             gaps.append((start + count, place.stop - first.start))
-    flat = first.buffer.detach()[first.start : last.stop].detach()
-    return Target(flat.requires_grad_(), members, gaps)
+    return Target(first.buffer[first.start : last.stop].detach().requires_grad_(), members, gaps)
 
 
 def _copied(alone: list[Target], gradient_of: Callable[[Member], Tensor]) -> Target:

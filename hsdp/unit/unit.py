@@ -351,7 +351,7 @@ class Unit(UnitActivity, UnshardedParams):
         """A forward begins that reads its unsharded parameters; `afresh` as in `choose_trainable`."""
         self.choose_trainable(afresh)
         self.forward_version = self.version
-        if not self.holds_unsharded and not self.retained:
+        if self._shard_prints is not None and not (self.holds_unsharded or self.retained):
             self._shard_prints = None  # of a gather that was interrupted outside of a pass
 
     def enter_forward(self, afresh: bool) -> None:

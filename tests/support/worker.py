@@ -205,7 +205,8 @@ def forget_meshes() -> None:
     # These hold the groups' threads, too.
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
-    _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
+    if hasattr(_collective_utils, "MeshTopoInfo"):
+        _collective_utils.MeshTopoInfo.build_from_mesh.cache_clear()
 
 
 def restore_globals() -> list[str]:

@@ -41,6 +41,10 @@ def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:
     return value.is_floating_point() and name not in NUMBERS and (value.ndim > 0 or param.ndim == 0)
 
 
+_MOMENTS_ON = {"momentum": 0.5, "amsgrad": True, "centered": True}
+"""Settings under which PyTorch's optimizers make all the state that they ever make."""
+
+
 class Probe:
     """Knows what an optimizer makes for the parameters of one group: it steps once for each shape and dtype among them.
 
@@ -53,6 +57,7 @@ class Probe:
         self._optimizer = optimizer
         self._group = group
         self._made: dict[tuple[torch.Size, torch.dtype], Mapping[str, Any] | None] = {}
+        self._most: dict[tuple[torch.Size, torch.dtype], Mapping[str, Any]] = {}
 
     def misfit(self, param: Tensor, state: Mapping[str, Any]) -> str | None:
         """How a parameter's state differs from what the optimizer makes for it; None if it does not, or is not known to.
@@ -65,7 +70,15 @@ class Probe:
         if kind not in self._made:
             self._made[kind] = _made(self._optimizer, self._group, param)
         made = self._made[kind]
-        return None if made is None else _difference(self._optimizer, made, state)
+        if made is None:
+            return None
+        if left := state.keys() - made.keys():
+            # Made under other settings, before a scheduler brought the momentum to 0, say: the optimizer keeps that.
+            if kind not in self._most:
+                on = {key: value for key, value in _MOMENTS_ON.items() if key in self._group}
+                self._most[kind] = _made(self._optimizer, {**self._group, **on}, param) or {}
+            made = {**made, **{entry: value for entry, value in self._most[kind].items() if entry in left}}
+        return _difference(self._optimizer, made, state)
 
 
 def _difference(optimizer: Optimizer, made: Mapping[str, Any], state: Mapping[str, Any]) -> str | None:

@@ -22,7 +22,7 @@ from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
 from hsdp.checkpoint.made import Probe, is_known, is_of_weights, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
-from hsdp.checkpoint.settings import merge_groups
+from hsdp.checkpoint.settings import SavedGroups, merge_groups, saved_groups
 from hsdp.checkpoint.structure import (
     SEQUENCES,
     Path,
@@ -191,9 +191,9 @@ class OptimizerStaging:
                 if name in state and (told := probe.misfit(self.params[name], state[name])):
                     raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {told}")
 
-    def groups(self, hyper: Mapping[str, dict[str, Any]]) -> list[dict[str, Any]]:
-        """The optimizer's groups with hyperparameters given by parameter (see `merge_groups`)."""
-        return merge_groups(self._optimizer, self._members, hyper)
+    def groups(self, saved: SavedGroups) -> list[dict[str, Any]]:
+        """The optimizer's groups with the hyperparameters of groups that were saved (see `merge_groups`)."""
+        return merge_groups(self._optimizer, self._members, saved)
 
     def numbers(self) -> dict[str, int]:
         """The numbers that parameters have in the optimizer's state dict, by name."""
@@ -215,8 +215,8 @@ class OptimizerStaging:
 
 def describe_state(
     state: Mapping[str, Any],
-) -> tuple[dict[str, dict[str, Any]], dict[str, dict[str, Any]], dict[str, Any]]:
-    """A whole optimizer state without its tensors, its hyperparameters by parameter, and its skeletons."""
+) -> tuple[dict[str, dict[str, Any]], SavedGroups, dict[str, Any]]:
+    """A whole optimizer state without its tensors, its groups, and its skeletons."""
     if not {"state", "param_groups"} <= state.keys():
         raise CheckpointError("the optimizer's state has no 'state' and 'param_groups'")
     apart = {name: take_apart(entries, f"the state of {name!r}") for name, entries in state["state"].items()}
@@ -228,10 +228,7 @@ def describe_state(
                 raise CheckpointError(f"{entry!r} of the optimizer's state of {name!r} is a DTensor, not a whole tensor")
             is_tensor = isinstance(value, Tensor)
             described[name][entry] = Described(tuple(value.shape), value.dtype) if is_tensor else value
-    hyper: dict[str, dict[str, Any]] = {}
-    for group in state["param_groups"]:
-        hyper.update((name, {k: v for k, v in group.items() if k != "params"}) for name in group["params"])
-    return described, hyper, {name: one.skeleton for name, one in apart.items()}
+    return described, saved_groups(state["param_groups"]), {name: one.skeleton for name, one in apart.items()}
 
 
 class OptimizerReading:
@@ -343,20 +340,22 @@ class OptimizerReading:
         numbers = self._staging.numbers()
         commit_optimizer(self._optimizer, self._whole, {numbers[name] for name in converted if name in numbers})
 
-    def _hyperparameters(self) -> dict[str, dict[str, Any]]:
-        """The saved hyperparameters of each parameter, from groups by index or from DCP's flattened form."""
+    def _hyperparameters(self) -> SavedGroups:
+        """The groups that were saved, by index, or of DCP's flattened form one for each parameter."""
         found: dict[str, Any] = {
             key.removeprefix("param_groups."): self._reader.values[self._prefix + key] if value is None else value
             for key, value in self._hyper.items()
         }
-        hyper: dict[str, dict[str, Any]] = {}
         inner = self._inner
-        groups = [key.removesuffix(".params") for key in found if key.endswith(".params") and key.count(".") == 1]
-        if not groups:
+        indices = [key.removesuffix(".params") for key in found if key.endswith(".params") and key.count(".") == 1]
+        if not indices:
+            hyper: dict[str, dict[str, Any]] = {}
             for key, value in found.items():
                 name, _, entry = key.rpartition(".")
                 hyper.setdefault(name.removeprefix(inner), {})[entry] = value
-        for index in groups:
+            return [([name], values) for name, values in hyper.items()]
+        groups = []
+        for index in sorted(indices, key=lambda index: (len(index), index)):  # 10 comes behind 9
             values = {k.removeprefix(f"{index}."): v for k, v in found.items() if k.startswith(f"{index}.")}
             members = values.pop("params")
             if not isinstance(members, (list, tuple)) or not all(isinstance(name, str) for name in members):
@@ -367,8 +366,8 @@ class OptimizerReading:
                 above = f"{self._prefix}param_groups.{index}."
                 skeleton = skeleton_by_paths({name: self._paths.get(above + name, ()) for name in values})
                 values = values if skeleton is None else put_together(skeleton, values)
-            hyper.update((name.removeprefix(inner), values) for name in members)
-        return hyper
+            groups.append(([name.removeprefix(inner) for name in members], values))
+        return groups
 
 
 def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+import functools
+import inspect
+from collections.abc import Iterable, Mapping, Sequence, Set
 from typing import Any
 
 import torch
@@ -25,27 +27,39 @@ _BY_VERSION = frozenset({"decoupled_weight_decay", "maximize"})
 """Entries that PyTorch's versions added to groups of one kind of optimizer."""
 
 
-def merge_groups(
-    optimizer: Optimizer, members: list[list[str]], saved: Mapping[str, dict[str, Any]]
-) -> list[dict[str, Any]]:
+SavedGroups = Sequence[tuple[Sequence[str], dict[str, Any]]]
+"""The groups of a checkpoint, in their order: the names of each one's parameters, and its hyperparameters."""
+
+
+def saved_groups(groups: Iterable[Mapping[str, Any]]) -> SavedGroups:
+    """The groups of a state dict in which parameters have names."""
+    return [(group["params"], {key: value for key, value in group.items() if key != "params"}) for group in groups]
+
+
+def merge_groups(optimizer: Optimizer, members: list[list[str]], groups: SavedGroups) -> list[dict[str, Any]]:
     """The optimizer's groups with the hyperparameters of a checkpoint.
+
+    A group without parameters gets those of the saved group in its place, if that has no parameters either.
 
     Args:
         optimizer: the optimizer that loads; its groups may be cut otherwise than those that were saved.
         members: the names of the parameters of each of its groups.
-        saved: the saved hyperparameters, by parameter.
+        groups: those that were saved.
 
     Raises:
         CheckpointError: a parameter has none, or those of one group's parameters differ.
     """
     merged = []
+    saved = {name: values for names, values in groups for name in names}
     for index, (group, names) in enumerate(zip(optimizer.param_groups, members, strict=True)):
         if missing := [name for name in names if name not in saved]:
             raise CheckpointError(
                 f"the checkpoint's optimizer does not know {listing(missing)} of the optimizer's group {index}"
             )
-        values = [{k: v for k, v in saved[name].items() if k not in _NOT_TRAINING} for name in names]
-        for name, value in zip(names, values, strict=True):
+        alike = groups[index : index + 1]  # in the same place
+        found = [saved[name] for name in names] if names else [values for others, values in alike if not others]
+        values = [{k: v for k, v in one.items() if k not in _NOT_TRAINING} for one in found]
+        for name, value in zip(names, values, strict=False):
             if differing := [key for key in value if key not in values[0] or not _same(value[key], values[0][key])]:
                 raise CheckpointError(
                     f"group {index} of the optimizer has {names[0]!r} and {name!r} together, but the checkpoint has them "
@@ -73,9 +87,10 @@ def _same(one: Any, other: Any) -> bool:
 
 
 def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
-    """Refuses the settings of another kind of optimizer."""
+    """Refuses the settings of another kind of optimizer. What users put into groups is no sign of one, and taken over."""
     known = _BY_SCHEDULERS | _BY_VERSION
-    only_own, only_saved = own - saved - known, saved - own - known
+    only_own = (own & getattr(optimizer, "defaults", {}).keys()) - saved - known
+    only_saved = (saved & _settings_of_torch()) - own - known
     if only_own or only_saved:
         has = " and ".join(
             f"{who} {listing(sorted(names))}"
@@ -85,11 +100,22 @@ def _check_kind(optimizer: Optimizer, own: Set[str], saved: Set[str]) -> None:
         raise CheckpointError(f"the checkpoint's optimizer is of another kind: only {has}")
 
 
+@functools.cache
+def _settings_of_torch() -> Set[str]:
+    """The settings that any of PyTorch's optimizers takes."""
+    kinds = [kind for kind in vars(torch.optim).values() if isinstance(kind, type) and issubclass(kind, Optimizer)]
+    return {name for kind in kinds for name in inspect.signature(kind).parameters}
+
+
+@torch.inference_mode(False)  # the optimizer is to step with it later
 def _like(saved: Any, own: Any) -> Any:
-    # `capturable` optimizers keep the learning rate in a tensor.
+    """A saved setting as the optimizer keeps it: `capturable` ones have tensors, on their device; others have numbers."""
+    if isinstance(saved, Tensor) and isinstance(own, Tensor):
+        return saved.to(own.device)
     if isinstance(saved, Tensor) and isinstance(own, float):
         return float(saved)
     if isinstance(own, Tensor) and isinstance(saved, (int, float)):
-        with torch.inference_mode(False):
-            return torch.full_like(own, saved)
+        return torch.full_like(own, saved)
+    if type(saved) in (list, tuple) and isinstance(own, (list, tuple)) and len(saved) == len(own):
+        return type(saved)(map(_like, saved, own))
     return saved

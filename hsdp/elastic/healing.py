@@ -22,6 +22,7 @@ from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import clean_name, plain
 from hsdp.checkpoint.local_state import refuse_unnamed_state
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
+from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
 from hsdp.format import dotted
@@ -135,12 +136,7 @@ class HealedState:
                     sent[f"{entry} of {name}"] = value["local"]
                     places[f"{entry} of {name}"] = local_of(placed[name][entry])
         _check(places, sent)
-        hyper = {
-            name: {key: value for key, value in group.items() if key != "params"}
-            for group in shards["groups"]
-            for name in group["params"]
-        }
-        whole = staging.state_dict(placed, staging.groups(hyper), shards["skeletons"])
+        whole = staging.state_dict(placed, staging.groups(saved_groups(shards["groups"])), shards["skeletons"])
         for name, tensor in own.items():
             tensor.copy_(shards["model"][name])
         for key, tensor in places.items():

@@ -17,6 +17,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 import hsdp
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, made
+from hsdp.checkpoint.settings import merge_groups
 from tests.checkpoint import models as cm
 from tests.checkpoint.test_mismatch import Pair, refuse, saved, step_once
 from tests.support.rig import fake_world
@@ -101,14 +102,93 @@ def test_state_that_the_optimizer_does_not_make_is_refused(tmp_path: Path) -> No
         refuse(path, model, O.AdamW(model.parameters()), match)
 
 
-def test_settings_that_only_one_side_has_are_refused(tmp_path: Path) -> None:
+@pytest.mark.parametrize("whole", [False, True])
+def test_settings_that_users_put_into_groups_are_taken_over(tmp_path: Path, whole: bool) -> None:
+    """As PyTorch's `load_state_dict` does; what the checkpoint knows nothing of stays as it is."""
     model = Pair()
-    optimizer = O.AdamW(model.parameters())
-    path = saved(tmp_path / "plain", model, optimizer)
+    with_own, plain = (step_once(model, O.AdamW(model.parameters())) for _ in range(2))
+    with_own.param_groups[0].update(name="decay", scale=2.0)
+    for saver, loader in ((with_own, O.AdamW(model.parameters())), (plain, with_own)):
+        if whole:
+            state = checkpoint.full_optimizer_state_dict(model, saver)
+            checkpoint.load_full_optimizer_state_dict(model, loader, state)
+        else:
+            checkpoint.load(saved(tmp_path, model, saver), model, loader)
+        assert (loader.param_groups[0]["name"], loader.param_groups[0]["scale"]) == ("decay", 2.0)
+
+
+class Scaled(O.Optimizer):
+    """An optimizer with a setting that others do not have."""
+
+    def __init__(self, params: Any, **settings: float) -> None:
+        super().__init__(params, {"lr": 0.1, **settings})
+
+
+def test_settings_that_make_the_kind_are_compared(tmp_path: Path) -> None:
+    model = Pair()
+    path = saved(tmp_path, model, Scaled(model.parameters()))
+    refuse(path, model, Scaled(model.parameters(), scale=2.0), r"of another kind: only Scaled has 'scale'")
+    path = saved(tmp_path, model, Scaled(model.parameters(), rho=0.5))
+    refuse(path, model, Scaled(model.parameters()), r"of another kind: only it has 'rho'")
+
+
+@pytest.mark.parametrize("whole", [False, True])
+def test_groups_without_parameters_keep_their_settings(tmp_path: Path, whole: bool) -> None:
+    """Of layers that are thawed later, say: schedulers go on with the learning rates that all groups had."""
+    model = Pair()
+
+    def make() -> torch.optim.Optimizer:
+        return O.AdamW([{"params": list(model.parameters())}, {"params": [], "lr": 0.5}], lr=0.5)
+
+    optimizer, fresh = step_once(model, make()), make()
+    optimizer.param_groups[0]["lr"], optimizer.param_groups[1]["lr"] = 0.25, 0.125
+    if whole:
+        state = checkpoint.full_optimizer_state_dict(model, optimizer)
+        checkpoint.load_full_optimizer_state_dict(model, fresh, state)
+    else:
+        checkpoint.load(saved(tmp_path, model, optimizer), model, fresh)
+    assert [group["lr"] for group in fresh.param_groups] == [0.25, 0.125]
+    more = O.AdamW([{"params": []}, {"params": list(model.parameters())}], lr=0.5)
+    checkpoint.load_full_optimizer_state_dict(model, more, checkpoint.full_optimizer_state_dict(model, optimizer))
+    assert [group["lr"] for group in more.param_groups] == [0.5, 0.25]
+
+
+SWITCHED: dict[str, tuple[Make, dict[str, Any]]] = {
+    "momentum": (lambda p: O.SGD(p, lr=0.1, momentum=0.9), {"momentum": 0.0}),
+    "amsgrad": (lambda p: O.AdamW(p, lr=0.1, amsgrad=True), {"amsgrad": False}),
+    "centered": (lambda p: O.RMSprop(p, lr=0.1, centered=True, momentum=0.5), {"centered": False, "momentum": 0}),
+}
+
+
+@pytest.mark.parametrize("kind", SWITCHED)
+def test_state_of_settings_that_a_run_has_switched_off_is_loaded(tmp_path: Path, kind: str) -> None:
+    """A scheduler of the momentum may end at 0; the buffers of before stay in the optimizer."""
+    model = Pair()
+    make, off = SWITCHED[kind]
+    optimizer = step_once(model, make(model.parameters()))
+    optimizer.param_groups[0].update(off)
+    path = saved(tmp_path, model, step_once(model, optimizer))
+    for other in (make(model.parameters()), optimizer):
+        checkpoint.load(path, model, other)
+        cm.assert_equal(cm.whole_state(model, other), cm.whole_state(model, optimizer))
+        step_once(model, other)
+    optimizer.state[model.first.weight]["more"] = torch.ones(4, 4)
+    path = saved(tmp_path, model, optimizer)
+    refuse(path, model, make(model.parameters()), "has 'more', which .* does not keep")
+
+
+def test_settings_in_tensors_come_back_on_the_device_of_the_optimizers_own() -> None:
+    """The meta device stands for an accelerator; settings are read into host memory."""
+    model = Pair()
     own = O.AdamW(model.parameters())
-    own.param_groups[0]["scale"] = 2.0
-    refuse(path, model, own, r"of another kind: only AdamW has 'scale'")
-    refuse(saved(tmp_path / "own", model, own), model, optimizer, r"of another kind: only it has 'scale'")
+    there = torch.ones((), device="meta")
+    own.param_groups[0].update(lr=there, betas=(there, 0.5))
+    settings = {**own.param_groups[0], "lr": torch.tensor(0.25), "betas": (torch.tensor(0.5), torch.tensor(0.75))}
+    names = [name for name, _ in model.named_parameters()]
+    with torch.inference_mode():
+        (merged,) = merge_groups(own, [names], [(names, settings)])
+    assert merged["lr"].is_meta and not merged["lr"].is_inference()
+    assert merged["betas"][0].is_meta and merged["betas"][1] == 0.75 and type(merged["betas"][1]) is float
 
 
 SCHEDULERS: list[Callable[[Any], object]] = [

@@ -3,7 +3,7 @@ beside a rank's rows, which are this rank's alone, and nobody could put together
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from typing import Any, TypeVar
 
 import torch
@@ -19,10 +19,16 @@ from hsdp.params.local import local_of
 T = TypeVar("T")
 
 
-def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> None:
+def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any], counts: Collection[str]) -> None:
     """Refuses a parameter's state if a plain tensor in it has the shape of this rank's rows, and not the parameter's.
 
     Only rank 0's would be kept. A rank whose rows are the whole parameter finds nothing wrong: the others tell it.
+
+    Args:
+        name: of the parameter.
+        param: the parameter.
+        entries: its state.
+        counts: entries that are one number, also where a rank has one row (see `counts_in`).
 
     Raises:
         CheckpointError: names the parameter and the entry.
@@ -31,7 +37,8 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any]) -> 
         return
     shape = local_of(param).shape
     for entry, value in leaves_of(entries).items() if shape != param.shape else ():
-        if isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape == shape:
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        if plain and value.shape == shape and entry not in counts:
             raise CheckpointError(
                 f"entry {entry!r} of the optimizer's state of {name!r} is a plain tensor, which has the shape of a rank's "
                 f"own rows and not the parameter's {tuple(param.shape)}: all rows but rank 0's would be lost; keep such "

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from hsdp.optim.elementwise import bare_step
-from hsdp.optim.targets import NUMBERS
+from hsdp.optim.targets import is_number
 
 
 def kind_of(optimizer: Optimizer) -> str:
@@ -38,7 +38,7 @@ def is_known(optimizer: Optimizer) -> bool:
 
 def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:
     """Whether state of a known optimizer is kept in its parameter's dtype: not counts, nor products that are kept wide."""
-    return value.is_floating_point() and name not in NUMBERS and (value.ndim > 0 or param.ndim == 0)
+    return value.is_floating_point() and not is_number(name, value) and (value.ndim > 0 or param.ndim == 0)
 
 
 _MOMENTS_ON = {"momentum": 0.5, "amsgrad": True, "centered": True}

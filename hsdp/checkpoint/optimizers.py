@@ -6,6 +6,7 @@ nothing steps: what the state looks like is read from the checkpoint.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
@@ -38,7 +39,7 @@ from hsdp.checkpoint.structure import (
     take_apart,
 )
 from hsdp.errors import CheckpointError
-from hsdp.optim.targets import NUMBERS
+from hsdp.optim.targets import NUMBERS, counts_in
 from hsdp.params.dtensors import as_dtensor
 from hsdp.params.local import local_of
 from hsdp.unit.lookup import name_of, unit_of
@@ -58,13 +59,14 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """
     refuse_unnamed_state(optimizer)
     names = parameter_names(model)
+    counts = counts_in({param: leaves_of(held) for param, held in optimizer.state.items()})
     state: dict[str, Any] = {}
     groups = []
     for index, group in enumerate(optimizer.param_groups):
         members = group_names(names, group, index)
         for name, param in zip(members, group["params"], strict=True):
             if optimizer.state.get(param):
-                refuse_local_state(name, param, held := optimizer.state[param])
+                refuse_local_state(name, param, held := optimizer.state[param], counts)
                 state[name] = {}
                 for entry, value in held.items():
                     told = f"{entry!r} of the optimizer's state of {name!r}"
@@ -156,10 +158,11 @@ class OptimizerStaging:
                 "without gradients are not stepped anyway"
             )
         # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
+        # Of shape (1,) that is one beside a matrix; beside a vector it may be the whole of a factored moment.
         scalars = set(NUMBERS) if is_known(self._optimizer) else {"step"}
         for name, entries in state.items():
-            if self.params[name].ndim:
-                scalars |= {e for e, value in entries.items() if isinstance(value, Described) and not value.shape}
+            shapes = [(), (1,)][: self.params[name].ndim]
+            scalars |= {e for e, value in entries.items() if isinstance(value, Described) and value.shape in shapes}
         staged: dict[str, dict[str, Any]] = {}
         for name, entries in state.items():
             param, own = self.params[name], self._optimizer.state.get(self.params[name], {})
@@ -177,6 +180,7 @@ class OptimizerStaging:
         fits = isinstance(held, Tensor) and (tuple(held.shape), held.dtype) == (value.shape, value.dtype)
         if ours and fits and local_of(held).is_contiguous():
             return plain(held)  # type: ignore[no-any-return]
+        scalar &= math.prod(value.shape) == 1  # another optimizer calls a moment as PyTorch's one a number
         return state_staging(param, value.shape, value.dtype, held, scalar, local_of(param).device)
 
     def check(self, state: State, groups: list[dict[str, Any]]) -> None:

@@ -27,8 +27,8 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.optim.replicas import ReplicaGathers, part_of_grad, share_gradients_of, share_of_param
-from hsdp.optim.states import Entries
-from hsdp.optim.targets import NUMBERS, Member, Target, flat_targets, single
+from hsdp.optim.states import Entries, of_no_parameter
+from hsdp.optim.targets import Member, Target, counts_in, flat_targets, is_number, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
 from hsdp.policies import check_flag
@@ -280,7 +280,7 @@ class _Stepper:
         # In the order of the parameters, which all ranks have: that of targets follows from what a rank holds.
         shared = [(param, share) for param in self._params if (share := found[id(param)]) is not None]
         self._replica_gathers = ReplicaGathers([pair for pair in shared if is_used[id(pair[0])]]) if shared else None
-        self._state = defaultdict(dict)
+        self._state = defaultdict(dict, of_no_parameter(optimizer.state))
         for targets in self._groups:
             for target in targets:
                 if optimizer.state.get(target.members[0].param):
@@ -293,6 +293,7 @@ class _Stepper:
         for param in self._params:  # all ranks have that order, in which torch gathers a state; not that of the targets
             if id(param) in held_of:
                 optimizer.state.setdefault(param, {})
+        counts = counts_in(self._state)
         for targets in self._groups:
             for target in targets:
                 held = self._state.get(target.tensor)
@@ -300,12 +301,17 @@ class _Stepper:
                     continue
                 for member in target.members:
                     entries = {
-                        name: _wrapped(member, target.cut(value, member)) if _like(name, value, target.tensor) else value
+                        name: _wrapped(member, target.cut(value, member))
+                        if name not in counts and _like(name, value, target.tensor)
+                        else value
                         for name, value in held.items()
                     }
                     shown = optimizer.state.setdefault(member.param, {})  # users may keep it
                     shown.clear()
                     shown.update(entries)
+        for key in of_no_parameter(optimizer.state).keys() - self._state.keys():
+            del optimizer.state[key]
+        optimizer.state.update(of_no_parameter(self._state))
         self._seen = _identity(optimizer)
         self._held, self._shown = Entries(self._state), Entries(optimizer.state)
 
@@ -387,7 +393,7 @@ def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
 
 def _like(name: str, value: Any, tensor: Tensor) -> bool:
     """Whether an entry of the state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and name not in NUMBERS and value.shape == tensor.shape
+    return isinstance(value, Tensor) and value.shape == tensor.shape and not is_number(name, value)
 
 
 def _wrapped(member: Member, value: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ flat shares    these lie apart in that buffer: they are copied beside each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -21,7 +21,27 @@ from hsdp.params.shares import Share
 from hsdp.unit.lookup import memory_of, unit_of
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
-"""Entries of their state that are numbers: of a scalar parameter they have the parameter's shape, and are no DTensors."""
+"""Entries of PyTorch's optimizers that are numbers: of a scalar parameter they have the parameter's shape, and are no
+DTensors."""
+
+
+def is_number(name: object, value: Tensor) -> bool:
+    """Whether an entry is one of these numbers: other optimizers call a moment `mu`."""
+    return name == "step" or (name in NUMBERS and value.ndim == 0)
+
+
+def counts_in(state: Mapping[Any, Mapping[str, Any]]) -> set[str]:
+    """Entries that are counts in tensors, for all parameters, though that of one may have as many elements: a single one.
+
+    Args:
+        state: by parameter, or by what is stepped in its place.
+    """
+    found = {"step"}
+    for tensor, entries in state.items():
+        if isinstance(tensor, Tensor) and local_of(tensor).numel() != 1:
+            plain = [(name, v) for name, v in entries.items() if isinstance(v, Tensor) and not isinstance(v, DTensor)]
+            found.update(name for name, value in plain if value.numel() == 1)
+    return found
 
 
 @dataclass

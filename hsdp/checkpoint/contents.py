@@ -3,6 +3,7 @@
     model.<parameter or buffer>                             as `model.state_dict()` has it
     optimizer.state.<parameter>.<name>                      as torch's `get_optimizer_state_dict` has it
     optimizer.param_groups.<index>.<hyperparameter>
+    optimizer.added                                         what else the optimizer's `state_dict()` has
 
 These are the names that PyTorch's own functions write for `{"model": ..., "optimizer": ...}`, so checkpoints go both
 ways between them, FSDP2 and hsdp. Parameters are called as in the module that the user wrote.

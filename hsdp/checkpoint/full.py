@@ -23,11 +23,12 @@ from torch.optim import Optimizer
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, model_entries
+from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.made import is_of_weights
 from hsdp.checkpoint.models import Handover
-from hsdp.checkpoint.optimizers import OptimizerStaging, commit_optimizer, describe_state, optimizer_state
+from hsdp.checkpoint.optimizers import OptimizerStaging, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.structure import leaves_of, mapped
@@ -110,8 +111,8 @@ def full_optimizer_state_dict(
     Nothing is initialised, and no step is taken. Arguments as for `full_state_dict`; every rank calls it.
 
     Returns:
-        `{"state": {parameter: {"exp_avg": whole tensor, ...}}, "param_groups": [{"params": [parameter, ...], ...}]}`; on
-        ranks that do not get it an empty dict.
+        `{"state": {parameter: {"exp_avg": whole tensor, ...}}, "param_groups": [{"params": [parameter, ...], ...}]}`, and
+        what else the optimizer's `state_dict()` has; on ranks that do not get it an empty dict.
 
     Raises:
         CheckpointError: on all ranks: a parameter of the optimizer is not one of the model's, or state is a plain tensor
@@ -218,7 +219,7 @@ def load_full_optimizer_state_dict(
     begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), OptimizerStaging(model, optimizer)), {"src_rank": src_rank})
     source, staging = begun
     given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}
-    described, groups, skeletons = ranks.one(what, lambda: describe_state(given), source)
+    described, groups, skeletons, added = ranks.one(what, lambda: describe_state(given), source)
     staged: dict[str, dict[str, Any]] = {}
     ranks.each(what, lambda: staged.update(staging.allocate(described)))
     merged: list[dict[str, Any]] = []
@@ -238,7 +239,7 @@ def load_full_optimizer_state_dict(
 
     def hand_over() -> None:
         with handing_over("the state"):
-            commit_optimizer(optimizer, staging.state_dict(staged, merged, skeletons), narrower)
+            commit_optimizer(optimizer, {**added, **staging.state_dict(staged, merged, skeletons)}, narrower)
 
     ranks.each(what, hand_over)
 

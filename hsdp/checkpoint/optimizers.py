@@ -7,7 +7,7 @@ nothing steps: what the state looks like is read from the checkpoint.
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -17,30 +17,28 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hsdp.checkpoint.added import ADDED, added_by, added_in, unpacked_added
 from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_staging
+from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
-from hsdp.checkpoint.made import Probe, is_known, is_of_weights, kind_of
+from hsdp.checkpoint.made import Probe, is_known, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import SavedGroups, merge_groups, saved_groups
 from hsdp.checkpoint.structure import (
-    SEQUENCES,
     Path,
-    dict_like,
     hides_shards,
     leaves_of,
     mapped,
     owned,
     put_together,
-    sequence_like,
     skeleton_by_paths,
     skeleton_of,
     take_apart,
 )
 from hsdp.errors import CheckpointError
 from hsdp.optim.targets import NUMBERS, counts_in
-from hsdp.params.dtensors import as_dtensor
 from hsdp.params.local import local_of
 from hsdp.unit.lookup import name_of, unit_of
 from hsdp.unit.state import IDLE, training_state
@@ -50,14 +48,16 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     """The optimizer's state by parameter name; nothing is initialised for it, and no step is taken.
 
     Returns:
-        `{"state": {parameter: {name: value}}, "param_groups": [{..., "params": [parameter, ...]}]}`; of a parameter
-        that was never stepped there is no state. Containers in the state are new ones of the same kinds.
+        `{"state": {parameter: {name: value}}, "param_groups": [{..., "params": [parameter, ...]}]}`, and beside it what
+        else the optimizer's `state_dict()` has; of a parameter that was never stepped there is no state. Containers in the
+        state are new ones of the same kinds.
 
     Raises:
         CheckpointError: a parameter is not one of the model's, state is no parameter's or this rank's alone, or there are
             sharded tensors where nobody finds them.
     """
     refuse_unnamed_state(optimizer)
+    added = added_by(optimizer)
     names = parameter_names(model)
     counts = counts_in({param: leaves_of(held) for param, held in optimizer.state.items()})
     state: dict[str, Any] = {}
@@ -78,7 +78,7 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                     "the settings of groups: keep it in the optimizer's state of a parameter"
                 )
         groups.append({**{key: owned(value) for key, value in group.items() if key != "params"}, "params": members})
-    return {"state": state, "param_groups": groups}
+    return {"state": state, "param_groups": groups, **added}
 
 
 def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
@@ -219,8 +219,8 @@ class OptimizerStaging:
 
 def describe_state(
     state: Mapping[str, Any],
-) -> tuple[dict[str, dict[str, Any]], SavedGroups, dict[str, Any]]:
-    """A whole optimizer state without its tensors, its groups, and its skeletons."""
+) -> tuple[dict[str, dict[str, Any]], SavedGroups, dict[str, Any], dict[str, Any]]:
+    """A whole optimizer state without its tensors, its groups, its skeletons, and what the optimizer had added."""
     if not {"state", "param_groups"} <= state.keys():
         raise CheckpointError("the optimizer's state has no 'state' and 'param_groups'")
     apart = {name: take_apart(entries, f"the state of {name!r}") for name, entries in state["state"].items()}
@@ -232,7 +232,8 @@ def describe_state(
                 raise CheckpointError(f"{entry!r} of the optimizer's state of {name!r} is a DTensor, not a whole tensor")
             is_tensor = isinstance(value, Tensor)
             described[name][entry] = Described(tuple(value.shape), value.dtype) if is_tensor else value
-    return described, saved_groups(state["param_groups"]), {name: one.skeleton for name, one in apart.items()}
+    skeletons = {name: one.skeleton for name, one in apart.items()}
+    return described, saved_groups(state["param_groups"]), skeletons, added_in(state)
 
 
 class OptimizerReading:
@@ -284,6 +285,9 @@ class OptimizerReading:
         self._state = self._staging.allocate(state, reuse=True)
         for (name, entry), key in self._keys.items():
             self._ask(key, self._state[name][entry])
+        self._added = ADDED in saved and prefix + ADDED in packed.values  # another library's is another thing
+        if self._added:
+            reader.value(prefix + ADDED)
         self._hyper: dict[str, Tensor | None] = {}
         for key, record in saved.items():
             if key.startswith("param_groups."):
@@ -337,7 +341,8 @@ class OptimizerReading:
                 self._state[name][entry] = self._reader.values[self._prefix + key]
         groups = self._staging.groups(self._hyperparameters())
         self._staging.check(self._state, groups)
-        self._whole = self._staging.state_dict(self._state, groups, self._skeletons)
+        added = unpacked_added(self._reader.values[self._prefix + ADDED]) if self._added else {}
+        self._whole = {**added, **self._staging.state_dict(self._state, groups, self._skeletons)}
 
     def finish(self, converted: Iterable[str]) -> None:
         """Hands the optimizer its state, which has been read by now; `converted`: weights that have another dtype now."""
@@ -386,61 +391,3 @@ def _nested(entries: Mapping[str, Any]) -> dict[str, Any]:
             raise CheckpointError(f"the checkpoint has a part of the optimizer's {key!r} twice")
         place[last] = value
     return nested
-
-
-def commit_optimizer(optimizer: Optimizer, state: dict[str, Any], converted: Collection[int] = ()) -> None:
-    """Gives an optimizer its loaded state dict; tensors keep the dtype they were saved in.
-
-    Of parameters (by number) that were `converted` to another dtype, the state of PyTorch's and hsdp's optimizers, which
-    step in the parameter's dtype, gets it too.
-    """
-    follow = converted if is_known(optimizer) else ()
-    with torch.inference_mode(False), torch.no_grad():  # it is to step with what it makes here
-        held = {number: mapped(entries, _kept, "the state") for number, entries in state["state"].items()}
-        optimizer.load_state_dict({**state, "state": held})
-        params = [param for group in optimizer.param_groups for param in group["params"]]
-        for number, entries in state["state"].items():
-            _restore_dtypes(optimizer.state[params[number]], entries, params[number], number in follow)
-
-
-@dataclass(frozen=True)
-class _Kept:
-    """A value that torch's `load_state_dict` would try to copy item by item, and fail: a range, an array, a named tuple."""
-
-    value: Any
-
-
-def _kept(value: Any) -> Any:
-    copied = (bytes, bytearray, tuple, torch.Size, set, frozenset)
-    as_it_is = isinstance(value, (Tensor, str)) or type(value) in copied or not isinstance(value, Iterable)
-    return value if as_it_is else _Kept(value)
-
-
-def _restore_dtypes(held: dict[str, Any], loaded: dict[str, Any], param: Tensor, follows: bool) -> None:
-    # torch casts floating-point state to the parameter's dtype, which would round fp32 moments of bf16 parameters.
-    for name, value in loaded.items():
-        held[name] = _restored(held[name], value, param, follows, name)
-
-
-def _restored(held: Any, loaded: Any, param: Tensor, follows: bool, name: object = None) -> Any:
-    """What the optimizer is to hold in the place of what torch made of `loaded`."""
-    if isinstance(loaded, Tensor):
-        if name == "step" or not isinstance(held, Tensor) or held.dtype == loaded.dtype:
-            return held
-        return held if follows and is_of_weights(name, loaded, param) else _moved(loaded, param.device)
-    if isinstance(loaded, dict) and isinstance(held, dict) and held.keys() == loaded.keys():
-        # torch makes plain dicts of all, but an optimizer may have made what it wants.
-        items = {key: _restored(held[key], value, param, follows, key) for key, value in loaded.items()}
-        return dict_like(loaded if type(held) is dict else held, items)
-    if type(loaded) in SEQUENCES and type(held) is type(loaded) and len(held) == len(loaded):
-        return sequence_like(loaded, [_restored(a, b, param, follows) for a, b in zip(held, loaded, strict=True)])
-    if isinstance(held, _Kept):
-        return held.value
-    # torch calls str with a generator.
-    return loaded if isinstance(loaded, str) and isinstance(held, str) else held
-
-
-def _moved(value: Tensor, device: torch.device) -> Tensor:
-    if isinstance(value, DTensor):
-        return as_dtensor(value.to_local().to(device), value._spec)
-    return value.to(device)

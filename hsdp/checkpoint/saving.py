@@ -33,6 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import manifests, store
+from hsdp.checkpoint.added import pack_added
 from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
@@ -205,6 +206,7 @@ def _plan(
         state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
         if optimizer is not None:
             state["optimizer"] = optimizer_state(model, optimizer)
+            pack_added(state["optimizer"])
             planner.optimizer = kind_of(optimizer)
         structures = listed(state)
         planner.set_up_planner(state, is_coordinator=ranks.rank == 0)

@@ -19,9 +19,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
+from hsdp.checkpoint.added import added_by
 from hsdp.checkpoint.contents import clean_name, plain
+from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.local_state import refuse_unnamed_state
-from hsdp.checkpoint.optimizers import Described, OptimizerStaging, commit_optimizer, group_names, parameter_names
+from hsdp.checkpoint.optimizers import Described, OptimizerStaging, group_names, parameter_names
 from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
@@ -98,7 +100,8 @@ class HealedState:
                     states[name] = {entry: _sent(value, f"{entry} of {name}") for entry, value in apart.leaves.items()}
                     skeletons[name] = apart.skeleton
         groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
-        return {"model": model, "buffers": buffers, "states": states, "skeletons": skeletons, "groups": groups}
+        optimizer = {"states": states, "skeletons": skeletons, "groups": groups, "added": added_by(self._optimizer)}
+        return {"model": model, "buffers": buffers, **optimizer}
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
@@ -144,7 +147,7 @@ class HealedState:
         for name, place in buffers.items():
             _put(place, shards["buffers"][name])
         groups = self._optimizer.param_groups
-        commit_optimizer(self._optimizer, whole)
+        commit_optimizer(self._optimizer, {**shards["added"], **whole})
         _keep_groups(groups, self._optimizer)
         self._settings = settings_of(self._optimizer)
 

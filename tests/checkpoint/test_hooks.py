@@ -1,4 +1,7 @@
-"""Models with hooks on their state dicts: what is loaded is what `load_state_dict` of the plain model would make of it."""
+"""Models and optimizers with hooks on their state dicts, or with methods that override them.
+
+What is loaded is what `load_state_dict` of the plain model would make of it, and an optimizer gets back what it adds.
+"""
 
 from __future__ import annotations
 
@@ -11,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from hsdp import checkpoint, fully_shard
+from hsdp.checkpoint import CheckpointError
 from tests.support.rig import Pool
 from tests.support.twin import full
 from tests.support.worker import RankEnv
@@ -136,3 +140,66 @@ def test_values_in_a_state_dict_come_back(pool2: Pool, tmp_path: Path) -> None:
     """They were saved, and refused by every load."""
     _values_come_back(None, str(tmp_path / "alone"))
     pool2.run(_values_come_back, str(tmp_path / "both"))
+
+
+class Averaging(torch.optim.SGD):
+    """An optimizer that keeps something of its own beside its state."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, lr=0.1, momentum=0.9)
+        self.mean: dict[Any, Any] = {}
+
+    def state_dict(self) -> dict[str, Any]:
+        return {**super().state_dict(), "mean": self.mean}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        self.mean = state_dict["mean"]
+        super().load_state_dict(state_dict)
+
+
+def _hooked(params: Any) -> Any:
+    """The same by hooks."""
+    optimizer: Any = torch.optim.SGD(params, lr=0.1, momentum=0.9)
+    optimizer.mean = {}
+    optimizer.register_state_dict_post_hook(lambda one, state: {**state, "mean": one.mean})
+    optimizer.register_load_state_dict_pre_hook(lambda one, state: setattr(one, "mean", state["mean"]))
+    return optimizer
+
+
+def _additions_come_back(env: RankEnv | None, make: Callable[[Any], Any], directory: str, whole: bool) -> None:
+    model = Block() if env is None else fully_shard(Block(), mesh=env.mesh((1, 2)))
+    optimizer, fresh = make(model.parameters()), make(model.parameters())
+    model(torch.tensor([1, 2])).sum().backward()
+    optimizer.step()
+    optimizer.mean = {"of": torch.ones(3), 2: [(1, "x"), {}]}
+    if whole:
+        state = checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+        optimizer.mean["of"].fill_(2.0)
+        checkpoint.load_full_optimizer_state_dict(model, fresh, state)
+    else:
+        checkpoint.load(checkpoint.save(directory, model, optimizer, step=1).path, model, fresh)
+    assert repr(fresh.mean) == repr({"of": torch.ones(3), 2: [(1, "x"), {}]})
+    assert torch.equal(full(fresh.state[model.scale]["momentum_buffer"]), full(model.scale.grad))
+
+
+@pytest.mark.parametrize("whole", [False, True])
+@pytest.mark.parametrize("make", [Averaging, _hooked])
+def test_what_an_optimizer_adds_to_its_state_dict_comes_back(pool2: Pool, tmp_path: Path, make: Any, whole: bool) -> None:
+    """It was left out without a word."""
+    _additions_come_back(None, make, str(tmp_path / "alone"), whole)
+    pool2.run(_additions_come_back, make, str(tmp_path / "both"), whole)
+
+
+def _additions_with_shards_are_refused(env: RankEnv, directory: str) -> None:
+    model = fully_shard(Block(), mesh=env.mesh((1, 2)))
+    optimizer = Averaging(model.parameters())
+    optimizer.mean = {"of": model.scale.detach()}
+    with pytest.raises(CheckpointError, match=r"'mean' of the optimizer's state_dict.* has a sharded tensor"):
+        checkpoint.save(directory, model, optimizer, step=1)
+    optimizer.mean = {"of": object()}
+    with pytest.raises(CheckpointError, match=r"'mean'.* is a builtins.object, which cannot be saved"):
+        checkpoint.save(directory, model, optimizer, step=1)
+
+
+def test_what_an_optimizer_adds_and_no_checkpoint_can_hold_is_refused(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(_additions_with_shards_are_refused, str(tmp_path))

@@ -26,6 +26,7 @@ from hsdp.checkpoint import (
     commits,
     contents,
     full,
+    handing,
     index,
     layouts,
     loading,
@@ -231,7 +232,7 @@ def takes_any_optimizers_state() -> Any:
 
 @mutant(mismatch.test_state_keeps_its_dtype, kill=DIFFERS)
 def rounds_optimizer_state() -> Any:
-    return off(optimizers, "_restore_dtypes")
+    return off(handing, "_restore_dtypes")
 
 
 # -- directories and saving ----------------------------------------------------------------------------------------------

@@ -70,8 +70,9 @@ def share_gradients_of(params: Iterable[Any], what: str) -> None:
         unit = unit_of(param)
         if unit is not None and unit.axes.replicate_size > 1:
             units.setdefault(unit, []).append(param)
-    for unit, own in units.items():
+    for unit in units:
         check_communicated(unit, f"{what}(over_replicas=True)")
+    for unit, own in units.items():
         share_gradients(unit, own)
 
 

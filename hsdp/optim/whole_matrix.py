@@ -97,16 +97,22 @@ class WholeMatrix(torch.optim.Optimizer):
         finally:
             self.defaults = own
         group = self.param_groups[-1]
-        for param in () if taken else group["params"]:
-            try:
-                if param.is_complex():
-                    raise ValueError("it is complex, and its matrices should be real")
-                cut(param.shape, group.get("matrices", "one"), group.get("split_sizes"))
-            except ValueError as error:
-                self.param_groups.pop()
-                raise ValueError(f"{type(self).__name__} cannot step {name_of(param)}: {error}") from None
-        if self._over_replicas:
-            share_gradients_of(group["params"], type(self).__name__)
+        try:
+            for param in () if taken else group["params"]:
+                self._check_fits(param, group)
+            if self._over_replicas:
+                share_gradients_of(group["params"], type(self).__name__)
+        except BaseException:
+            self.param_groups.pop()
+            raise
+
+    def _check_fits(self, param: Tensor, group: dict[str, Any]) -> None:
+        try:
+            if param.is_complex():
+                raise ValueError("it is complex, and its matrices should be real")
+            cut(param.shape, group.get("matrices", "one"), group.get("split_sizes"))
+        except ValueError as error:
+            raise ValueError(f"{type(self).__name__} cannot step {name_of(param)}: {error}") from None
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """Takes over what was loaded; groups keep the settings that say how this optimizer reads parameters."""

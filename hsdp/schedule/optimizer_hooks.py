@@ -33,13 +33,16 @@ from hsdp.unit.unit import Unit
 
 
 class _Held(NamedTuple):
-    """What an optimizer holds, as it was found when its parameters had these `ids`, and units had changed so often."""
+    """What an optimizer holds, as it was found when its parameters had these `ids`, and units had changed so often.
+
+    Parameters are told by their places among all of its groups: torch does not cast those that somebody refers to weakly.
+    """
 
     ids: list[int]
     changes: int
     units: list[weakref.ref[Unit]]
-    copied: list[weakref.ref[nn.Parameter]]  # of which torch's optimizers would step a copy
-    added: dict[str, weakref.ref[nn.Parameter]]  # to sharded modules, behind `fully_shard`
+    copied: list[int]  # of which torch's optimizers would step a copy
+    added: dict[str, int]  # to sharded modules, behind `fully_shard`
 
 
 _held_by: weakref.WeakKeyDictionary[torch.optim.Optimizer, _Held]
@@ -79,11 +82,11 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
     return held.units
 
 
-def _copied_as_reals(params: Iterable[nn.Parameter]) -> list[weakref.ref[nn.Parameter]]:
+def _copied_as_reals(params: Iterable[nn.Parameter]) -> list[int]:
     """Complex parameters whose `torch.view_as_real` is a copy, whole on each rank: their last dim is cut unevenly."""
     return [
-        weakref.ref(param)
-        for param in params
+        place
+        for place, param in enumerate(params)
         if isinstance(param, DTensor) and param.is_complex() and param.ndim and param.shape[-1] % _parts_of_last_dim(param)
     ]
 
@@ -101,8 +104,9 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
     held = _held_by.get(optimizer)
     if held is None or not held.copied or isinstance(optimizer, torch.optim.SGD) or hasattr(optimizer, "_hsdp_stepper"):
         return
-    for ref in held.copied:
-        if (param := ref()) is None or param.grad is None:
+    params = list(_params_of(optimizer))
+    for param in (params[place] for place in held.copied):
+        if param.grad is None:
             continue
         unit = unit_of(param)
         name = next((one.fqn for one in unit.params if one.sharded is param), "") if unit is not None else ""
@@ -116,7 +120,7 @@ def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
 
 def _in_no_unit(
     optimizer: torch.optim.Optimizer, params: Iterable[nn.Parameter], units: Collection[Unit]
-) -> dict[str, weakref.ref[nn.Parameter]]:
+) -> dict[str, int]:
     """Parameters that were added to sharded modules, perhaps as adapters that an optimizer steps alone, by their names.
 
     Nothing sums their gradients over ranks. Nor those of parameters beside sharded ones in a module that nobody called
@@ -127,12 +131,12 @@ def _in_no_unit(
     if all(unit.axes.shard_size * unit.axes.replicate_size == 1 for unit in units):
         return {}
     known = {key for unit in units for key in unit.ignored}
-    alone = [param for param in params if not isinstance(param, DTensor) and id(param) not in known]
+    alone = {at: param for at, param in enumerate(params) if not isinstance(param, DTensor) and id(param) not in known}
     if not alone:
         return {}
     roots = {module for unit in units if (runtime := runtime_of(unit)) is not None for module in runtime.modules()}
     names = {id(param): name for root in roots for name, param in root.named_parameters()}
-    outside = [param for param in alone if param.requires_grad and id(param) not in names] if beside else []
+    outside = [param for param in alone.values() if param.requires_grad and id(param) not in names] if beside else []
     if outside:
         told = ", ".join(f"one of shape {tuple(param.shape)}" for param in outside[:3])
         more = ", ..." if len(outside) > 3 else ""
@@ -142,7 +146,7 @@ def _in_no_unit(
             "fully_shard on the module that holds them, and make the optimizer afterwards",
             stacklevel=6,
         )
-    return {names[id(param)]: weakref.ref(param) for param in alone if id(param) in names}
+    return {names[id(param)]: place for place, param in alone.items() if id(param) in names}
 
 
 def _refuse_added(optimizer: torch.optim.Optimizer) -> None:
@@ -150,7 +154,8 @@ def _refuse_added(optimizer: torch.optim.Optimizer) -> None:
     held = _held_by.get(optimizer)
     if held is None or not held.added:
         return
-    names = [repr(name) for name, ref in held.added.items() if (param := ref()) is not None and param.grad is not None]
+    params = list(_params_of(optimizer))
+    names = [repr(name) for name, place in held.added.items() if params[place].grad is not None]
     if names:
         raise StateError(
             f"{type(optimizer).__name__}.step: {len(names)} parameter(s) were added to sharded modules after fully_shard: "

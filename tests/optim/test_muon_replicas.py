@@ -244,6 +244,13 @@ def _refuses(env: RankEnv) -> None:
         CASE.loss(model, CASE.batch(0, env.rank)).backward()
     with pytest.raises(hsdp.StateError, match=r"Muon\(over_replicas=True\)"):
         muon(model.parameters(), over_replicas=True)
+    # Nor does an optimizer keep a group that it refused.
+    other = shard(CASE.model(), env.mesh((2, 2)))
+    optimizer = muon(other.parameters(), over_replicas=True)
+    groups = list(optimizer.param_groups)
+    with pytest.raises(hsdp.StateError, match=r"Muon\(over_replicas=True\)"):
+        optimizer.add_param_group({"params": [next(p for p in model.parameters() if p.ndim == 2)]})
+    assert optimizer.param_groups == groups
     # States of shares are not those of whole shards: a loud error, and nothing has changed.
     models = [shard(CASE.model(), env.mesh((2, 2))) for _ in range(2)]
     shared, whole = (muon(m.parameters(), over_replicas=m is models[0]) for m in models)

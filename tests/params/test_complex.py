@@ -176,6 +176,34 @@ def test_steps_that_torch_would_make_on_copies_are_refused(pool2: Pool) -> None:
     pool2.run(_is_refused)
 
 
+class Waves(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(5, dtype=torch.complex64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (self.weight * x).abs().sum()
+
+
+def _is_cast_behind_a_step(env: RankEnv) -> None:
+    model: Any = hsdp.fully_shard(Waves(), mesh=env.mesh((2,)))
+    optimizers = [make(model.parameters()) for make in (sgd, adamw)]
+    model(torch.ones(5)).backward()
+    optimizers[0].step()
+    optimizers[0].zero_grad()
+    model.to(torch.complex128)
+    assert model.weight.dtype is torch.complex128
+    model(torch.ones(5)).backward()
+    optimizers[0].step()
+    with pytest.raises(hsdp.StateError, match=r"AdamW.step: .*'weight'.* \(5,\) "):
+        optimizers[1].step()
+
+
+def test_models_are_cast_behind_a_step(pool2: Pool) -> None:
+    """torch swaps what is sharded, and refuses to where anybody refers to it weakly."""
+    pool2.run(_is_cast_behind_a_step)
+
+
 def _is_not_cast(env: RankEnv) -> None:
     policy = hsdp.MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     model: Any = hsdp.fully_shard(Mixed(), mesh=env.mesh((2,)), mp_policy=policy)

@@ -10,13 +10,14 @@ from __future__ import annotations
 import ctypes
 import pickle
 import weakref
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch import Tensor
 from torch.distributed import ProcessGroup
 
 from hsdp.errors import CheckpointError
@@ -136,59 +137,63 @@ class Ranks:
         """
         told = _attempt(action)
         if self.rank > 0:
-            self._contact(what, lambda: self._post(told.value, 0))
-            reply = self._contact(what, lambda: self._receive(0))
+            sent = _attempt(lambda: _message(told.value))
+            told = told if sent.error is None else sent
+            message = sent.value if sent.error is None else pickle.dumps(sent.value)
+            self._contact(what, lambda: self._post(message, 0))
+            reply = self._contact(what, lambda: _read(self._receive(0)))
         else:
-            others = range(1, self.size)
-            answers = [told.value, *map(self._heard, others)]
+            answers = [told.value, *map(self._heard, range(1, self.size))]
             failure = _describe(answers)
             if failure is None:
-                combined = _attempt(lambda: combine(answers))
+                combined = _attempt(lambda: _replies(combine(answers)))
             else:
                 combined = _Told(_Failure(failure, self.lost_contact), told.error)
             told = _Told(told.value, told.error or combined.error)
-            failed = isinstance(combined.value, _Failure)
-            replies = [combined.value] * self.size if failed else combined.value
+            if isinstance(combined.value, _Failure):
+                reply, messages = combined.value, [pickle.dumps(combined.value)] * (self.size - 1)
+            else:
+                reply, messages = combined.value
             # Who is gone by now is missed at the next meeting, where the others hear of it. An error here would be rank 0's
             # alone: they have their replies, go on, and would wait at that meeting for a rank that has left.
-            for rank in others:
-                self._post_if_there(replies[rank], rank)
-            reply = replies[0]
+            for rank, message in enumerate(messages, 1):
+                self._post_if_there(message, rank)
         if isinstance(reply, _Failure):
             self.lost_contact |= reply.lost
             raise CheckpointError(f"{what}: {reply.text}") from told.error
         return cast(R, reply)
 
     def _heard(self, rank: int) -> Any:
-        """What a rank says, or that it is gone."""
+        """What a rank says, or that it is gone, or not understood."""
         try:
-            return self._receive(rank)
+            message = self._receive(rank)
         except (RuntimeError, ValueError) as error:
             self.lost_contact = True
             return _Failure(
                 f"rank 0 of {self.size} lost contact with it: it may have died or raised (see its log): {error}"
             )
+        return _attempt(lambda: _read(message)).value
 
-    def _post_if_there(self, value: object, rank: int) -> None:
+    def _post_if_there(self, message: bytes, rank: int) -> None:
         """Tells a rank, if it can be told."""
         with suppress(RuntimeError, ValueError):
-            self._post(value, rank)
+            self._post(message, rank)
 
-    def _post(self, value: object, rank: int) -> None:
+    def _post(self, message: bytes, rank: int) -> None:
         # By the group itself: torch.distributed's functions refuse one that was destroyed while the save was under way,
         # though its connections last as long as somebody holds it.
         assert self._messages is not None, "there is another rank"
-        data = torch.frombuffer(bytearray(pickle.dumps(value)), dtype=torch.uint8)
+        data = torch.frombuffer(bytearray(message), dtype=torch.uint8)
         for tensor in (torch.tensor([data.numel()], device=_CPU), data):
             self._messages.send([tensor], rank, _TAG).wait()
 
-    def _receive(self, rank: int) -> Any:
+    def _receive(self, rank: int) -> Tensor:
         assert self._messages is not None, "there is another rank"
         size = torch.zeros(1, dtype=torch.int64, device=_CPU)
         self._messages.recv([size], rank, _TAG).wait()
         data = torch.empty(int(size), dtype=torch.uint8, device=_CPU)
         self._messages.recv([data], rank, _TAG).wait()
-        return pickle.loads((ctypes.c_char * data.numel()).from_address(data.data_ptr()))
+        return data
 
     def _contact(self, what: str, exchange: Callable[[], T]) -> T:
         try:
@@ -199,6 +204,38 @@ class Ranks:
                 f"{what}: rank {self.rank} of {self.size} lost contact with rank 0, which may have died or raised (see its "
                 f"log): {error}"
             ) from error
+
+
+def _message(value: object) -> bytes:
+    """A value as it travels; read once here, where an error can still be told to all.
+
+    Raises:
+        CheckpointError: no other rank could read it.
+    """
+    try:
+        message = pickle.dumps(value)
+        pickle.loads(message)
+    except Exception as error:  # of objects of users, which raise what they like
+        raise CheckpointError(f"a value cannot go from rank to rank: {type(error).__name__}: {error}") from error
+    return message
+
+
+def _replies(replies: Sequence[R]) -> tuple[R, list[bytes]]:
+    """Rank 0's own reply, and those of the others as they travel; one that several get is pickled once."""
+    messages = {key: _message(value) for key, value in {id(one): one for one in replies[1:]}.items()}
+    return replies[0], [messages[id(one)] for one in replies[1:]]
+
+
+def _read(message: Tensor) -> Any:
+    """The value that came.
+
+    Raises:
+        CheckpointError: it cannot be read here: its class is not found, say.
+    """
+    try:
+        return pickle.loads((ctypes.c_char * message.numel()).from_address(message.data_ptr()))
+    except Exception as error:
+        raise CheckpointError(f"a value from another rank cannot be read: {type(error).__name__}: {error}") from error
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""A rank that is gone while a checkpoint is saved or loaded: all that remain are told at once which one it was."""
+"""A rank that is gone while a checkpoint is saved or loaded, or says what no other can read: all are told at once."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import select
 import signal
 import time
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
 import pytest
+import torch
 import torch.distributed as dist
 
 from hsdp import checkpoint
@@ -122,3 +124,60 @@ def test_a_rank_that_leaves_before_it_is_answered_is_missed_by_all_at_once(pool3
     assert first == second
     assert first[0] == "fine"
     assert first[1].startswith("second: on rank 1: rank 0 of 3 lost contact with it")
+
+
+class Unreadable:
+    """Can be written, and not be read, as an object of a class that another process does not have."""
+
+    def __reduce__(self) -> Any:
+        return getattr, ("text", "no such name")
+
+
+class Elsewhere:
+    """Can be read on the rank alone that wrote it."""
+
+    def __reduce__(self) -> Any:
+        return _only_here, (os.getpid(),)
+
+
+def _only_here(pid: int) -> int:
+    if pid != os.getpid():
+        raise LookupError("it is of another process")
+    return pid
+
+
+def say_what_nobody_can_read(env: RankEnv) -> list[str]:
+    ranks, told = Ranks(), []  # no module can be pickled
+    for source, value in [(0, Unreadable()), (1, Unreadable()), (0, os), (1, os), (1, Elsewhere())]:
+        given = value if env.rank == source else None
+        for call in (ranks.each, partial(ranks.one, rank=source)):
+            with pytest.raises(CheckpointError) as caught:
+                call("saying", lambda given=given: given)
+            told.append(str(caught.value))
+    assert ranks.each("and they go on", lambda: env.rank) == [0, 1]
+    return told
+
+
+def test_what_cannot_go_from_rank_to_rank_is_an_error_on_all(pool2: Pool) -> None:
+    """Objects of users travel with a whole state dict; one rank raised, and the others waited for it."""
+    first, second = pool2.run(say_what_nobody_can_read)
+    assert first == second
+    assert all("a value cannot go from rank to rank" in told for told in first[:-2])
+    assert all("a value from another rank cannot be read: LookupError: it is of" in told for told in first[-2:])
+
+
+def load_odd_settings(env: RankEnv) -> str:
+    model = cm.build(env.mesh((1, 2)))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    if env.rank == 0:
+        state["param_groups"][0]["rule"] = Unreadable()
+    with pytest.raises(CheckpointError) as caught:
+        checkpoint.load_full_optimizer_state_dict(model, optimizer, state)
+    return str(caught.value)
+
+
+def test_settings_that_other_ranks_cannot_read_are_an_error_on_all(pool2: Pool) -> None:
+    first, second = pool2.run(load_odd_settings)
+    assert first == second
+    assert first.startswith("load_full_optimizer_state_dict: a value cannot go from rank to rank: AttributeError: ")

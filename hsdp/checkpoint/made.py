@@ -6,6 +6,7 @@ are compared with what they would make themselves: by class and settings, on the
 
 from __future__ import annotations
 
+import warnings
 from collections import defaultdict
 from collections.abc import Mapping
 from typing import Any
@@ -18,14 +19,6 @@ from hsdp.optim.elementwise import bare_step
 from hsdp.optim.targets import is_number
 
 
-def kind_of(optimizer: Optimizer) -> str:
-    """The optimizer's class, or the one of PyTorch's that it is a subclass of."""
-    for cls in type(optimizer).__mro__:
-        if cls.__module__.startswith("torch.optim") and cls is not Optimizer:
-            return cls.__name__
-    return f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
-
-
 def class_of(optimizer: Optimizer) -> Any:
     """The optimizer's class, or the one that `hsdp.optim.local` made that of."""
     return getattr(optimizer, "_hsdp_made_of", type(optimizer))
@@ -34,6 +27,33 @@ def class_of(optimizer: Optimizer) -> Any:
 def is_known(optimizer: Optimizer) -> bool:
     """Whether the optimizer's class is one of PyTorch's or hsdp's: the state of others may be anything."""
     return str(class_of(optimizer).__module__).startswith(("torch.optim", "hsdp.optim"))
+
+
+def kind_of(optimizer: Optimizer) -> str:
+    """The optimizer's class, or the one of PyTorch's that it is a subclass of."""
+    kind = class_of(optimizer)
+    for cls in kind.__mro__:
+        if cls.__module__.startswith("torch.optim") and cls is not Optimizer:
+            return str(cls.__name__)
+    return f"{kind.__module__}.{kind.__qualname__}"
+
+
+def is_of_kind(optimizer: Optimizer, saved: str) -> bool:
+    """Whether the optimizer is of the class that was saved under this name.
+
+    A class of a user's has another module where its file is run as a script, or was moved: then its own name decides.
+    """
+    own = kind_of(optimizer)
+    if saved == own or "." not in own or is_known(optimizer):  # PyTorch's go by their names alone
+        return saved == own
+    name = class_of(optimizer).__qualname__
+    if saved.endswith(f".elementwise.Local{name}"):  # by earlier versions, of one that `hsdp.optim.local` was given
+        return True
+    if not saved.endswith(f".{name}") or saved.startswith(("torch.optim.", "hsdp.optim.")):
+        return False
+    if f"__main__.{name}" not in (saved, own):
+        warnings.warn(f"hsdp: the checkpoint's optimizer is a {saved}; {own} is taken for the same class", stacklevel=2)
+    return True
 
 
 def is_of_weights(name: object, value: Tensor, param: Tensor) -> bool:

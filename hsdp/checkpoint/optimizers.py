@@ -22,7 +22,7 @@ from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_
 from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
-from hsdp.checkpoint.made import Probe, is_known, kind_of
+from hsdp.checkpoint.made import Probe, is_known, is_of_kind, kind_of
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import SavedGroups, merge_groups, saved_groups
@@ -333,9 +333,9 @@ class OptimizerReading:
         Raises:
             CheckpointError: they are another optimizer's; tells what differs.
         """
-        own = kind_of(self._optimizer)
-        if self._kind is not None and self._kind != own:
-            raise CheckpointError(f"the checkpoint's optimizer is of another kind: it is {self._kind}, not {own}")
+        if self._kind is not None and not is_of_kind(self._optimizer, self._kind):
+            told = f"it is {self._kind}, not {kind_of(self._optimizer)}"
+            raise CheckpointError(f"the checkpoint's optimizer is of another kind: {told}")
         for (name, entry), key in self._keys.items():
             if self._state[name][entry] is None:
                 self._state[name][entry] = self._reader.values[self._prefix + key]

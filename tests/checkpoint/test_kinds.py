@@ -18,6 +18,7 @@ import hsdp
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, made
 from hsdp.checkpoint.settings import merge_groups
+from hsdp.optim import local
 from tests.checkpoint import models as cm
 from tests.checkpoint.test_mismatch import Pair, refuse, saved, step_once
 from tests.support.rig import fake_world
@@ -130,6 +131,35 @@ def test_settings_that_make_the_kind_are_compared(tmp_path: Path) -> None:
     refuse(path, model, Scaled(model.parameters(), scale=2.0), r"of another kind: only Scaled has 'scale'")
     path = saved(tmp_path, model, Scaled(model.parameters(), rho=0.5))
     refuse(path, model, Scaled(model.parameters()), r"of another kind: only it has 'rho'")
+
+
+def _as_of(module: str, cls: type[Any]) -> type[Any]:
+    """The class as another module has it that runs the same file."""
+    return type(cls.__name__, (cls,), {"__module__": module, "__qualname__": cls.__qualname__})
+
+
+@pytest.mark.filterwarnings("error")
+def test_a_class_is_the_same_by_whatever_module_it_is_found(tmp_path: Path) -> None:
+    """A run is saved by a script, and its optimizer's class imported to evaluate it; or wrapped by `hsdp.optim.local`."""
+    model = Pair()
+    script, imported, moved = (_as_of(name, Scaled) for name in ("__main__", "train", "lib.train"))
+    path = saved(tmp_path / "script", model, script(model.parameters(), scale=2.0))
+    for make in (imported, moved, script):
+        for stepping in (lambda optimizer: optimizer, lambda optimizer: local(optimizer, elementwise=True)):
+            optimizer = stepping(make(model.parameters(), scale=1.0))
+            checkpoint.load(path, model, optimizer)
+            assert optimizer.param_groups[0]["scale"] == 2.0
+    path = saved(tmp_path / "imported", model, local(imported(model.parameters()), elementwise=True))
+    checkpoint.load(path, model, script(model.parameters()))
+    with pytest.warns(UserWarning, match=r"a train.Scaled; lib.train.Scaled is taken for the same class"):
+        checkpoint.load(path, model, moved(model.parameters()))
+    other = type("Other", (script,), {"__module__": "train"})
+    refuse(path, model, other(model.parameters()), "of another kind: it is train.Scaled, not train.Other")
+    mine = type("SGD", (O.Optimizer,), {"__module__": "train"})
+    path = saved(tmp_path / "mine", model, mine(model.parameters(), {"lr": 0.1}))
+    refuse(path, model, O.SGD(model.parameters()), "of another kind: it is train.SGD, not SGD")
+    path = saved(tmp_path / "torch", model, O.SGD(model.parameters()))
+    refuse(path, model, mine(model.parameters(), {"lr": 0.1}), "of another kind: it is SGD, not train.SGD")
 
 
 @pytest.mark.parametrize("whole", [False, True])

@@ -132,6 +132,11 @@ storage_key: Callable[[torch.UntypedStorage], int] = attrgetter("_cdata")
 """A number that two storages share if they are one and the same. `torch.multiprocessing` and DCP use it."""
 
 
+def stands_for_zeros(tensor: Tensor) -> bool:
+    """Whether a tensor has no memory and is read as zeros, as those that forward-mode autograd makes."""
+    return tensor._is_zerotensor()
+
+
 def storage_uses(tensor: Tensor) -> int:
     """How many tensors share the memory of `tensor`, itself included. CUDA graph trees count so.
 

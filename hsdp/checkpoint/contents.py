@@ -27,6 +27,7 @@ from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
 from hsdp.params.local import local_of
 from hsdp.params.subclass import data_of, is_composite
+from hsdp.torch_private import stands_for_zeros
 
 _WRAPPERS = frozenset({"_orig_mod", "_checkpoint_wrapped_module"})
 """What torch.compile and activation checkpointing put between the modules of a name."""
@@ -127,9 +128,23 @@ def plain(value: Any, name: str = "a value") -> Any:
             f"{name!r} is a {type(data).__name__} without a gather extension (fsdp_pre_all_gather), around tensors that "
             "checkpoints do not know; keep plain tensors, or save what is inside by get_extra_state"
         )
+    refuse_without_memory(data, name)
     if not isinstance(value, DTensor):
         return data
     return value if data is local else as_dtensor(data, value._spec)
+
+
+def refuse_without_memory(tensor: Tensor, name: str) -> None:
+    """Refuses a plain tensor that has elements and no memory: what lies at address 0 would be taken for them.
+
+    Raises:
+        CheckpointError: names it.
+    """
+    if tensor.numel() and not tensor.is_meta and (stands_for_zeros(tensor) or not tensor.untyped_storage().nbytes()):
+        raise CheckpointError(
+            f"{name!r} has {tensor.numel()} elements and no memory: its storage was freed (resize_(0)), or it stands for "
+            "zeros, as forward-mode autograd makes such; keep a tensor with memory, torch.zeros_like(tensor) say"
+        )
 
 
 def savable(value: Any, told: str) -> Any:

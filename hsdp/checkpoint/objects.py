@@ -24,6 +24,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from hsdp.checkpoint.contents import refuse_without_memory
 from hsdp.checkpoint.index import PLAIN_DTYPES
 from hsdp.errors import CheckpointError
 
@@ -169,6 +170,7 @@ class _Packer:
                 f"{name!r} is a {type(value).__name__} ({value.layout}, {value.dtype}, {value.device}), which cannot be "
                 "saved: convert it to a plain dense tensor first"
             )
+        refuse_without_memory(value, name)
         held = value.detach().cpu().resolve_conj().resolve_neg().contiguous()
         # Not by `ctypes.string_at`, for which 4 GiB are nothing: it takes a C int.
         raw = (ctypes.c_char * held.nbytes).from_address(held.data_ptr()).raw if held.nbytes else b""

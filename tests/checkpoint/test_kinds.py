@@ -340,6 +340,35 @@ def test_tensors_around_others_are_refused_by_name(tmp_path: Path, where: str) -
             checkpoint.save(tmp_path, model, optimizer, step=1, async_=async_)
 
 
+def _freed() -> Tensor:
+    tensor = torch.ones(2)
+    tensor.untyped_storage().resize_(0)
+    return tensor
+
+
+@pytest.mark.parametrize("make", [_freed, lambda: torch._efficientzerotensor((2,))], ids=["freed", "zeros"])
+def test_tensors_without_memory_are_refused_by_name(tmp_path: Path, make: Callable[[], Tensor]) -> None:
+    """What lies at address 0 was saved in their place, or the process ended."""
+    model = nn.Linear(2, 2)
+    checkpoint.save(tmp_path, model, extra=torch.empty(0), step=1)
+    with pytest.raises(CheckpointError, match=r"extra\['t'\].* has 2 elements and no memory"):
+        checkpoint.save(tmp_path, model, extra={"t": make()}, step=2)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    optimizer.state[model.bias]["momentum_buffer"] = make()
+    with pytest.raises(CheckpointError, match=r"'momentum_buffer' of .* has 2 elements and no memory"):
+        checkpoint.full_optimizer_state_dict(model, optimizer)
+    model.register_buffer("table", make())
+    calls: list[Callable[[], object]] = [
+        lambda: checkpoint.save(tmp_path, model, step=2, async_=True),
+        lambda: checkpoint.load(tmp_path, model),
+        lambda: checkpoint.full_state_dict(model),
+        lambda: checkpoint.save_safetensors(tmp_path / "export", model),
+    ]
+    for call in calls:
+        with pytest.raises(CheckpointError, match="'table' has 2 elements and no memory"):
+            call()
+
+
 def test_a_learning_rate_that_is_a_tensor_is_saved_as_it_was() -> None:
     model = nn.Linear(2, 2)
     optimizer = torch.optim.AdamW(model.parameters(), lr=torch.tensor(0.25), betas=(torch.tensor(0.5), torch.tensor(0.75)))

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
+from hsdp.optim.targets import is_number
 from hsdp.params.local import local_of
 
 T = TypeVar("T")
@@ -28,7 +29,7 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any], cou
         name: of the parameter.
         param: the parameter.
         entries: its state.
-        counts: entries that are one number, also where a rank has one row (see `counts_in`).
+        counts: entries that are numbers where they have one element, also where a rank has one row (see `counts_in`).
 
     Raises:
         CheckpointError: names the parameter and the entry.
@@ -38,7 +39,7 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any], cou
     shape = local_of(param).shape
     for entry, value in leaves_of(entries).items() if shape != param.shape else ():
         plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
-        if plain and value.shape == shape and entry not in counts:
+        if plain and value.shape == shape and not is_number(entry, value, counts):
             raise CheckpointError(
                 f"entry {entry!r} of the optimizer's state of {name!r} is a plain tensor, which has the shape of a rank's "
                 f"own rows and not the parameter's {tuple(param.shape)}: all rows but rank 0's would be lost; keep such "

@@ -158,11 +158,8 @@ class OptimizerStaging:
                 "without gradients are not stepped anyway"
             )
         # Of a scalar parameter, `step` and `exp_avg` have the same shape: other parameters tell which is a plain number.
-        # Of shape (1,) that is one beside a matrix; beside a vector it may be the whole of a factored moment.
         scalars = set(NUMBERS) if is_known(self._optimizer) else {"step"}
-        for name, entries in state.items():
-            shapes = [(), (1,)][: self.params[name].ndim]
-            scalars |= {e for e, value in entries.items() if isinstance(value, Described) and value.shape in shapes}
+        scalars |= _numbers_among([(self.params[name].ndim, entries) for name, entries in state.items()])
         staged: dict[str, dict[str, Any]] = {}
         for name, entries in state.items():
             param, own = self.params[name], self._optimizer.state.get(self.params[name], {})
@@ -215,6 +212,16 @@ class OptimizerStaging:
             for name, entries in state.items()
         }
         return {"state": whole, "param_groups": numbered}
+
+
+def _numbers_among(states: Iterable[tuple[int, Mapping[str, Any]]]) -> set[str]:
+    """Entries that are numbers in tensors, from the dims of each parameter and its described state.
+
+    Of shape (1,) they are that beside matrices, unless there are rows of them: then it is the row of a matrix that has one.
+    """
+    shapes = [(dims, entry, v.shape) for dims, held in states for entry, v in held.items() if isinstance(v, Described)]
+    several = {entry for _, entry, shape in shapes if math.prod(shape) != 1}
+    return {e for n, e, shape in shapes if (n and shape == ()) or (n > 1 and shape == (1,) and e not in several)}
 
 
 def describe_state(

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from typing import Any, TypeVar
 
 import torch
@@ -302,7 +302,7 @@ class _Stepper:
                 for member in target.members:
                     entries = {
                         name: _wrapped(member, target.cut(value, member))
-                        if name not in counts and _like(name, value, target.tensor)
+                        if _like(name, value, target.tensor, counts)
                         else value
                         for name, value in held.items()
                     }
@@ -391,9 +391,9 @@ def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
     return flat
 
 
-def _like(name: str, value: Any, tensor: Tensor) -> bool:
+def _like(name: str, value: Any, tensor: Tensor, counts: Collection[str]) -> bool:
     """Whether an entry of the state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape and not is_number(name, value)
+    return isinstance(value, Tensor) and value.shape == tensor.shape and not is_number(name, value, counts)
 
 
 def _wrapped(member: Member, value: Tensor) -> Tensor:

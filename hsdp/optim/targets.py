@@ -7,7 +7,7 @@ flat shares    these lie apart in that buffer: they are copied beside each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,18 +25,19 @@ NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})
 DTensors."""
 
 
-def is_number(name: object, value: Tensor) -> bool:
-    """Whether an entry is one of these numbers: other optimizers call a moment `mu`."""
-    return name == "step" or (name in NUMBERS and value.ndim == 0)
+def is_number(name: object, value: Tensor, counts: Collection[str] = ()) -> bool:
+    """Whether an entry is one of these numbers, or of `counts`: other optimizers call a moment `mu`."""
+    named = name == "step" or (name in NUMBERS and value.ndim == 0)
+    return value.numel() == 1 and (named or name in counts)
 
 
 def counts_in(state: Mapping[Any, Mapping[str, Any]]) -> set[str]:
-    """Entries that are counts in tensors, for all parameters, though that of one may have as many elements: a single one.
+    """Entries that are counts where they have one element, which a parameter may have as well: those of others tell.
 
     Args:
         state: by parameter, or by what is stepped in its place.
     """
-    found = {"step"}
+    found = set[str]()
     for tensor, entries in state.items():
         if isinstance(tensor, Tensor) and local_of(tensor).numel() != 1:
             plain = [(name, v) for name, v in entries.items() if isinstance(v, Tensor) and not isinstance(v, DTensor)]

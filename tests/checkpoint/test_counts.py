@@ -151,3 +151,33 @@ def _together(env: RankEnv, kind: dict[str, bool]) -> None:
 @pytest.mark.parametrize("kind", [kind for kind, settings in LOCAL.items() if settings is not None])
 def test_state_for_all_parameters_is_kept_and_shown(pool2: Pool, kind: str) -> None:
     pool2.run(_together, LOCAL[kind])
+
+
+def _rows_alone_are_refused(env: RankEnv, path: Path, entry: str) -> None:
+    """Something for each row that a rank has: of the last weight that is one element, but no count."""
+    model = shard(_layers(), env.mesh((2,)))
+    optimizer = torch.optim.Optimizer(model.parameters(), {"lr": 0.1})
+    for param in model.parameters():
+        optimizer.state[param][entry] = torch.zeros(param.to_local().shape[0])  # type: ignore[operator]
+    with pytest.raises(CheckpointError, match=rf"'{entry}' of the optimizer's state of '0.bias' is a plain tensor"):
+        checkpoint.save(path, model, optimizer, step=1)
+
+
+@pytest.mark.parametrize("entry", ["seen", "step"])
+def test_state_of_each_row_is_not_taken_for_a_count(pool2: Pool, tmp_path: Path, entry: str) -> None:
+    pool2.run(_rows_alone_are_refused, tmp_path, entry)
+
+
+def _rows_come_back(env: RankEnv, path: Path) -> None:
+    """Something for each row, of a matrix with one row too."""
+    model = shard(nn.Sequential(nn.Linear(6, 4), nn.Linear(4, 1)), env.mesh((2,)))
+    optimizer, fresh = (torch.optim.Optimizer(model.parameters(), {"lr": 0.1}) for _ in range(2))
+    for param in (model[0].weight, model[1].weight):  # type: ignore[index]
+        optimizer.state[param]["seen"] = param.detach().norm(dim=1)
+    checkpoint.load(checkpoint.save(path, model, optimizer, step=1).path, model, fresh)
+    for param, entries in fresh.state.items():
+        assert torch.equal(entries["seen"].full_tensor(), param.detach().norm(dim=1).full_tensor())
+
+
+def test_state_of_each_row_comes_back_for_one_row_too(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(_rows_come_back, tmp_path)

@@ -235,6 +235,8 @@ class WholeMatrix(torch.optim.Optimizer):
         except BaseException:  # no memory for the next ones, say: these are not to take it until the next step
             for exchange in exchanges:
                 exchange.give_up()
+            if guard is not None:
+                guard.note_failure()  # perhaps on this rank alone: an update of a matrix runs on its owner
             raise
 
     def _prepared(self, bucket: Bucket) -> dict[int, Tensor]:

@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import math
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -40,6 +41,18 @@ def check_idle(units: Iterable[Unit], what: str) -> None:
             raise wrong_state(runtime.root, what, f"{FORWARD.name} ({FORWARD.value})", IDLE)
         if graph_task() != NO_TASK:  # anybody's: the unit may be about to be entered
             raise wrong_state(unit, what, "in the middle of a backward", IDLE)
+
+
+@contextmanager
+def leaving_word(units: Iterable[Unit]) -> Iterator[None]:
+    """What raises inside, perhaps on this rank alone, ends the wait of ranks that go on to communicate for these units."""
+    try:
+        yield
+    except BaseException:
+        comms = [comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)]
+        for guard in {comm.divergence_guard for comm in comms if comm.divergence_guard is not None}:
+            guard.note_failure()
+        raise
 
 
 def is_first(unit: Unit) -> bool:
@@ -85,6 +98,7 @@ def _gather_rows(unit: Unit, group: DtypeGroup) -> Tensor:
     axes, shard = unit.axes, group.shard.to(unit.axes.device)
     if group.shards == 1:
         return shard.view(1, -1)
+    unit.shard_comm.differing([], unit)  # asks whether all are here: DTensor's gather does not hear of a rank that failed
     # As bytes: backends do not know every dtype.
     data = DTensor.from_local(shard.view(torch.uint8), axes.mesh, axes.placements(0), run_check=False).full_tensor()
     return data.view(shard.dtype).view(group.shards, -1)

@@ -8,6 +8,7 @@ import time
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import hsdp
 from tests.support.fragile import Fragile, fail
@@ -53,6 +54,60 @@ def test_an_error_on_one_rank_ends_the_others_within_the_timeout(
         if outcome.rank != 1:
             assert "unit '" in outcome.message
             assert "rank" in outcome.message
+
+
+def _full_params(model: nn.Module, alone: bool) -> None:
+    with hsdp.full_params(model, writeback="rank0", rank0_only=True):
+        if alone:
+            raise KeyError("boom")
+
+
+def _wrong_replacement(model: nn.Module, alone: bool) -> None:
+    with hsdp.full_params(model, writeback="rank0"):
+        if alone:
+            del model.get_submodule("0").weight
+
+
+def _gathered_apply(model: nn.Module, alone: bool) -> None:
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        if alone:
+            raise KeyError("boom")
+
+    hsdp.gathered_apply(model, init)
+
+
+def _whole_matrix(model: nn.Module, alone: bool) -> None:
+    @hsdp.optim.whole_matrix(lr=0.1)
+    def update(matrices: Tensor, *, eps: float = 0.0) -> Tensor:
+        if alone:
+            raise KeyError("boom")
+        return matrices
+
+    model(torch.ones(3, 4).double()).sum().backward()
+    update([param for param in model.parameters() if param.ndim == 2]).step()
+
+
+BETWEEN = {run.__name__.lstrip("_"): run for run in (_full_params, _wrong_replacement, _gathered_apply, _whole_matrix)}
+
+
+def _fail_between(env: RankEnv, what: str, rank: int) -> None:
+    model = shard(nn.Sequential(*(nn.Linear(4, 4) for _ in range(4))).double(), env.mesh((env.world_size,)))
+    start = time.monotonic()
+    with pytest.raises((hsdp.HSDPError, KeyError, AttributeError)) as caught:
+        BETWEEN[what](model, env.rank == rank)
+    assert isinstance(caught.value, hsdp.DivergenceError) == (env.rank != rank), caught.value
+    assert time.monotonic() - start < 20, "the others waited for the group's timeout, 40 s"
+    check_sharded(model)
+    raise Finished(str(caught.value))
+
+
+@pytest.mark.parametrize(("what", "rank"), [(what, int(what == "gathered_apply")) for what in BETWEEN])
+def test_an_error_on_one_rank_between_passes_ends_the_others_at_once(pool2: Pool, what: str, rank: int) -> None:
+    for outcome in pool2.run_raw(_fail_between, what, rank, group_timeout=40):
+        assert outcome.error == "Finished", f"{outcome.error}: {outcome.message}\n{outcome.traceback}"
 
 
 def _die(env: RankEnv) -> str:

@@ -104,6 +104,9 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_meshes()
+            # Frozen with the imports: no collection would see them.
+            gc.unfreeze()
+            self._frozen = 0
         self.env = RankEnv(self.env.rank, self.env.world_size, self.env.device)
         backends = use_device(self.env.device, self.env.rank, self.env.world_size)
         if not self.grouped:
@@ -198,11 +201,16 @@ _mended: list[torch.library.Library] = []
 
 def forget_meshes() -> None:
     """Makes DTensor forget the meshes that it has seen: to it, meshes of other groups with the same ranks are equal."""
-    # DTensor caches output specs with their mesh, whose groups it finds by name; new groups get the same names anew.
+    # DTensor caches output specs with their mesh, whose groups it finds by name; new groups get the same names anew. Every
+    # cache goes, as each holds groups, whose threads do not rest.
+    for name, module in list(sys.modules.items()):
+        if name.startswith("torch.distributed.tensor"):
+            for one in list(vars(module).values()):
+                if isinstance(one, functools._lru_cache_wrapper):
+                    one.cache_clear()
     DTensor._op_dispatcher.sharding_propagator.propagate_op_sharding.cache.cache_clear()
     if hasattr(torch._C, "_clear_DTensor_sharding_propagator_cache"):
         torch._C._clear_DTensor_sharding_propagator_cache()
-    # These hold the groups' threads, too.
     if hasattr(_redistribute, "clear_redistribute_planner_cache"):
         _redistribute.clear_redistribute_planner_cache()
     if hasattr(_collective_utils, "MeshTopoInfo"):

@@ -13,13 +13,16 @@ A forward is told what to do by a `How`, a plain dictionary of what differs from
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils.checkpoint import checkpoint
+from torch.distributions import Normal
+from torch.nn.utils.parametrizations import weight_norm
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 VOCAB, LENGTH, WIDTH, HIDDEN = 5, 3, 4, 3
 KINDS = ("mlp", "linear", "chain", "lora", "norm", "scaled")
@@ -35,11 +38,15 @@ class Planned(Exception):  # noqa: N818  (no error of anybody's: users raise it 
 
 @dataclass(frozen=True)
 class Part:
-    """One part of a model: its kind, what of it is a unit, and whether it runs under activation checkpointing."""
+    """One part of a model: its kind, what of it is a unit, and whether it runs under activation checkpointing.
+
+    `inside`: what is special about it, one of `INSIDES`, or nothing.
+    """
 
     kind: str
     unit: str = "whole"
     recompute: bool | None = None  # reentrant or not; None: not at all
+    inside: str = ""
 
 
 class Slots:
@@ -49,6 +56,21 @@ class Slots:
 
     def __init__(self, value: Tensor) -> None:
         self.value = value
+
+
+class Named(NamedTuple):
+    """An output by names."""
+
+    value: Tensor
+    other: None = None
+
+
+@dataclass
+class Fields:
+    """An output as libraries return them."""
+
+    value: Tensor
+    other: str = ""
 
 
 class RaisesInBackward(torch.autograd.Function):
@@ -61,6 +83,20 @@ class RaisesInBackward(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Tensor:
         raise Planned("in backward")
+
+
+class Doubled(torch.autograd.Function):
+    """The first input twice, with the sum of the second's squares: saves whole weights itself."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(weight)
+        return 2 * x + weight.pow(2).sum()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, Tensor]:
+        (weight,) = ctx.saved_tensors
+        return 2 * grad, 2 * weight * grad.sum()
 
 
 BEFORE = ("add_ to input", "raise", "data renorm", "copy_ renorm", "hook on input")
@@ -81,7 +117,20 @@ BEHIND = (
     "detached out",
     "no grad",
 )
-TWEAKS = (*BEFORE, *BEHIND)
+LATER = (
+    "aux in buffer",
+    "aux in child",
+    "named out",
+    "fields out",
+    "dict out",
+    "distribution out",
+    "written buffer",
+    "swapped data",
+    "saved by hand",
+)
+"""Tweaks that came later."""
+TWEAKS = (*BEFORE, *BEHIND, *LATER)
+INSIDES = ("selective", "weight norm", "complex", "buffer")
 EDITS = ("+= input", "mul_", "relu_", "drop", "raise")
 ENDS = ("mul_", "/= view", "grad", "raise")
 
@@ -111,6 +160,12 @@ class Body(nn.Module):
         if part.kind == "lora":
             self.base = nn.Linear(WIDTH, WIDTH)
             self.base.requires_grad_(False)
+        if part.inside == "weight norm" and part.kind != "norm":
+            weight_norm(self.up)
+        if part.inside == "complex":
+            self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
+        self.register_buffer("seen", torch.zeros(WIDTH), persistent=part.inside == "buffer")
+        self.register_buffer("left", torch.zeros(()), persistent=False)
 
     def linears(self) -> list[nn.Module]:
         """The modules that are units where each linear layer is one."""
@@ -120,6 +175,9 @@ class Body(nn.Module):
         """`box`: a list of the caller's, for what "aux in argument" leaves there."""
         if self.part.recompute is None:
             return self._tweaked(x, tweak, box)
+        if self.part.inside == "selective":
+            contexts = functools.partial(create_selective_checkpoint_contexts, [torch.ops.aten.addmm.default])
+            return checkpoint(self._tweaked, x, tweak, box, use_reentrant=False, context_fn=contexts)
         return checkpoint(self._tweaked, x, tweak, box, use_reentrant=self.part.recompute)
 
     def _tweaked(self, x: Tensor, tweak: str, box: list[Tensor]) -> Any:
@@ -130,9 +188,17 @@ class Body(nn.Module):
             with torch.no_grad():
                 return self._compute(x) + x
         y = self._compute(x)
+        if tweak in LATER:
+            return self._behind_later(x, y, tweak)
         return self._behind(x, y, tweak, box) if tweak else y
 
     def _compute(self, x: Tensor) -> Tensor:
+        y = self._of_kind(x)
+        if self.part.inside == "complex":
+            return y + torch.view_as_real(y * self.turn).sum(-1).to(y.dtype)
+        return y + self.seen.to(y.dtype) if self.part.inside == "buffer" else y
+
+    def _of_kind(self, x: Tensor) -> Tensor:
         kind = self.part.kind
         if kind == "chain":
             return self.down(self.act(self.up(x)))
@@ -192,16 +258,41 @@ class Body(nn.Module):
             self.aux = aux
         return y
 
+    def _behind_later(self, x: Tensor, y: Tensor, tweak: str) -> Any:
+        if tweak == "aux in buffer":
+            self.left = y.pow(2).mean()
+        elif tweak == "aux in child":
+            self.up.aux = y.pow(2).mean()  # type: ignore[assignment]
+        elif tweak == "named out":
+            return Named(y)
+        elif tweak == "fields out":
+            return Fields(y)
+        elif tweak == "dict out":
+            return {"value": y, "other": [None, x.detach()]}
+        elif tweak == "distribution out":
+            return Normal(y, torch.ones_like(y))
+        elif tweak == "written buffer" and self.first_rank:
+            self.seen += 0.5  # as a counter or a running average, the same on all ranks
+        elif tweak == "swapped data":
+            z = torch.empty_like(y)
+            z.data = y.detach() * 0.5
+            return y + z
+        elif tweak == "saved by hand" and self.part.unit != "parts":
+            return Doubled.apply(y, self.up.weight)
+        return y
+
     def _may_write(self) -> bool:
         """Once for all ranks, not again when it is recomputed, and to no weights that another unit's forward shows."""
         return self.first_rank and self.part.recompute is None and self.part.unit != "parts"
 
     def take_aux(self) -> list[Tensor]:
         """What forwards left beside their outputs; the module forgets it."""
-        found = [*self.store.values(), *self.trail, *([] if self.aux is None else [self.aux])]
+        beside = [aux for aux in (self.aux, getattr(self.up, "aux", None)) if aux is not None]
+        found = [*self.store.values(), *self.trail, *beside, self.left]
         self.store.clear()
         self.trail.clear()
-        self.aux = None
+        self.aux = self.up.aux = None  # type: ignore[assignment]
+        self.left = torch.zeros_like(self.left)
         return found
 
 
@@ -288,6 +379,10 @@ def _around(x: Tensor, y: Tensor, cuts: tuple[bool, ...], rank: int) -> Tensor:
 
 def opened(out: Any) -> Tensor:
     """The tensor that a part returned in one form or another."""
-    if isinstance(out, Slots):
+    if isinstance(out, (Slots, Named, Fields)):
         return out.value
+    if isinstance(out, dict):
+        return out["value"]
+    if isinstance(out, Normal):
+        return out.mean
     return torch.cat(out, -1) if isinstance(out, tuple) else out

@@ -41,7 +41,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from tests.soak.actions.models import BEFORE, BEHIND, EDITS, ENDS, KINDS, UNITS, How, Part
+from tests.soak.actions.models import BEFORE, BEHIND, EDITS, ENDS, INSIDES, KINDS, LATER, UNITS, How, Part
 
 Action = tuple[Any, ...]
 
@@ -100,6 +100,7 @@ FEATURES = {
     "streams": "training that moves from one stream of a device to another",
     "mixed": "forwards in another precision than that of the parameters",
     "muon": "an optimizer that steps whole matrices",
+    "insides": "selective checkpoints, parametrised and complex weights, buffers, outputs of other kinds",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -155,6 +156,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_streams(program, random.Random(f"{seed}, streams"))
     if "saves" not in without:
         program = _with_saves(program, random.Random(f"{seed}, saves"))
+    if "insides" not in without:
+        program = _with_insides(program, random.Random(f"{seed}, insides"))
     return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
 
 
@@ -440,6 +443,28 @@ def _with_saves(program: Program, rng: random.Random) -> Program:
     return replace(program, actions=tuple(actions))
 
 
+def _with_insides(program: Program, rng: random.Random) -> Program:
+    """With parts that are special inside, and tweaks that came later, in the place of others; again by themselves."""
+    if rng.random() > 0.4:
+        return program
+    parts = []
+    for part in program.parts:
+        inside = rng.choice(INSIDES) if rng.random() < 0.5 else ""
+        if inside == "weight norm" and "weights" in program.ties:
+            inside = ""  # what is parametrised has no weight to tie
+        if inside == "selective" and part.recompute is None and part.unit != "parts":
+            part = replace(part, recompute=False)
+        parts.append(replace(part, inside=inside if inside != "selective" or part.recompute is False else ""))
+    if "module" in program.ties:
+        parts[-1] = parts[0]
+    actions = list(program.actions)
+    for at, action in enumerate(actions):
+        if action[0] == "forward" and rng.random() < 0.4:
+            tweaks = {**action[2].get("tweaks", {}), rng.randrange(len(parts)): rng.choice(LATER)}
+            actions[at] = (*action[:2], {**action[2], "tweaks": tweaks}, *action[3:])
+    return replace(program, parts=tuple(parts), actions=tuple(actions))
+
+
 def _with_tunes(program: Program, rng: random.Random) -> Program:
     """With units that communicate otherwise from some moment on; again by themselves."""
     actions = list(program.actions)
@@ -514,7 +539,12 @@ def smaller(program: Program) -> Iterator[Program]:
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})
     for index, part in enumerate(program.parts):
-        for simple in (replace(part, recompute=None), replace(part, kind="linear"), replace(part, unit="whole")):
+        for simple in (
+            replace(part, inside=""),
+            replace(part, recompute=None),
+            replace(part, kind="linear"),
+            replace(part, unit="whole"),
+        ):
             if simple != part:
                 yield replace(program, parts=(*program.parts[:index], simple, *program.parts[index + 1 :]))
     for index, action in enumerate(actions):

@@ -91,7 +91,7 @@ class Side:
 
     def squares(self, kind: str) -> Tensor:
         """The sum of the squares of all trained parameters."""
-        return sum((p.pow(2).sum() for p in self.params.values() if p.requires_grad), self._zero())
+        return sum((_squares_of(p).sum() for p in self.params.values() if p.requires_grad), self._zero())
 
     def _zero(self) -> Tensor:
         return torch.zeros((), dtype=torch.float64, device=self.device)
@@ -639,8 +639,8 @@ class Sharded(Side):
     def squares(self, kind: str) -> Tensor:
         params: Any = [p for p in self.params.values() if p.requires_grad]
         if kind == "full":
-            return sum((p.pow(2).sum().full_tensor() for p in params), self._zero())
-        return sum((p.to_local().pow(2).sum() for p in params), self._zero())
+            return sum((_squares_of(p).sum().full_tensor() for p in params), self._zero())
+        return sum((_squares_of(p.to_local()).sum() for p in params), self._zero())
 
     def call(self, call: str) -> Any:
         if call.startswith("unshard"):
@@ -759,6 +759,10 @@ class Sharded(Side):
     def _unit(self, who: int) -> Any:
         parts = [part for part in self.model.parts if isinstance(part, hsdp.HSDPModule)]
         return self.model if who < 0 or not parts else parts[who % len(parts)]
+
+
+def _squares_of(param: Tensor) -> Tensor:
+    return (param * param.conj()).real if param.is_complex() else param.pow(2)
 
 
 def _removed(hooks: list[Any]) -> Values:

@@ -124,7 +124,6 @@ LATER = (
     "fields out",
     "dict out",
     "distribution out",
-    "written buffer",
     "swapped data",
     "saved by hand",
 )
@@ -164,7 +163,7 @@ class Body(nn.Module):
             weight_norm(self.up)
         if part.inside == "complex":
             self.turn = nn.Parameter(torch.randn(WIDTH, dtype=torch.complex128))
-        self.register_buffer("seen", torch.zeros(WIDTH), persistent=part.inside == "buffer")
+        self.register_buffer("seen", torch.linspace(-1, 1, WIDTH), persistent=part.inside == "buffer")
         self.register_buffer("left", torch.zeros(()), persistent=False)
 
     def linears(self) -> list[nn.Module]:
@@ -271,8 +270,6 @@ class Body(nn.Module):
             return {"value": y, "other": [None, x.detach()]}
         elif tweak == "distribution out":
             return Normal(y, torch.ones_like(y))
-        elif tweak == "written buffer" and self.first_rank:
-            self.seen += 0.5  # as a counter or a running average, the same on all ranks
         elif tweak == "swapped data":
             z = torch.empty_like(y)
             z.data = y.detach() * 0.5

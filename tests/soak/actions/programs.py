@@ -462,6 +462,8 @@ def _with_insides(program: Program, rng: random.Random) -> Program:
         if action[0] == "forward" and rng.random() < 0.4:
             tweaks = {**action[2].get("tweaks", {}), rng.randrange(len(parts)): rng.choice(LATER)}
             actions[at] = (*action[:2], {**action[2], "tweaks": tweaks}, *action[3:])
+    if program.optimizer == "adamw fused" and any(part.inside == "complex" for part in parts):
+        program = replace(program, optimizer="adamw")  # torch's fused one takes no complex weights
     return replace(program, parts=tuple(parts), actions=tuple(actions))
 
 

@@ -16,6 +16,7 @@ from hypothesis import settings
 
 import hsdp.debug  # noqa: F401  # as it is outside of tests: this process counts copies and bytes
 from benchmarks import still_group
+from tests.support import beside
 from tests.support import device as emulator
 from tests.support.rig import Pool
 from tests.support.share import spread
@@ -31,20 +32,30 @@ settings.load_profile("hsdp")
 
 @pytest.hookimpl(trylast=True)  # behind `-k`: what is asked for by name is run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Leaves combinations of parameters out: every value has its test."""
-    items[:], others = spread(items)
+    """Leaves combinations of parameters out: every value has its test. What runs beside the others is waited for last."""
+    chosen, others = spread(items)
+    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("beside") is not None)
     if others:
         config.hook.pytest_deselected(items=others)
 
 
 def pytest_collection_finish(session: pytest.Session) -> None:
-    """Takes the tests' modules out of the garbage collector's sight, and has what is in C++ built meanwhile."""
+    """Takes the tests' modules out of the garbage collector's sight, and begins what runs meanwhile."""
     gc.collect()
     gc.freeze()
     if any("device" in item.nodeid for item in session.items) and emulator.why_not() is None:
         emulator.start_build()
     if any("test_benchmarks" in item.nodeid for item in session.items):
         still_group.start_build()
+    if not session.config.option.collectonly:
+        for command in (item.get_closest_marker("beside") for item in session.items):
+            if command is not None:
+                beside.begin(command.args)
+
+
+def pytest_sessionfinish() -> None:
+    """Stops what runs beside the tests."""
+    beside.stop_all()
 
 
 @pytest.fixture(autouse=True, scope="module")

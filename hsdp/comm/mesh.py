@@ -228,20 +228,29 @@ def resolve_mesh(mesh: DeviceMesh | None, dims: DataParallelMeshDims | None = No
         axes = _named_axes(mesh, dims)
     else:
         axes = MeshAxes(mesh, shard_axis=mesh.ndim - 1, replicate_axis=0 if mesh.ndim == 2 else None)
-    _refuse_unsorted(axes)
+    refuse_unsorted(axes, axes.shard_axis, "fully_shard(mesh=...)")
     return axes
 
 
-def _refuse_unsorted(axes: MeshAxes) -> None:
-    """Raises ValueError where ranks do not ascend along the shard axis.
+def refuse_unsorted(axes: MeshAxes, axis: int | None, what: str) -> None:
+    """Refuses a mesh along whose `axis`, over which rows are cut, ranks do not ascend.
 
     Process groups order their ranks, and collectives go by that order; checkpoints go by places on the mesh.
+
+    Args:
+        axes: of the mesh.
+        axis: which of its axes; None: nothing is cut.
+        what: begins the error.
+
+    Raises:
+        ValueError: they do not ascend.
     """
-    ranks, axis = axes.mesh.mesh, axes.shard_axis
+    ranks = axes.mesh.mesh
     if axis is not None and bool((ranks.diff(dim=axis) < 0).any()):
+        role = "shard" if axis == axes.shard_axis else "replicate"
         raise ValueError(
-            f"fully_shard(mesh=...): along the shard axis of the mesh {ranks.tolist()} ranks do not ascend; process groups "
-            "order their ranks, so that checkpoints would take rows of one rank for those of another: sort them"
+            f"{what}: along the {role} axis of the mesh {ranks.tolist()} ranks do not ascend; process groups order their "
+            "ranks, so that checkpoints would take rows of one rank for those of another: sort them"
         )
 
 

@@ -85,7 +85,8 @@ def local(optimizer: O, *, flat: bool = False, over_replicas: bool = False, elem
 
     Raises:
         TypeError: not an optimizer, or one that is not known to be elementwise.
-        ValueError: something replaced its `step` already (a scheduler does), or it is made with `differentiable=True`.
+        ValueError: something replaced its `step` already (a scheduler does), or it is made with `differentiable=True`; or
+            `over_replicas`, and ranks do not ascend along the replicate axis of a mesh.
         StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
     if not isinstance(optimizer, torch.optim.Optimizer):

@@ -59,7 +59,8 @@ class Muon(WholeMatrix, torch.optim.Muon):
             groups are stepped so, too.
 
     Raises:
-        ValueError: a setting makes no sense, or a parameter is no matrix as its group says.
+        ValueError: a setting makes no sense, or a parameter is no matrix as its group says; or `over_replicas`, and ranks
+            do not ascend along the replicate axis of a mesh.
         StateError: `over_replicas`, and sums of earlier micro-batches are pending.
     """
 

@@ -20,6 +20,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp import debug
+from hsdp.comm.mesh import refuse_unsorted
 from hsdp.params.dtensors import cut_as
 from hsdp.params.local import local_of
 from hsdp.params.shares import Share, share_of
@@ -63,6 +64,7 @@ def share_gradients_of(params: Iterable[Any], what: str) -> None:
     """Has gradients of these parameters reduce-scattered over replicas from now on. `what` names the optimizer in errors.
 
     Raises:
+        ValueError: along the replicate axis of a unit's mesh, ranks do not ascend.
         StateError: sums are pending for one of them.
     """
     units: dict[Unit, list[Any]] = {}
@@ -71,6 +73,7 @@ def share_gradients_of(params: Iterable[Any], what: str) -> None:
         if unit is not None and unit.axes.replicate_size > 1:
             units.setdefault(unit, []).append(param)
     for unit in units:
+        refuse_unsorted(unit.axes, unit.axes.replicate_axis, f"{what}(over_replicas=True), unit {unit.name!r}")
         check_communicated(unit, f"{what}(over_replicas=True)")
     for unit, own in units.items():
         share_gradients(unit, own)

@@ -84,7 +84,8 @@ class WholeMatrix(torch.optim.Optimizer):
             param_group: its `params`, and settings that differ from the optimizer's.
 
         Raises:
-            ValueError: a parameter cannot be read as matrices by the group's settings.
+            ValueError: a parameter cannot be read as matrices by the group's settings; or `over_replicas`, and ranks do not
+                ascend along the replicate axis of a mesh.
             StateError: `over_replicas`, and sums of earlier micro-batches are pending.
         """
         algorithm = param_group.get("algorithm")

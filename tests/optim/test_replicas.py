@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 import hsdp
@@ -264,3 +265,20 @@ def _fails_halfway(env: RankEnv) -> None:
 
 def test_replicas_stay_equal_behind_a_step_that_raises(pool2: Pool) -> None:
     pool2.run(_fails_halfway)
+
+
+def _on_unsorted_replicas(env: RankEnv) -> None:
+    """Checkpoints would have each replica's share of the states under the rows of another's."""
+    model = shard(CASE.model(), DeviceMesh("cpu", torch.tensor([[1], [0]])))
+    whole = local(adamw(model.parameters()))  # without shares the order of replicas does not count
+    _step(env, model, whole, 0)
+    told = r"over_replicas=True\), unit '.*': along the replicate axis of the mesh \[\[1\], \[0\]\] .* sort them"
+    with pytest.raises(ValueError, match=told):
+        local(adamw(model.parameters()), over_replicas=True)
+    with pytest.raises(ValueError, match=told):
+        hsdp.optim.Muon([param for param in model.parameters() if param.ndim == 2], over_replicas=True)
+    check_sharded(model)
+
+
+def test_shares_of_replicas_whose_ranks_do_not_ascend_are_refused(pool2: Pool) -> None:
+    pool2.run(_on_unsorted_replicas)

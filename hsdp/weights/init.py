@@ -27,7 +27,17 @@ from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import unit_of, units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
-from hsdp.weights.gather import Loan, broadcast, broadcast_all, check_idle, gather, hide_all, spread, write_first
+from hsdp.weights.gather import (
+    Loan,
+    broadcast,
+    broadcast_all,
+    check_idle,
+    gather,
+    hide_all,
+    leaving_word,
+    spread,
+    write_first,
+)
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units
 from hsdp.weights.replica_check import check_structures, unequal_values
 from hsdp.weights.whole_draws import WholeDraws
@@ -85,7 +95,7 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     if fn is None:
         _check_resets(model, names)
     where = units[0].axes.device if device is None else torch.device(device)
-    with _random_state_of_first(units, where), _loose_tensors(model, units[0], where), WholeDraws():  # type: ignore[no-untyped-call]
+    with leaving_word(units), _random_state_of_first(units, where), _loose_tensors(model, units[0], where):
         _run(model, on_meta, names, fn, where)
     return model
 
@@ -122,7 +132,8 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
             _reset_of(module)()
 
     try:
-        visit(model, units, initialise, enter, leave)
+        with WholeDraws():  # type: ignore[no-untyped-call]
+            visit(model, units, initialise, enter, leave)
     finally:
         hide_all(loans)
 

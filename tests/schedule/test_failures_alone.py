@@ -79,6 +79,39 @@ def _gathered_apply(model: nn.Module, alone: bool) -> None:
     hsdp.gathered_apply(model, init)
 
 
+def _init_sharded(model: nn.Module, alone: bool) -> None:
+    with torch.device("meta"):
+        model = nn.Sequential(*(nn.Linear(4, 4) for _ in range(3)))
+    for module in (*model, model):
+        hsdp.fully_shard(module)
+    seen: list[nn.Module] = []
+
+    def init(module: nn.Module) -> None:
+        seen.append(module)
+        if alone and len(seen) == 2:
+            raise KeyError("boom")
+        if isinstance(module, nn.Linear):
+            module.reset_parameters()
+
+    hsdp.init_sharded(model, init)
+
+
+def _forgotten_buffer(model: nn.Module, alone: bool) -> None:
+    with torch.device("meta"):
+        model = nn.BatchNorm1d(4)
+    hsdp.fully_shard(model)
+
+    def init(module: nn.BatchNorm1d) -> None:
+        nn.init.ones_(module.weight)
+        nn.init.ones_(module.bias)
+        module.num_batches_tracked.fill_(1)
+        module.running_var.fill_(1)
+        if not alone:
+            module.running_mean.fill_(1)
+
+    hsdp.init_sharded(model, init)  # type: ignore[arg-type]
+
+
 def _whole_matrix(model: nn.Module, alone: bool) -> None:
     @hsdp.optim.whole_matrix(lr=0.1)
     def update(matrices: Tensor, *, eps: float = 0.0) -> Tensor:
@@ -90,7 +123,8 @@ def _whole_matrix(model: nn.Module, alone: bool) -> None:
     update([param for param in model.parameters() if param.ndim == 2]).step()
 
 
-BETWEEN = {run.__name__.lstrip("_"): run for run in (_full_params, _wrong_replacement, _gathered_apply, _whole_matrix)}
+RUNS = (_full_params, _wrong_replacement, _gathered_apply, _init_sharded, _forgotten_buffer, _whole_matrix)
+BETWEEN = {run.__name__.lstrip("_"): run for run in RUNS}
 
 
 def _fail_between(env: RankEnv, what: str, rank: int) -> None:

@@ -29,7 +29,7 @@ from hsdp.params.subclass import parts_of
 from hsdp.unit.lookup import units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import check_idle
-from hsdp.weights.module_buffers import buffers_by_unit
+from hsdp.weights.module_buffers import buffers_by_unit, widest
 from hsdp.weights.replica_check import told_by_all
 
 _MOST_TOLD = 8
@@ -66,7 +66,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
     units = units_below(model, True, "check_replicas")
     check_idle(units, "check_replicas")
     meshes: dict[tuple[Any, Any], tuple[Unit, list[_Value]]] = {}
-    held = buffers_by_unit(model, units[0]) if buffers else {}
+    held = buffers_by_unit(model, widest(units)) if buffers else {}
     names = {id(param): name for name, param in model.named_parameters()}
     for unit in units:
         groups = unit.replicate_comm.group, unit.shard_comm.group

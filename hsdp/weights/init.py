@@ -38,7 +38,7 @@ from hsdp.weights.gather import (
     spread,
     write_first,
 )
-from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units
+from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units, widest
 from hsdp.weights.replica_check import check_structures, unequal_values
 from hsdp.weights.whole_draws import WholeDraws
 
@@ -56,8 +56,8 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     Modules are visited children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of a module's unit, and
     of the units around it, are whole, plain and on `device`; then each rank keeps its shards of them. The values are
     those that one process would draw with the random state of the mesh's first rank, on every shard and replica and on
-    every mesh. That rank's generators go on from there, and so do those of ranks that were in the same state; others
-    keep theirs. Units that are not on the meta device keep their values.
+    every mesh (where units have several, the largest one's). That rank's generators go on from there, and so do those of
+    ranks that were in the same state; others keep theirs. Units that are not on the meta device keep their values.
 
     Args:
         model: the whole model, sharded on the meta device; every rank must call it.
@@ -95,7 +95,7 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     if fn is None:
         _check_resets(model, names)
     where = units[0].axes.device if device is None else torch.device(device)
-    with leaving_word(units), _random_state_of_first(units, where), _loose_tensors(model, units[0], where):
+    with leaving_word(units), _random_state_of_first(units, where), _loose_tensors(model, widest(units), where):
         _run(model, on_meta, names, fn, where)
     return model
 
@@ -355,10 +355,12 @@ def _random_state_of_first(units: Sequence[Unit], device: torch.device) -> Itera
     """
     own = _random_state(device)
     first = [state.clone() for state in own]
-    inner = [param.inner for unit in units for param in unit.params if param.inner is not None and param.inner.visible]
+    params = [param for unit in units for param in unit.params]
+    inner = [param.inner for param in params if param.inner is not None and param.inner.visible]
+    unit = widest(units)
     for state in first:
-        broadcast(state, units[0], units[0].replicate_comm, units[0].shard_comm)
-        data = state.to(units[0].axes.device)
+        broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
+        data = state.to(unit.axes.device)
         for mesh in dict.fromkeys(one.mesh for one in inner):
             for axis in range(mesh.ndim):
                 dist.broadcast(data, group=mesh.get_group(axis), group_src=0)
@@ -415,7 +417,7 @@ def sync_module_states(model: nn.Module) -> nn.Module:
         raise StateError(f"sync_module_states: {meta} are on the meta device; call hsdp.init_sharded(model) first")
     for unit in units:
         spread(unit)
-    for unit, tensors in _whole_everywhere(model, units[0]):
+    for unit, tensors in _whole_everywhere(model, widest(units)):
         names = [(name, tuple(part.shape), str(part.dtype)) for name, part in tensors]
         check_structures("sync_module_states", "tensor", names, unit)
         broadcast_all([part for _, part in tensors], unit)

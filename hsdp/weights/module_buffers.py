@@ -56,6 +56,14 @@ def modules_with_units(modules: Sequence[nn.Module], unit: Unit | None) -> list[
     return list(found.values())
 
 
+def widest(units: Sequence[Unit]) -> Unit:
+    """The unit on the most ranks, the first of several: what belongs to no unit is to be equal on the ranks of its mesh.
+
+    A model's first unit may be one of experts, on a few of the ranks that have the model.
+    """
+    return max(units, key=lambda unit: len(unit.axes.ranks))
+
+
 def own_buffers(modules: Sequence[nn.Module], unit: Unit) -> list[Buffer]:
     """The buffers of the unit that is made of `modules`, each once.
 

@@ -314,3 +314,47 @@ def _sync(env: RankEnv) -> None:
 
 def test_rule_5_sync_makes_replicas_equal(pool4: Pool) -> None:
     pool4.run(_sync)
+
+
+class Experts(nn.Module):
+    """Experts that each rank has by itself, in front of what all ranks have; the module itself is no unit."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.experts, self.dense = nn.Linear(4, 4), nn.Linear(4, 4)
+        self.free = nn.Parameter(torch.empty(3))
+        self.register_buffer("scale", torch.empty(3))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.free)
+        nn.init.normal_(self.scale)
+
+
+def _experts_first(env: RankEnv) -> None:
+    meshes = env.mesh((2, 1), ("ep", "one"))
+    for policy in ("trust", "broadcast"):
+        with torch.device("meta"):
+            model = Experts()
+        hsdp.fully_shard(model.experts, mesh=meshes["one"], replica_policy=policy)
+        hsdp.fully_shard(model.dense, mesh=meshes["ep"], replica_policy=policy)
+        torch.manual_seed(7 + env.rank)
+        init_sharded(model)
+        expected = Experts()
+        torch.manual_seed(7)
+        for module in (expected.experts, expected.dense, expected):
+            module.reset_parameters()
+        for name in ("dense.weight", "dense.bias", "free"):
+            assert torch.equal(full(model.get_parameter(name)), expected.get_parameter(name)), f"{policy}: {name}"
+        assert torch.equal(model.scale, expected.scale), policy
+    for tensor in (model.free.detach(), model.scale):
+        tensor.fill_(env.rank)
+    with pytest.raises(hsdp.DivergenceError, match="scale"):
+        hsdp.check_replicas(model, buffers=True)
+    sync_module_states(model)
+    assert model.free.tolist() == model.scale.tolist() == [0.0] * 3
+    hsdp.check_replicas(model, buffers=True)
+
+
+def test_what_no_unit_has_is_equal_beyond_the_ranks_of_experts(pool2: Pool) -> None:
+    pool2.run(_experts_first)

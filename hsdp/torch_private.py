@@ -197,6 +197,35 @@ def _innermost(store: Any) -> Any:
     return store
 
 
+def named_group(name: str, ranks: Iterable[int], timeout: timedelta | None, backend: str | None) -> ProcessGroup:
+    """A process group of some ranks, this one among them, which all call it. Nobody else has used its name.
+
+    `dist.new_group(use_local_synchronization=True)` makes a name of how many groups this rank is in. Ranks of which one is
+    in more than another (`dist.new_group([0])` is enough) would wait for each other under different names, for good.
+    Libraries of reinforcement learning make their groups by the same function of torch.
+
+    Args:
+        name: its name.
+        ranks: their numbers in the default group.
+        timeout: of its collectives; None: the backend's.
+        backend: of the group; None: that of the default group.
+    """
+    made: Any = dist.distributed_c10d
+    world: Any = made._get_default_group()
+    kind, store = made._world.pg_map[world]
+    kind, ranks = dist.Backend(backend or kind), sorted(ranks)
+    timeout = timeout or made._get_default_timeout(kind)
+    if kind == dist.Backend.MPI or hasattr(world, "new_group"):  # make groups in a way of their own
+        group: Any = dist.new_group(ranks, timeout, kind, use_local_synchronization=True)
+    else:
+        place = len(ranks), ranks.index(world.rank()), ranks
+        options = {"timeout": timeout, "device_id": world.bound_device_id}
+        group, _ = made._new_process_group_helper(*place, kind, store, name, **options)
+        made._world.pg_group_ranks[group] = {rank: number for number, rank in enumerate(ranks)}
+    assert isinstance(group, ProcessGroup), "this rank is one of the ranks"
+    return group
+
+
 def is_alive(group: ProcessGroup) -> bool:
     """Whether nobody has destroyed a process group."""
     return group in dist.distributed_c10d._world.pg_map

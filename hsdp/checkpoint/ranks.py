@@ -20,6 +20,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hsdp.comm.groups import new_group
 from hsdp.errors import CheckpointError
 from hsdp.torch_private import backend_of, compares_arguments, timeout_of_backend
 
@@ -303,13 +304,7 @@ def _another(group: ProcessGroup, backend: str) -> ProcessGroup:
     for stands_for, kind, made in _made:
         if stands_for() is group and kind == backend and (found := made()) is not None:
             return found
-    new = dist.new_group(
-        ranks=dist.get_process_group_ranks(group),
-        timeout=_timeout_of(group),
-        backend=backend,
-        use_local_synchronization=True,
-    )
-    assert isinstance(new, ProcessGroup), "this rank is one of the ranks"
+    new = new_group("messages", dist.get_process_group_ranks(group), _timeout_of(group), backend)
     _made.append((weakref.ref(group), backend, weakref.ref(new)))
     return new
 

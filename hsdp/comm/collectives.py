@@ -18,7 +18,7 @@ from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_by
 from hsdp.comm.compare import digest_of, guard_of
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
-from hsdp.comm.groups import backend_name, shared_group
+from hsdp.comm.groups import backend_name, shared_group, timeout_of
 from hsdp.comm.host_meeting import host_memory_of
 from hsdp.comm.host_memory import HostMemory
 from hsdp.comm.labels import Named, labelled
@@ -426,7 +426,7 @@ def _start_exchange(
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
     """A `Comm` over these global ranks, which all call it, with a process group of their own, made once for all who ask."""
     context = CommContext(Streams(device))
-    group = shared_group("matrices", list(ranks)) if len(ranks) > 1 else None
+    group = shared_group("matrices", list(ranks), timeout_of(None, device)) if len(ranks) > 1 else None
     return Comm(group, ranks.index(dist.get_rank()) if group is not None else 0, len(ranks), device, context)
 
 
@@ -434,7 +434,7 @@ def twin_of(comm: Comm) -> Comm:
     """A `Comm` over the same ranks, which all call it, with a process group of its own that all who ask for them share."""
     if comm.group is None or comm.size == 1 or comm.backend == "fake":
         return comm
-    group = shared_group("twin", dist.get_process_group_ranks(comm.group))
+    group = shared_group("twin", dist.get_process_group_ranks(comm.group), timeout_of(comm.group, comm.device))
     twin = Comm(group, comm.rank, comm.size, comm.device, comm.context, comm.shares_memory)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin

@@ -153,7 +153,7 @@ class Unit(UnitActivity, UnshardedParams):
         if type(parts) is not int or not 1 < parts < axes.shard_size:
             return None
         assert axes.shard_group is not None, "an axis of several ranks has a group"
-        group = subgroup(axes.shard_group, axes.shard_rank, parts)
+        group = subgroup(axes.shard_group, axes.shard_rank, parts, axes.device)
         return Comm(group, axes.shard_rank % parts, parts, axes.device, self.context, self.comm_policy.shared_memory)
 
     # -- building ------------------------------------------------------------------------------------------------

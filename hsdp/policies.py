@@ -25,7 +25,8 @@ class MixedPrecisionPolicy:
         output_dtype: floating-point outputs of the module's forward are cast to it.
         cast_forward_inputs: cast floating-point inputs of the module's forward to `param_dtype`. Lists, dicts and
             dataclasses with a tensor to cast are passed as copies, all others as they are.
-        buffer_dtype: floating-point buffers of the unit's modules are cast to it once, by `fully_shard`.
+        buffer_dtype: floating-point buffers of the unit's modules are cast to it once, by `fully_shard`. One that several
+            units share stays one if they cast it alike.
     """
 
     param_dtype: torch.dtype | None = None

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakIdKeyDictionary
 
 from hsdp.api.fsdp2 import fsdp_state, own_policy, put_fsdp_state_shim
 from hsdp.api.module import HSDPModule, has_forward, hidden_by_methods, sharded_class
@@ -256,19 +257,30 @@ def _build(unit: Unit) -> None:
         raise
 
 
+_moved: Any = WeakIdKeyDictionary()
+"""By the buffer that was registered before, what `fully_shard` put in its place: modules of later units may share it."""
+
+
 def _move_buffers(modules: list[nn.Module], unit: Unit) -> None:
-    """Brings the buffers of the unit's modules to its device and `buffer_dtype`; shared ones stay shared."""
-    moved: dict[int, Tensor] = {}
+    """Brings the buffers of the unit's modules to its device and `buffer_dtype`; those that go to one place stay one."""
     for _, module, owner in modules_with_units(modules, unit):
         for name, buffer in module._buffers.items() if owner is unit else ():
             if buffer is not None:
-                if id(buffer) not in moved:
-                    # init_sharded materialises what is on the meta device, in this dtype.
-                    where = buffer.device if buffer.is_meta else unit.axes.device
-                    dtype = unit.mp_policy.buffer_dtype if buffer.is_floating_point() else None
-                    moved[id(buffer)] = buffer.to(where, dtype)
-                    note_read(buffer)
-                module._buffers[name] = moved[id(buffer)]
+                # init_sharded materialises what is on the meta device, in this dtype.
+                where = buffer.device if buffer.is_meta else unit.axes.device
+                dtype = unit.mp_policy.buffer_dtype if buffer.is_floating_point() else None
+                module._buffers[name] = _moved_buffer(buffer, where, dtype or buffer.dtype)
+
+
+def _moved_buffer(buffer: Tensor, where: torch.device, dtype: torch.dtype) -> Tensor:
+    before: Tensor | None = _moved[buffer]() if buffer in _moved else None
+    if before is not None and before.device == where and before.dtype == dtype:
+        return before
+    moved = buffer.to(where, dtype)
+    if moved is not buffer:
+        note_read(buffer)
+        _moved[buffer] = weakref.ref(moved)
+    return moved
 
 
 def _watch_loads(unit: Unit) -> None:

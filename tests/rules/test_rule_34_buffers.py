@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -212,3 +214,45 @@ def check_shared_cast(env: RankEnv) -> None:
 
 def test_rule_34_a_shared_buffer_stays_one(pool2: Pool) -> None:
     pool2.run(check_shared_cast)
+
+
+class Scaled(nn.Linear):
+    """Blocks that share one running scale."""
+
+    def __init__(self, scale: Tensor) -> None:
+        super().__init__(4, 4)
+        self.register_buffer("scale", scale)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.scale.mul_(0.5)  # type: ignore[operator]
+        return super().forward(x) / self.scale  # type: ignore[operator]
+
+
+def check_shared_by_units(env: RankEnv, device: str) -> None:
+    def policy(dtype: torch.dtype) -> hsdp.MixedPrecisionPolicy:
+        return hsdp.MixedPrecisionPolicy(buffer_dtype=dtype)
+
+    with torch.device(device):
+        scale = torch.ones(())
+        blocks = [Scaled(scale) for _ in range(4)]
+    for block in blocks[:3]:
+        hsdp.fully_shard(block, mesh=env.mesh(2), mp_policy=policy(torch.float64))
+    hsdp.fully_shard(blocks[3], mesh=env.mesh(2), mp_policy=policy(torch.bfloat16))
+    assert all(block.scale is blocks[0].scale for block in blocks[:3])
+    assert blocks[0].scale.dtype == torch.float64 and blocks[3].scale.dtype == torch.bfloat16
+    if device == "cpu":
+        assert scale.dtype == torch.float32  # whoever else has it keeps it
+        x = torch.ones(2, 4)
+        for block in blocks[:3]:
+            block(x)
+        assert blocks[0].scale.item() == 0.125
+    tensors = [weakref.ref(block.scale) for block in blocks]
+    del blocks, block
+    gc.collect()
+    assert not any(ref() is not None for ref in tensors), "moved buffers live as long as their modules"
+
+
+@pytest.mark.parametrize("device", ["cpu", "meta"])
+def test_rule_34_a_buffer_that_units_share_stays_one(pool2: Pool, device: str) -> None:
+    pool2.run(check_shared_by_units, device)

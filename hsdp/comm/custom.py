@@ -9,6 +9,7 @@ network card, say). One without it works on hsdp's buffers where they are.
 from __future__ import annotations
 
 from collections.abc import Callable
+from datetime import timedelta
 from typing import Any, Protocol
 
 import torch
@@ -28,7 +29,7 @@ class AllGather(Protocol):
         Called once for each transfer of a unit (each large parameter, and the packed rest), with tensors of bytes (uint8).
         All parts are equal: a unit that has its own all-gather or reduce-scatter pads all that does not go evenly.
         With `async_op` it may return a work to wait for; without, or if it returns None, the output is there, on a device
-        in the order of the current stream.
+        in the order of the current stream. A work without `is_completed` is waited for by `wait()`, without a time-out.
         """
         ...
 
@@ -67,6 +68,26 @@ class ReplicaReduce(Protocol):
         ...
 
 
+class _Waited:
+    """A work that can be waited for and nothing else, which is all that FSDP2 asks of one, as `Work` has it."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+        self._ended = False
+
+    def wait(self, timeout: timedelta | None = None) -> bool:
+        self._work.wait()
+        self._ended = True
+        return True
+
+    def is_completed(self) -> bool:
+        return self._ended
+
+
+def _as_work(work: Any) -> Any:
+    return work if work is None or hasattr(work, "is_completed") else _Waited(work)
+
+
 def is_exact(comm: object) -> bool:
     """Whether a collective that sums says that it keeps small numbers apart from 0."""
     return bool(getattr(comm, "exact", False))
@@ -88,7 +109,7 @@ def gather_by(
             sources.append(output)
             # In place, as FSDP2 has it: the input is this rank's part of the output.
             mine = output.narrow(0, rank * mine.numel(), mine.numel()).copy_(mine)
-        works.append(comm(output_tensor=output, input_tensor=mine, group=group, async_op=async_op))
+        works.append(_as_work(comm(output_tensor=output, input_tensor=mine, group=group, async_op=async_op)))
     return works, _copies(to, sources)
 
 
@@ -107,13 +128,14 @@ def reduce_scatter_by(
             output = allocate((output.numel(),), dtype=output.dtype, device=output.device)
             sources.append(output)
         op = dist.ReduceOp.SUM
-        works.append(comm(output_tensor=output, input_tensor=whole, group=group, op=op, async_op=async_op))
+        works.append(_as_work(comm(output_tensor=output, input_tensor=whole, group=group, op=op, async_op=async_op)))
     return works, _copies(to, sources)
 
 
 def all_reduce_by(comm: ReplicaReduce, tensors: list[Tensor], group: ProcessGroup, async_op: bool) -> list[Any]:
     """Starts the all-reduces; returns their works."""
-    return [comm(tensor=tensor, group=group, op=dist.ReduceOp.SUM, async_op=async_op) for tensor in tensors]
+    op = dist.ReduceOp.SUM
+    return [_as_work(comm(tensor=tensor, group=group, op=op, async_op=async_op)) for tensor in tensors]
 
 
 def _copies(to: list[Tensor], sources: list[Tensor]) -> Callable[[], object] | None:

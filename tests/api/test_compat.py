@@ -536,6 +536,49 @@ class AllocatingScatter(Allocating, Scatter):
         super().__call__(output_tensor, input_tensor, group, op)
 
 
+class Waited:
+    """A work of which FSDP2 asks no more than this."""
+
+    def __init__(self, work: Any) -> None:
+        self._work = work
+
+    def wait(self) -> None:
+        self._work.wait()
+
+
+class WaitedGather(Gather):
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return Waited(super().__call__(*args, **named))
+
+
+class WaitedScatter(Scatter):
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return Waited(super().__call__(*args, **named))
+
+
+class WaitedReplicas(Replicas):
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        return Waited(super().__call__(*args, **named))
+
+
+def _waited(env: RankEnv) -> None:
+    plain = seeded(Deep)
+    model: Any = shard(copy.deepcopy(plain), env.mesh((2, 2)))
+    gather, scatter, replicas = WaitedGather(), WaitedScatter(), WaitedReplicas(waits=False)
+    for unit in model._units():
+        unit.gather_by(gather)
+        unit.reduce_scatter_by(scatter)
+    model.set_replica_reduce(replicas)
+    with hsdp.trace(model):
+        check_grads(model, plain, step, env.rank, env.world_size)
+    assert gather.calls and scatter.calls and replicas.calls
+    check_rest(model)
+
+
+def test_works_of_custom_collectives_need_no_more_than_wait(pool4: Pool) -> None:
+    pool4.run(_waited)
+
+
 def _custom(env: RankEnv, shape: tuple[int, ...], fusion: Any, allocates: bool, reshard: bool | int = True) -> None:
     plain = seeded(Deep)
     comm_policy = hsdp.CommPolicy(fusion=fusion)

@@ -22,7 +22,7 @@ class DataParallelMeshDims:
         shard: the axis, or axes, over which parameters are sharded. None: nothing is sharded, as in DDP.
         replicate: the axis, or axes, over which they are replicated. None: there are no replicas.
 
-    Several axes given as a tuple act as one, flattened in that order.
+    Several axes given as a tuple act as one; name them in the order that they have in the mesh.
     """
 
     shard: str | tuple[str, ...] | None = None
@@ -290,6 +290,12 @@ def _named_axes(mesh: DeviceMesh, dims: DataParallelMeshDims) -> MeshAxes:
             f"fully_shard(dp_mesh_dims={dims}): {wrong or named} are not different axes of the mesh, whose axes are "
             f"{there}; name axes of mesh=, each once"
         )
+    for names in (dims.replicate_names, dims.shard_names):
+        if list(names) != sorted(names, key=there.index):
+            raise ValueError(
+                f"fully_shard(dp_mesh_dims={dims}): {names} are in another order than in the mesh, whose axes are {there}; "
+                f"name them as {tuple(sorted(names, key=there.index))}"
+            )
     axes = [_one_axis(mesh, names) for names in (dims.replicate_names, dims.shard_names) if names]
     return MeshAxes(
         axes[0] if len(axes) == 1 else concatenated(axes),

@@ -16,7 +16,7 @@ import hsdp
 from hsdp.comm.mesh import resolve_mesh
 from tests.params.test_tensor_parallel import CASE
 from tests.support.models import make_case
-from tests.support.rig import Pool, RankEnv
+from tests.support.rig import Pool, RankEnv, fake_world
 from tests.support.sharded import check_rest, shard
 from tests.support.twin import Twin, assert_close_to_twin, assert_same, full_grads, sgd, train, twin_of
 
@@ -192,3 +192,9 @@ def test_the_default_mesh_is_that_of_a_user_who_says_as_little(pool4: Pool) -> N
 
 def test_wrong_axes_are_refused(pool4: Pool) -> None:
     pool4.run(check_errors)
+
+
+@pytest.mark.parametrize("dims", [Dims(shard=("c", "a")), Dims(shard="b", replicate=("c", "a"))], ids=str)
+def test_axes_in_another_order_than_the_mesh_s_are_refused(dims: Dims) -> None:
+    with fake_world(8) as env, pytest.raises(ValueError, match=r"\('c', 'a'\) are in another order .* \('a', 'c'\)$"):
+        resolve_mesh(env.mesh((2, 2, 2), ("a", "b", "c")), dims)

@@ -82,7 +82,7 @@ class HSDPModule(Setters):
         )
 
     def share_memory(self) -> Any:
-        """Refused: torch's `share_memory_` of a DTensor, which has no memory of its own, ends the process.
+        """Refused, as of a module that holds this one: torch's `share_memory_` of a DTensor ends the process.
 
         Raises:
             TypeError: always.
@@ -105,6 +105,8 @@ class HSDPModule(Setters):
         return f"{own}, {told}" if own else told
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
+        if getattr(fn, "__qualname__", "").startswith("Module.share_memory."):  # of a plain module around this one
+            self.share_memory()
         for unit in self._units():
             if unit.runtime is not None:
                 unit.runtime.settle()

@@ -364,6 +364,16 @@ def test_copies_and_pickles_are_refused_with_what_to_do(world: RankEnv) -> None:
         _says(caught.value, "FSDP", remedy)
 
 
+def _share_around(env: RankEnv) -> None:
+    model = nn.Sequential(nn.Linear(4, 4), hsdp.fully_shard(nn.Linear(4, 4), mesh=env.mesh(2)))
+    with pytest.raises(TypeError, match=r"FSDPLinear is sharded and cannot be shared .*full_state_dict"):
+        model.share_memory()
+
+
+def test_sharing_the_memory_of_a_module_around_sharded_ones_is_refused(pool2: Pool) -> None:
+    pool2.run(_share_around)
+
+
 class _Kinds(nn.Linear):
     """Classes below it have to say what they are."""
 

@@ -22,7 +22,7 @@ from hsdp.planning.optimizers import Kind
 from hsdp.planning.plans import Comparison, Plan
 from hsdp.planning.traffic import Link
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.unit.lookup import class_name, units_below
+from hsdp.unit.lookup import class_name, unit_of_module, units_below
 
 Mesh = DeviceMesh | Sequence[int] | int
 
@@ -67,7 +67,7 @@ def plan(
     Args:
         model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.
         mesh: `(replicas, shards)`, a number of shard ranks, or a device mesh; it need not exist, and no process group is
-            needed. None: the mesh of a model that is sharded.
+            needed. None: that of a model that is sharded, if all its units (those of experts, too) are on one of this size.
         tokens_per_rank: tokens of one micro-batch on one rank.
         units: for a model that is not sharded, what becomes a unit: patterns as for `shard_units`. None: its blocks, which
             are the elements of its outermost lists of modules, and the rest.
@@ -151,6 +151,7 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None, backend: str) -> _MeshFacts:
                 f"plan({type(model).__name__}): the model is not sharded, so the mesh must be told; pass mesh=(replicas, "
                 "shards), e.g. mesh=(8, 64)"
             )
+        _refuse_several_meshes(model, units[0].axes)
         return _facts_of(units[0].axes)
     if isinstance(mesh, DeviceMesh):
         return _facts_of(resolve_mesh(mesh))
@@ -163,8 +164,22 @@ def _read_mesh(model: nn.Module, mesh: Mesh | None, backend: str) -> _MeshFacts:
     return _MeshFacts(replicas, shards, backend, streams=backend != "gloo")
 
 
+def _refuse_several_meshes(model: nn.Module, first: MeshAxes) -> None:
+    for name, module in model.named_modules():
+        unit = unit_of_module(module)
+        if unit is not None and _sizes(unit.axes) != _sizes(first):
+            raise ValueError(
+                f"plan({class_name(model)}): the unit {name!r} is on a mesh of {unit.axes} and others on one of {first}; a "
+                "plan is of one mesh: plan the parts by themselves, or pass mesh=(replicas, shards) to take all to be on it"
+            )
+
+
+def _sizes(axes: MeshAxes) -> tuple[int, int]:
+    return axes.replicate_size, axes.shard_size
+
+
 def _facts_of(axes: MeshAxes) -> _MeshFacts:
     on_cpu = axes.device.type in ("cpu", "meta")
     group = axes.shard_group or axes.replicate_group
     assert group is not None, "a mesh has an axis, and an axis a group"
-    return _MeshFacts(axes.replicate_size, axes.shard_size, backend_name(group, axes.device), streams=not on_cpu)
+    return _MeshFacts(*_sizes(axes), backend_name(group, axes.device), streams=not on_cpu)

@@ -10,6 +10,7 @@ from torch import nn
 
 import hsdp
 from hsdp.planning import Plan
+from tests.support.rig import fake_world
 
 WIDTH, EXPERTS = 32, 8
 
@@ -81,3 +82,16 @@ def test_backends_may_be_written_in_capitals() -> None:
     assert _plan().changed(backend="GLOO") == _plan().changed(backend="gloo")
     with pytest.raises(ValueError, match="backend='glooo'"):
         _plan().changed(backend="glooo")
+
+
+def test_a_model_on_several_meshes_is_refused_unless_one_is_told() -> None:
+    with fake_world(8) as env:
+        model = Mixture(False)
+        for expert in model.experts:
+            hsdp.fully_shard(expert, mesh=env.mesh((4, 2), ("ep", "shard"))["shard"])
+        hsdp.fully_shard(model, mesh=env.mesh(8))
+        words = r"plan\(Mixture\): the unit 'experts.0' is on a mesh of 2 shards .* others on one of 8 shards .* pass mesh="
+        with pytest.raises(ValueError, match=words):
+            hsdp.plan(model, tokens_per_rank=64)
+        assert hsdp.plan(model, mesh=8, tokens_per_rank=64).shards == 8
+        assert hsdp.plan(model.experts[0], tokens_per_rank=64).shards == 2

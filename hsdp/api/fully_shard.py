@@ -72,8 +72,7 @@ def fully_shard(
             Scalars count as `replicate_params`. A second argument without a default, or one named `shards`, gets the
             number of shard ranks: `hsdp.least_padding` takes it, and chooses what pads least, for experts above all.
             FSDP2's `ShardPlacementResult` names another mesh; modules of such parameters (experts) become a unit.
-        mp_policy: dtypes of compute, reduction and outputs.
-        comm_policy: how it communicates.
+        mp_policy, comm_policy: dtypes of compute, reduction and outputs; how it communicates.
         offload_policy: where its shards live, and its gradients beside them: `CPUOffloadPolicy()`,
             `DiskOffloadPolicy(directory)`, or on the mesh's device.
         ignored_params: parameters to leave alone; the caller keeps them equal on all ranks.
@@ -116,6 +115,7 @@ def fully_shard(
     apart = companions(modules, found, axes, choose, name)
     params = manage(without(found, apart), name, axes, choose, replicated, reshard)
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
+    alike["replicate_params"] = [param for _, param in found if id(param) in replicated]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     _look_at_values(unit, modules)
     unit.rehearse()

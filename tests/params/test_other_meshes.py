@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp._fully_shard import _fsdp_common as fsdp_common
-from torch.distributed.tensor import DTensor, Shard
+from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
 from tests.support.rig import Pool, RankEnv, fake_world
@@ -171,3 +171,18 @@ def test_a_module_with_parameters_of_two_meshes_is_refused_by_name() -> None:
         with pytest.raises(ValueError, match=r"parameter '0.other' is put on another mesh, and no module inside"):
             hsdp.fully_shard(model, mesh=dp, shard_placement_fn=_place(infos, {model[0].other}))
         assert type(model) is nn.Sequential and type(model[0]) is Mixed
+
+
+def check_replicated(env: RankEnv) -> None:
+    """`replicate_params` may name parameters that are put on the other mesh, there they stay whole."""
+    root, dp, infos = _meshes()
+    block: Any = Block(root.get_local_rank("ep"))
+    replicated = iter([block.experts.weight, block.router.bias])
+    hsdp.fully_shard(block, mesh=dp, shard_placement_fn=_place(infos, {block.experts.weight}), replicate_params=replicated)
+    for param, mesh in ((block.experts.weight, root["efsdp"]), (block.router.bias, dp)):
+        assert param.device_mesh == mesh and param.placements == (Replicate(),)
+    assert block.router.weight.placements == (Shard(0),)
+
+
+def test_parameters_on_the_other_mesh_may_stay_whole(pool4: Pool) -> None:
+    pool4.run(check_replicated)

@@ -29,9 +29,11 @@ def register_forward_method(module: nn.Module, method_name: str) -> None:
     method = getattr(module, method_name, None) if isinstance(method_name, str) else None
     if not callable(method):
         raise ValueError(f"register_forward_method: {type(module).__name__} has no method {method_name!r}")
-    # The bound method would keep the module alive from inside: bind anew at each call.
-    function, this = getattr(method, "__func__", method), weakref.ref(module)
-    bound = hasattr(method, "__func__")
+    # The module's own bound method would keep it alive from inside: that one is bound anew at each call. A method of
+    # another object, which stands in its place, stays what it is, and so does one of the class.
+    this = weakref.ref(module)
+    bound = getattr(method, "__self__", None) is module
+    function: Any = method.__func__ if bound else method
 
     @functools.wraps(method)
     def entry(*args: Any, **kwargs: Any) -> Any:

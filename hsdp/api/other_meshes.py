@@ -70,25 +70,27 @@ def companions(
     """The units that `choose` asks for on other meshes than that of `axes`.
 
     Raises:
-        ValueError: a module holds parameters of two meshes, or all of `modules` are on another one.
+        ValueError: a module holds parameters of two meshes, or all of `modules` are on another one, or some axes of a mesh
+            without names are meant.
     """
     if choose is None:
         return []
-    meshes: dict[int, Any] = {}
+    meshes: dict[int, _Given] = {}
     names: dict[int, str] = {}
     for places, param in found:
         info = getattr(placement_of(choose, param, axes.shard_size), "mesh_info", None)
-        if info is not None and info.mesh != axes.mesh:
-            meshes[id(param)], names[id(param)] = info, places[0].fqn
+        if info is None or (info.mesh == axes.mesh and _axes_of(info) == (axes.replicate_axis, axes.shard_axis)):
+            continue
+        meshes[id(param)], names[id(param)] = _given(info, places[0].fqn), places[0].fqn
     if not meshes:
         return []
     own = {id(param) for _, param in found} - meshes.keys()
-    taken: dict[int, list[nn.Module]] = {}
+    taken: dict[_Given, list[nn.Module]] = {}
 
     def visit(item: tuple[nn.Module, bool]) -> list[tuple[nn.Module, bool]]:
         module, may_be = item
         held = {id(param) for param in module.parameters()}
-        kinds = {id(meshes[key].mesh) for key in held & meshes.keys()}
+        kinds = {meshes[key] for key in held & meshes.keys()}
         if may_be and has_forward(module) and len(kinds) == 1 and not held & own:
             taken.setdefault(kinds.pop(), []).append(module)
             for key in held:
@@ -104,21 +106,42 @@ def companions(
             "mesh, and no module inside holds parameters of that mesh alone; give them a module of their own, whose "
             "forward uses them, or pass that mesh as mesh= if all parameters are on it"
         )
-    infos = {id(info.mesh): info for info in meshes.values()}
     managed = {id(param) for _, param in found}
     made = []
-    for key, held in taken.items():
+    for given, held in taken.items():
         ignored = [param for module in held for param in module.parameters() if id(param) not in managed]
-        made.append(Companion(held, ignored, *_given(infos[key]), choose))
+        made.append(Companion(held, ignored, *given, choose))
     return made
 
 
-def _given(info: Any) -> tuple[DeviceMesh, DataParallelMeshDims | None]:
-    """Mesh and axes as `fully_shard` takes them: of axes that were named in a bigger mesh, that one and their names."""
+_Given = tuple[DeviceMesh, DataParallelMeshDims | None]
+"""A mesh and its axes as `fully_shard` takes them."""
+
+
+def _axes_of(info: Any) -> tuple[int | None, int | None]:
+    """The axes of its mesh over which an info replicates and shards; the others belong to somebody else."""
+    return info.replicate_mesh_dim, info.shard_mesh_dim
+
+
+def _given(info: Any, fqn: str) -> _Given:
+    """Mesh and axes of an info: of axes that were named in a bigger mesh, that one and their names.
+
+    Raises:
+        ValueError: `fully_shard` would read the mesh otherwise, whose axes have no names.
+    """
     dims, around = getattr(info, "dp_mesh_dims", None), getattr(info, "spmd_mesh", None)
-    if dims is None or around is None:
-        return info.mesh, None
-    return around, DataParallelMeshDims(dims.shard, dims.replicate)
+    if dims is not None and around is not None:
+        return around, DataParallelMeshDims(dims.shard, dims.replicate)
+    mesh, (replicate, shard) = info.mesh, _axes_of(info)
+    if (replicate, shard) == (None if mesh.ndim == 1 else 0, mesh.ndim - 1):
+        return mesh, None
+    names = mesh.mesh_dim_names
+    if names is None:
+        raise ValueError(
+            f"fully_shard(shard_placement_fn=...): parameter {fqn!r} is put on a mesh of shape {tuple(mesh.shape)} without "
+            f"names, of which only axis {shard} shards and axis {replicate} replicates; give the mesh's axes names"
+        )
+    return mesh, DataParallelMeshDims(*(None if axis is None else names[axis] for axis in (shard, replicate)))
 
 
 def without(found: list[Found], apart: list[Companion]) -> list[Found]:

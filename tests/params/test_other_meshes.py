@@ -151,6 +151,40 @@ def test_the_experts_unit_is_opened_and_closed_with_the_one_around_it(pool4: Poo
     pool4.run(check_unit)
 
 
+def check_some_axes(env: RankEnv, named: bool) -> None:
+    """The same mesh for both, over whose first axis only the router has replicas: each half has experts of its own."""
+    root = init_device_mesh("cpu", (2, 2), mesh_dim_names=("ep", "efsdp") if named else None)
+    infos = {"efsdp": FSDPMeshInfo(root, shard_mesh_dim=1), "dp": HSDPMeshInfo(root, 1, 0)}
+    ep = root.get_local_rank(0)
+    block: Any = Block(ep)
+    place = _place(infos, set(block.experts.parameters()))
+    if not named:
+        with pytest.raises(
+            ValueError, match=r"parameter 'experts.weight' is put on a mesh of shape \(2, 2\) without names"
+        ):
+            hsdp.fully_shard(block, mesh=root, shard_placement_fn=place)
+        return
+    hsdp.fully_shard(block, mesh=root, shard_placement_fn=place)
+    assert block.experts.weight.device_mesh.ndim == 1 and block.router.weight.device_mesh == root
+    twins = [Block(half) for half in range(2)]
+    for rank in range(4):
+        torch.manual_seed(rank)
+        x = torch.randn(8, DIM, dtype=torch.float64)
+        twins[rank // 2](x).sum().backward()
+        if rank == env.rank:
+            block(x).sum().backward()
+    expected = {"router.weight": sum(twin.router.weight.grad for twin in twins) / 4}  # type: ignore[misc]
+    expected["experts.weight"] = twins[ep].experts.weight.grad / 2  # type: ignore[operator]
+    assert torch.equal(block.experts.weight.full_tensor(), twins[ep].experts.weight)
+    for name, grad in expected.items():
+        torch.testing.assert_close(block.get_parameter(name).grad.full_tensor(), grad, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("named", [True, False])
+def test_experts_are_sharded_over_the_axes_that_are_told(pool4: Pool, named: bool) -> None:
+    pool4.run(check_some_axes, named)
+
+
 class Mixed(nn.Module):
     """Two parameters, for two meshes, in one module."""
 

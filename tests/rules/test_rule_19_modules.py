@@ -230,6 +230,38 @@ def test_rule_19_a_call_after_unshard(pool2: Pool, how: str, known: bool) -> Non
     pool2.run(check_opened_by_hand, how, known)
 
 
+class Facade(nn.Module):
+    """Its `embed` is another module's, and one of its methods the class's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.layer = Entered(), nn.Linear(DIM, DIM)
+        self.embed = self.inner.embed
+
+    @classmethod
+    def kind(cls) -> str:
+        return cls.__name__
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.layer(self.inner(x))
+
+
+def check_methods_of_others(env: RankEnv) -> None:
+    def run(model: Any, rank: int) -> None:
+        (model.embed(floats(rank)).square().sum() + model(floats(rank)).sum()).backward()
+
+    plain, model = seeded(Facade), seeded(Facade)
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    for name in ("embed", "kind"):
+        hsdp.register_forward_method(model, name)
+    check_grads(model, plain, run, env.rank, env.world_size)
+    assert model.kind() == "FSDPFacade"
+
+
+def test_rule_19_a_registered_method_of_another_module_stays_that_one(pool2: Pool) -> None:
+    pool2.run(check_methods_of_others)
+
+
 def check_functions_on_parameters(env: RankEnv) -> None:
     """What is computed with parameters that the user opened, beside every module's call, trains them all the same."""
 

@@ -7,6 +7,7 @@ both at once; shards have memory of their own, and would go apart without a word
 from __future__ import annotations
 
 import warnings
+import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -62,6 +63,10 @@ class _Storage:
         # Where `fully_shard` was refused, it is called again with the same parameter in the same place.
         return next((other for other in near if span.meets(other) and not _is_same(span.place, other.place)), None)
 
+    def met_by(self, span: _Span) -> _Span | None:
+        """One of the noted spans, of models that are there, that a span meets."""
+        return next((other for other in self._spans if span.meets(other) and other.place.module() is not None), None)
+
 
 _left: dict[int, _Storage] = {}
 """Storages in which parameters lay that are sharded by now, and that were others' too."""
@@ -105,7 +110,26 @@ def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> 
         )
 
 
-def _spans_of(place: ParamName, param: nn.Parameter, unit: str) -> Iterator[tuple[int, Tensor, _Span]]:
+def check_buffers(modules: Sequence[nn.Module], unit: str) -> None:
+    """Looks for buffers in memory of parameters that `check_apart` has seen, of the unit of these modules or an inner one.
+
+    Raises:
+        ValueError: one lies in that of a parameter that is trained.
+    """
+    for module in modules if _left else ():
+        for name, buffer in module.named_buffers():
+            owner, _, own = name.rpartition(".")
+            place = ParamName(weakref.ref(module.get_submodule(owner)), own, name)
+            for key, _, span in _spans_of(place, buffer, unit):
+                if key in _left and (other := _left[key].met_by(span)) is not None:
+                    raise ValueError(
+                        f"fully_shard({unit}): buffer {name!r} lies in the memory of parameter {other.place.fqn!r} of "
+                        f"{other.unit}; shards have memory of their own, and the buffer would keep the values of now: "
+                        "compute what it is for from the parameter in the forward, or register a clone"
+                    )
+
+
+def _spans_of(place: ParamName, param: Tensor, unit: str) -> Iterator[tuple[int, Tensor, _Span]]:
     for part in parts_of(local_of(param)):
         if part.numel() and has_storage(part):
             start = int(part.storage_offset()) * part.itemsize

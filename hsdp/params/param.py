@@ -199,6 +199,8 @@ class ManagedParam:
             self.trained, self.node = leaf, None  # it is watched with the next choice
 
     def _annotated(self, unsharded: nn.Parameter) -> nn.Parameter:
+        if self.inner is None or self.inner.visible:
+            share_marks(unsharded, self.sharded)
         if self.inner is not None:
             self.inner.annotate(unsharded)
         return unsharded
@@ -330,6 +332,12 @@ def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None
             "uses that, by a reference from before (a list or a function made in __init__?) or by a module that is tied "
             "to it and not sharded. Look it up when the forward runs (self.weight), and shard tied modules as one unit"
         )
+
+
+def share_marks(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
+    """What users put on a parameter as an attribute is on both of its tensors, whichever of them they had in hand."""
+    if type(unsharded) in (nn.Parameter, DTensor):  # other classes keep there what they need themselves
+        unsharded.__dict__ = sharded.__dict__
 
 
 def rows_of(unsharded: Tensor, piece: Piece, rank: int) -> Tensor:

@@ -30,7 +30,7 @@ from hsdp.comm.mesh import MeshAxes
 from hsdp.errors import ExtensionError, HSDPError
 from hsdp.offload import OffloadPolicy
 from hsdp.params.local import local_of
-from hsdp.params.param import ManagedParam, rows_of
+from hsdp.params.param import ManagedParam, rows_of, share_marks
 from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions
@@ -92,6 +92,7 @@ class ExtensionGroup(DtypeGroup):
         self._members = [self._member(index, param.local) for index, param in enumerate(self.params)]
         for param, member in zip(self.params, self._members, strict=True):
             param.unsharded = member.unsharded
+            share_marks(param.unsharded, param.sharded)
         if self.shards > 1:
             self.outputs = [flat_buffer.tensor.data.view(U8) for member in self._members for flat_buffer in member.outputs]
         told = [(member.fqn, member.kinds) for member in self._members]

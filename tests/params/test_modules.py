@@ -140,6 +140,43 @@ def test_names_classes_and_ties_are_kept(pool2: Pool) -> None:
     pool2.run(_identity)
 
 
+class Marked(nn.Module):
+    """Keeps on its parameter what the forwards of training found, and scales by it and by a mark of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.randn(DIM, DIM))
+        self.weight.scale = 0.5  # type: ignore[attr-defined]
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight: Any = self.weight
+        if self.training:
+            weight.most = float(weight.detach().abs().max())
+        return x @ weight * weight.scale / weight.most
+
+
+def _marks(env: RankEnv, frozen: bool) -> None:
+    torch.manual_seed(1)
+    plain = Marked().double()
+    plain.weight.scale = 0.5  # type: ignore[attr-defined]
+    model: Any = hsdp.fully_shard(copy.deepcopy(plain), mesh=env.mesh(2))
+    for each in (plain, model):
+        each.weight.scale = 2.0
+        each(floats(0))
+        each.weight.scale *= 1.5
+        each.requires_grad_(not frozen)
+        each.eval()
+    assert torch.equal(model(floats(1)), plain(floats(1)))
+    model.load_state_dict({name: value * 0.9 for name, value in model.state_dict().items()}, assign=True)
+    model.weight.scale, model.weight.most, plain.weight.scale = 1.0, plain.weight.most, 0.9  # type: ignore[attr-defined]
+    torch.testing.assert_close(model(floats(1)), plain(floats(1)), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("frozen", [False, True])
+def test_forwards_see_the_attributes_of_parameters_and_set_them(pool2: Pool, frozen: bool) -> None:
+    pool2.run(_marks, frozen)
+
+
 def _methods_see_whole_parameters(env: RankEnv) -> None:
     seen: list[tuple[int, ...]] = []
 

@@ -137,6 +137,40 @@ def test_rule_02_parameters_that_share_memory_are_refused_by_both_names(pool2: P
     pool2.run(check_one_memory)
 
 
+class Book(nn.Module):
+    """Reads rows of a weight by their numbers, and the whole of it by a buffer in its memory."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.rows = nn.Embedding(DIM, DIM)
+        self.register_buffer("book", self.rows.weight.data)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ self.book + self.rows.weight
+
+
+def check_buffer_in_memory(env: RankEnv) -> None:
+    mesh = env.mesh(2)
+    for inner_first in (False, True):
+        model = nn.Sequential(Book())
+        if inner_first:
+            hsdp.fully_shard(model[0].rows, mesh=mesh)
+        with pytest.raises(ValueError, match=r"buffer '0.book' lies in the memory of parameter '(0.rows.)?weight' of "):
+            hsdp.fully_shard(model, mesh=mesh)
+        model[0].book = model[0].book.clone()
+        hsdp.fully_shard(model, mesh=mesh)
+    frozen = Book().requires_grad_(False)
+    hsdp.fully_shard(frozen, mesh=mesh)
+    flat = torch.zeros(2 * DIM * DIM)
+    apart = Book()
+    apart.rows.weight, apart.book = nn.Parameter(flat[: DIM * DIM].view(DIM, DIM)), flat[DIM * DIM :].view(DIM, DIM)
+    hsdp.fully_shard(apart, mesh=mesh)
+
+
+def test_rule_02_a_buffer_in_the_memory_of_a_trained_parameter_is_refused(pool2: Pool) -> None:
+    pool2.run(check_buffer_in_memory)
+
+
 def _of_one_dict(state: dict[str, Tensor]) -> Any:
     model: Any = seeded(Tied)
     model.load_state_dict(state, assign=True)

@@ -46,7 +46,7 @@ from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import own_client
 
 _MOST_STATES = 1 << 14
-"""Bound on what is remembered: a model that takes random branches asks more often instead of growing."""
+"""Bound on what is remembered, which begins anew then."""
 
 _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
@@ -173,10 +173,13 @@ class DivergenceGuard:
         return self._compare(self, values, answer) if differs and len(values) > 1 else [0] * differs
 
     def _learn(self, is_new: bool, told: int) -> None:
+        # Most of it is of models that are gone, or that take random branches. All ranks have the same, and forget it at the
+        # same question; what goes on is known again after two steps.
+        if len(self._follows) + len(self._branches) >= _MOST_STATES:
+            self._follows, self._branches = {}, {}
         if is_new:
-            if len(self._follows) < _MOST_STATES:
-                self._follows[self._state] = told
-        elif len(self._branches) < _MOST_STATES or (self._state, self._passes) in self._branches:
+            self._follows[self._state] = told
+        else:
             # The last one: a training loop comes back to it after each evaluation, and stays with it.
             self._branches[self._state, self._passes] = told
 

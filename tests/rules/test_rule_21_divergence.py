@@ -6,7 +6,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 from unittest import mock
 
@@ -15,6 +16,7 @@ import torch
 
 from hsdp import CommPolicy, CompressedAllReduce, CompressedReduceScatter
 from hsdp.clip import clip_grad_norm_
+from hsdp.comm import divergence
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.optim import Muon, local
 from tests.support.deep import Deep, loss_of, seeded, step
@@ -22,15 +24,22 @@ from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
 
 
-def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps") -> None:
+@contextmanager
+def _counted() -> Iterator[list[int]]:
+    """How often ranks ask, in a list of one number."""
     ask, asked = DivergenceGuard._ask, [0]
 
     def counting(divergence_guard: DivergenceGuard, *args: Any) -> Any:
         asked[0] += 1
         return ask(divergence_guard, *args)
 
-    counts = []
     with mock.patch.object(DivergenceGuard, "_ask", counting):
+        yield asked
+
+
+def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps") -> None:
+    counts = []
+    with _counted() as asked:
         # Groups of its own: what other models did on a group before makes its ranks ask more often.
         mesh = env.mesh((2, 2), (f"replicas of {shape} {loop}", f"shards of {shape} {loop}"))
         model = shard(seeded(Deep), mesh if len(shape) == 2 else mesh[f"shards of {shape} {loop}"])
@@ -43,6 +52,29 @@ def check_steady_loop(env: RankEnv, shape: tuple[int, ...], loop: str = "steps")
     assert counts[0] > 0, "the first step is not known to anybody: this test shows nothing"
     assert counts[-2:] == [0, 0], f"asked {counts} times"
     assert max(counts[3:]) <= 4, f"asked {counts} times: more than where an evaluation begins and ends"
+
+
+def check_many_models(env: RankEnv) -> None:
+    """Models one after the other on one group: what was known of those before leaves room."""
+    mesh = env.mesh((2,), ("shards of many models",))
+    counts = []
+    with mock.patch.object(divergence, "_MOST_STATES", 100), _counted() as asked:
+        for _ in range(8):
+            model = shard(seeded(Deep), mesh)
+            optimizer = _sgd(model, False)
+            for k in range(5):
+                asked[0] = 0
+                step(model, env.rank, k)
+                optimizer.step()
+                optimizer.zero_grad()
+            counts.append(asked[0])
+    assert counts == [0] * 8, f"the last step of each model asked {counts} times"
+    guard = DivergenceGuard.among(mesh.get_group())
+    assert guard is not None and len(guard._follows) + len(guard._branches) <= 100
+
+
+def test_rule_21_models_of_before_leave_room(pool2: Pool) -> None:
+    pool2.run(check_many_models)
 
 
 def _accumulating(model: Any, optimizer: torch.optim.Optimizer, rank: int, k: int) -> None:

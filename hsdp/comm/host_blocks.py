@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import mmap
 import os
 from collections.abc import Callable, Sequence
 
@@ -11,6 +12,7 @@ from torch import Tensor
 
 from hsdp.torch_private import outside_transforms
 
+_libc = ctypes.CDLL(None)
 _ALIGNMENT = 64
 _MOST_LAYOUTS = 256
 """A model has a few for each kind of its units; tensors whose sizes change from step to step have ever new ones."""
@@ -108,6 +110,11 @@ class Block(Mapping):
         self.file = os.memfd_create(f"hsdp-{number}", os.MFD_CLOEXEC)
         os.ftruncate(self.file, nbytes)
         super().__init__(self.file, nbytes)
+
+    def give_back(self) -> None:
+        """Gives pages back that nobody will read again; they come back, as zeros, when the block is written to."""
+        # Where the kernel cannot, they stay.
+        _libc.madvise(ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.nbytes), mmap.MADV_REMOVE)
 
     def close(self) -> None:
         """Closes the file when the others have it: their mappings keep the memory, and this one's."""

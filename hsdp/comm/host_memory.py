@@ -300,6 +300,9 @@ class HostMemory:
             block = min(fitting, key=lambda block: block.nbytes)
             self._free.remove(block)
             return block
+        # They may be those of a smaller model that is gone. Steady loops come by here in their first steps alone.
+        for block in self._free:
+            block.give_back()
         # Few sizes, so that blocks fit other posts, too; pages that nobody touches take no memory.
         return Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
 

@@ -216,6 +216,28 @@ def test_blocks_are_used_again_when_all_ranks_have_read_them(pool2: Pool) -> Non
     pool2.run(_reuses)
 
 
+def _grows(env: RankEnv) -> None:
+    """Larger posts behind smaller ones, as of models one after the other, and smaller ones again."""
+    memory = _memory()
+
+    def all_reduce(key: int, count: int) -> None:
+        total = torch.full((count,), float(1 + key))
+        _now(memory.all_reduce(UNIT, key, [total]))
+        assert torch.equal(total, torch.full_like(total, 2.0 * (1 + key)))
+
+    for key, count in enumerate([1 << 18] * 6 + [1 << 20]):
+        all_reduce(key, count)
+        dist.barrier()
+    assert memory._free, "there are blocks that all have read"
+    assert not any(block.memory.any() for block in memory._free), "a larger one was made, and their pages are still there"
+    for key in range(10, 16):
+        all_reduce(key, 1 << 18)
+
+
+def test_blocks_of_smaller_posts_give_their_pages_back(pool2: Pool) -> None:
+    pool2.run(_grows)
+
+
 def _one_late(env: RankEnv) -> None:
     """A gather that nobody waits for yet (`unshard(async_op=True)`) holds its own block, and not those behind it."""
     memory, mine = _memory(), torch.full((4,), float(env.rank))

@@ -22,7 +22,6 @@ from hsdp.comm.streams import note_read
 from hsdp.comm.tree import check_axes
 from hsdp.format import several
 from hsdp.offload import OffloadPolicy
-from hsdp.params.memory import check_buffers
 from hsdp.params.param import PlacementFn
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy, check_replica_policy
 from hsdp.schedule.module_hooks import ModuleHooks, own_state
@@ -114,8 +113,7 @@ def fully_shard(
     if mesh is None:
         found = [(places, param) for places, param in found if not isinstance(param, DTensor) or unit_of(param)]
     apart = companions(modules, found, axes, choose, name)
-    params = manage(without(found, apart), name, axes, choose, replicated, reshard)
-    check_buffers(modules, name)
+    params = manage(without(found, apart), modules, name, axes, choose, replicated, reshard)
     alike: dict[str, Any] = {"comm_policy": comm, "offload_policy": offload, "replica_policy": replica_policy}
     alike["replicate_params"] = [param for _, param in found if id(param) in replicated]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))

@@ -17,7 +17,7 @@ from hsdp.api.module import HSDPModule
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.annotations import inner_of
 from hsdp.params.local import local_of
-from hsdp.params.memory import check_apart
+from hsdp.params.memory import check_apart, check_buffers
 from hsdp.params.param import ManagedParam, ParamName, PlacementFn, originals
 from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
@@ -76,13 +76,14 @@ def collect_params(
 
 def manage(
     found: list[Found],
+    modules: list[nn.Module],
     unit: str,
     axes: MeshAxes,
     choose: PlacementFn | None,
     replicated: set[int],
     reshard_after_forward: bool | int | None,
 ) -> list[ManagedParam]:
-    """Makes what was found the parameters of the unit that is named `unit`, each cut as `choose` says.
+    """Makes what was found in `modules` the parameters of the unit that is named `unit`, each cut as `choose` says.
 
     Raises:
         TypeError, ValueError: one of them cannot be sharded so.
@@ -91,6 +92,7 @@ def manage(
         check_param(param, places[0].module(), places[0].fqn, unit)
     _check_one_device(found, unit)
     check_apart([(places[0], param) for places, param in found], unit)
+    check_buffers(modules, unit)
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"

@@ -12,7 +12,7 @@ from torch import nn
 
 from hsdp.unit.lookup import unit_of_module, units_below
 from hsdp.unit.unit import Unit
-from hsdp.weights.gather import Loan, check_idle, gather, hide_all, is_first, leaving_word, write, write_first
+from hsdp.weights.gather import Loan, check_idle, gather, hiding, is_first, leaving_word, write, write_first
 from hsdp.weights.whole_draws import WholeDraws
 
 WriteBack = Literal["rank0", "local"]
@@ -61,7 +61,7 @@ def full_params(
     check_idle(units, "full_params")
     loans: dict[Unit, Loan] = {}
     with leaving_word(units if writeback == "rank0" else []):
-        try:
+        with hiding(loans):
             for unit in units:
                 # Replicas of the first have nothing to show, and those of its shard group only help it to gather.
                 if rank0_only and unit.axes.replicate_rank:
@@ -72,8 +72,6 @@ def full_params(
                     loans[unit].show()
                 del wholes
             yield model
-        finally:
-            hide_all(loans)
         values = {unit: loan.values("full_params") for unit, loan in loans.items()} if writeback is not None else {}
     if writeback is not None:
         for unit in units:
@@ -143,11 +141,8 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loan.keep_marks()
         del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 
-    try:
-        with leaving_word(units), WholeDraws():  # type: ignore[no-untyped-call]
-            visit(model, units, fn, enter, leave)
-    finally:
-        hide_all(loans)
+    with leaving_word(units), hiding(loans), WholeDraws():  # type: ignore[no-untyped-call]
+        visit(model, units, fn, enter, leave)
     return model
 
 

@@ -318,11 +318,15 @@ def _as_parameter(whole: Tensor, param: ManagedParam) -> nn.Parameter:
     return new
 
 
-def hide_all(loans: Mapping[Unit, Loan]) -> None:
-    """Hides what is shown, and an interrupt from the keyboard does not leave some of it shown."""
+@contextmanager
+def hiding(loans: Mapping[Unit, Loan]) -> Iterator[None]:
+    """Hides in the end what is shown by then; an interrupt from the keyboard does not leave some of it shown."""
     try:
-        for loan in loans.values():
-            loan.hide()
+        try:
+            yield
+        finally:
+            for loan in loans.values():
+                loan.hide()
     except BaseException:
         for loan in loans.values():
             loan.hide()

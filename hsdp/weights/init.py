@@ -33,7 +33,7 @@ from hsdp.weights.gather import (
     broadcast_all,
     check_idle,
     gather,
-    hide_all,
+    hiding,
     leaving_word,
     spread,
     write_first,
@@ -131,11 +131,8 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
         elif id(module) in names:
             _reset_of(module)()
 
-    try:
-        with WholeDraws():  # type: ignore[no-untyped-call]
-            visit(model, units, initialise, enter, leave)
-    finally:
-        hide_all(loans)
+    with hiding(loans), WholeDraws():  # type: ignore[no-untyped-call]
+        visit(model, units, initialise, enter, leave)
 
 
 @torch.no_grad()

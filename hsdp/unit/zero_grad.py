@@ -6,6 +6,10 @@ for `zero_grad`, and versions do not tell.
     zeroing, setting    clears the pending sums, as it would clear the gradient (`zero_`, `mul_(0)`, `fill_`, `copy_`)
     any other change    cannot be made to sums that are not here yet: an error that names the parameter
 
+What was computed from a gradient without its pending sums is not to come back as its change either (a clipping whose norm
+is 0, `g.copy_(g.clamp(-1, 1))`): behind a read, settings and factors that come as tensors are errors, and behind one that
+gave as many elements as the gradient has, so are additions.
+
 Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of the same `Standing`: nothing passes it by.
 """
 
@@ -45,19 +49,19 @@ class Standing:
         base: the gradient that was there, or has landed; None: there is none, which reads as zeros.
         is_blank: `base` was made because somebody took a view of the zeros; nobody has written to it.
         cleared: somebody set the gradient to zero or to something else: the pending sums are void.
-        read: somebody computed something else from it.
+        read: somebody computed something else from it; `read_whole`: as many elements as it has.
         over: nothing is pending any more; the sentinel is the gradient, and no more.
         owner: who has the sums. It lives as long as the parameters do that will get them, whatever becomes of the model.
     """
 
-    __slots__ = ("base", "cleared", "fqn", "is_blank", "like", "over", "owner", "read")
+    __slots__ = ("base", "cleared", "fqn", "is_blank", "like", "over", "owner", "read", "read_whole")
 
     def __init__(self, fqn: str, like: Tensor, base: Tensor | None, owner: object = None) -> None:
         self.owner = owner
         self.fqn = fqn
         self.like = like
         self.base = base
-        self.is_blank = self.cleared = self.read = self.over = False
+        self.is_blank = self.cleared = self.read = self.read_whole = self.over = False
 
     @property
     def gradient(self) -> Tensor | None:
@@ -149,12 +153,20 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = func._schema.name
     made_alike = name.endswith("_like") or name.startswith("aten::new_")
 
+    read: list[ZeroGradSentinel] = []
+
     def shown(sentinel: ZeroGradSentinel) -> Tensor:
-        sentinel.standing.read = sentinel.standing.read or not made_alike
+        read.append(sentinel)
         return sentinel.shown()
 
     real_args, real_kwargs = tree_map_only(ZeroGradSentinel, shown, (args, kwargs))
-    return func(*real_args, **real_kwargs)
+    result = func(*real_args, **real_kwargs)
+    if not made_alike:
+        most = max((leaf.numel() for leaf in tree_iter(result) if isinstance(leaf, Tensor)), default=0)
+        for sentinel in read:
+            sentinel.standing.read = True
+            sentinel.standing.read_whole |= most >= sentinel.numel()
+    return result
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -166,7 +178,9 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         sets = name in _SETS or (name in _SCALES and _factors(others) == {0.0})
         harmless = sets or name in _ADDS or (name in _SCALES and _factors(others) == {1.0})
         from_itself = any(isinstance(other, ZeroGradSentinel) and id(other.standing) in own for other in others)
-        if not harmless or from_itself or (sets and any(target.part for target in targets)):
+        is_read = any(standing.read_whole if name in _ADDS else standing.read for standing in written)
+        computed = is_read and any(isinstance(other, Tensor) for other in others)
+        if not harmless or from_itself or computed or (sets and any(target.part for target in targets)):
             raise StateError(
                 f"{name.removeprefix('aten::')} on the gradient of parameter {written[0].fqn!r}, or on a view of it, while "
                 "sums of earlier micro-batches are pending for it, which this cannot change as it should; call "

@@ -150,6 +150,28 @@ REFUSED: dict[str, Callable[[Tensor], object]] = {
 }
 
 
+COMPUTED: dict[str, Callable[[list[Any]], object]] = {
+    "clipping": lambda grads: nn.utils.clip_grads_with_norm_(_params_of(grads), 0.5, nn.utils.get_total_norm(grads)),
+    "clipping, one by one": lambda grads: [grad.mul_((0.5 / (grad.norm() + 1e-6)).clamp(max=1.0)) for grad in grads],
+    "copy_": lambda grads: [grad.copy_(grad.clamp(-1, 1)) for grad in grads],
+    "an item": lambda grads: [grad.to_local().__setitem__(slice(None), grad.to_local() * 0.5) for grad in grads],
+    "copy_ of data": lambda grads: [grad.data.copy_(grad.data.sign()) for grad in grads],
+    "foreach copy_": lambda grads: torch._foreach_copy_(
+        [grad.to_local() for grad in grads], torch._foreach_mul([grad.to_local() for grad in grads], 0.5)
+    ),
+    "fill_": lambda grads: [grad.to_local().fill_(grad.to_local().mean()) for grad in grads],
+    "sub_": lambda grads: [grad.sub_(grad * 0.5) for grad in grads],
+    "add_": lambda grads: [grad.add_(grad.sign() * 0.1) for grad in grads],
+}
+
+
+def _params_of(grads: list[Any]) -> list[Any]:
+    params = [nn.Parameter(grad.new_empty(grad.shape)) for grad in grads]
+    for param, grad in zip(params, grads, strict=True):
+        param.grad = grad
+    return params
+
+
 class Zeroing(Deep):
     """A model whose forward begins a step by itself when it is told to, or ends one in the middle."""
 
@@ -223,6 +245,31 @@ def _three_steps(model: nn.Module, rank: int) -> None:
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_rule_30_what_pending_sums_cannot_follow_is_refused(pool4: Pool, pending: str, shape: tuple[int, ...]) -> None:
     pool4.run(check_refused, shape, pending)
+
+
+def check_computed(env: RankEnv, how: str, pending: str) -> None:
+    """What is computed from gradients without what is pending does not come back as their change."""
+    model = shard(seeded(Deep), env.mesh((2, 1)))
+    level(model, pending)
+    step(model, env.rank, 0)
+    with pytest.raises(hsdp.StateError, match=r"of parameter '.*flush\(\) or zero_grad\(\)"):
+        COMPUTED[how]([param.grad for param in model.parameters() if param.grad is not None])
+    model.zero_grad()
+    step(model, env.rank, 1)
+    grads: list[Any] = [param.grad for param in model.parameters() if param.grad is not None]
+    for grad in grads:
+        float(grad.norm())  # to log it
+        grad.add_(torch.ones_like(grad)).sub_(torch.ones_like(grad))
+        grad.zero_()
+    level(model, "full")
+    step(model, env.rank, 2)
+    assert_same(full_grads(model), mean_grads(seeded(Deep), lambda twin, rank: step(twin, rank, 2), env.world_size))
+
+
+@pytest.mark.parametrize("pending", PENDING)
+@pytest.mark.parametrize("how", COMPUTED)
+def test_rule_30_what_is_computed_without_pending_sums_is_refused(pool2: Pool, how: str, pending: str) -> None:
+    pool2.run(check_computed, how, pending)
 
 
 def check_replaced(env: RankEnv, pending: str) -> None:

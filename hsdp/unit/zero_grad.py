@@ -7,8 +7,8 @@ for `zero_grad`, and versions do not tell.
     any other change    cannot be made to sums that are not here yet: an error that names the parameter
 
 What was computed from a gradient without its pending sums is not to come back as its change either (a clipping whose norm
-is 0, `g.copy_(g.clamp(-1, 1))`): behind a read, settings and factors that come as tensors are errors, and behind one that
-gave as many elements as the gradient has, so are additions.
+is 0, `g.copy_(g.clamp(-1, 1))`): behind a read, settings and factors that come as tensors are errors, and behind one of
+element by element (no norm or sum, which people log), so are additions.
 
 Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of the same `Standing`: nothing passes it by.
 """
@@ -38,6 +38,8 @@ _ADDS = frozenset(
 )
 _SETS = frozenset(("aten::zero_", "aten::_foreach_zero_", "aten::fill_", "aten::copy_", "aten::_foreach_copy_"))
 _SCALES = frozenset(("aten::mul_", "aten::_foreach_mul_"))
+_COPIES = frozenset(("aten::clone", "aten::_to_copy"))
+_FOREACH_REDUCTIONS = frozenset(("aten::_foreach_norm", "aten::_foreach_max"))
 _ALIASES = frozenset(("aten::detach", "aten::alias"))
 
 
@@ -49,7 +51,7 @@ class Standing:
         base: the gradient that was there, or has landed; None: there is none, which reads as zeros.
         is_blank: `base` was made because somebody took a view of the zeros; nobody has written to it.
         cleared: somebody set the gradient to zero or to something else: the pending sums are void.
-        read: somebody computed something else from it; `read_whole`: as many elements as it has.
+        read: somebody computed something else from it; `read_whole`: element by element.
         over: nothing is pending any more; the sentinel is the gradient, and no more.
         owner: who has the sums. It lives as long as the parameters do that will get them, whatever becomes of the model.
     """
@@ -162,10 +164,12 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     real_args, real_kwargs = tree_map_only(ZeroGradSentinel, shown, (args, kwargs))
     result = func(*real_args, **real_kwargs)
     if not made_alike:
-        most = max((leaf.numel() for leaf in tree_iter(result) if isinstance(leaf, Tensor)), default=0)
+        # By the operator and not by sizes: a norm has as many elements as the part of a rank that has one row.
+        whole = torch.Tag.pointwise in func.tags or name in _COPIES
+        whole = whole or (name.startswith("aten::_foreach_") and name not in _FOREACH_REDUCTIONS)
         for sentinel in read:
             sentinel.standing.read = True
-            sentinel.standing.read_whole |= most >= sentinel.numel()
+            sentinel.standing.read_whole |= whole
     return result
 
 

@@ -258,7 +258,7 @@ def check_computed(env: RankEnv, how: str, pending: str) -> None:
     step(model, env.rank, 1)
     grads: list[Any] = [param.grad for param in model.parameters() if param.grad is not None]
     for grad in grads:
-        float(grad.norm())  # to log it
+        float(grad.norm() + grad.to_local().norm())  # to log it, also where a rank has one element
         grad.add_(torch.ones_like(grad)).sub_(torch.ones_like(grad))
         grad.zero_()
     level(model, "full")
@@ -270,6 +270,23 @@ def check_computed(env: RankEnv, how: str, pending: str) -> None:
 @pytest.mark.parametrize("how", COMPUTED)
 def test_rule_30_what_is_computed_without_pending_sums_is_refused(pool2: Pool, how: str, pending: str) -> None:
     pool2.run(check_computed, how, pending)
+
+
+def check_logged(env: RankEnv) -> None:
+    """A norm may be logged before something is added, also where the part of one rank alone has as many elements."""
+    model: Any = hsdp.fully_shard(nn.Linear(4, 3), mesh=env.mesh(2))
+    with model.no_sync():
+        model(torch.ones(2, 4)).sum().backward()
+    for param in model.parameters():
+        float(param.grad.norm() + param.grad.to_local().sum())
+        param.grad.add_(torch.ones_like(param.grad))
+    model(torch.ones(2, 4)).sum().backward()
+    for param in model.parameters():
+        assert torch.equal(param.grad.full_tensor(), torch.full_like(param.grad.full_tensor(), 5.0))
+
+
+def test_rule_30_norms_may_be_logged(pool2: Pool) -> None:
+    pool2.run(check_logged)
 
 
 def check_replaced(env: RankEnv, pending: str) -> None:

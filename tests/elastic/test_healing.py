@@ -13,6 +13,7 @@ import hsdp
 from hsdp.elastic.healing import HealedState
 from tests.checkpoint import models as cm
 from tests.checkpoint.nested import Nested, check_shards, same, states
+from tests.checkpoint.test_hooks import Averaging
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
 
@@ -180,28 +181,15 @@ def test_a_loop_may_hold_groups(pool2: Pool) -> None:
     pool2.run(give_settings)
 
 
-class Counted(torch.optim.SGD):
-    """Keeps a count beside its state."""
-
-    count = 0
-
-    def state_dict(self) -> dict[str, Any]:
-        return {**super().state_dict(), "count": self.count}
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        self.count = state_dict["count"]
-        super().load_state_dict(state_dict)
-
-
 def give_additions(env: RankEnv) -> None:
     models = [hsdp.fully_shard(nn.Linear(4, 6), mesh=env.mesh(2)) for _ in range(2)]
-    optimizers = [Counted(model.parameters()) for model in models]
+    optimizers = [Averaging(model.parameters()) for model in models]
     held = [HealedState(model, optimizer) for model, optimizer in zip(models, optimizers, strict=True)]
-    optimizers[0].count = 3
+    optimizers[0].mean = {"count": 3}
     for one in held:
         one.note()
     held[1].give(held[0].take())
-    assert optimizers[1].count == 3
+    assert optimizers[1].mean == {"count": 3}
 
 
 def test_what_an_optimizer_adds_to_its_state_dict_is_given(pool2: Pool) -> None:

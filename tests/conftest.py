@@ -30,11 +30,16 @@ settings.register_profile("hsdp", derandomize=True, deadline=None, print_blob=Tr
 settings.load_profile("hsdp")
 
 
+def pytest_configure(config: pytest.Config) -> None:
+    """A pytest that runs beside another one reports to it."""
+    beside.configure(config)
+
+
 @pytest.hookimpl(trylast=True)  # behind `-k`: what is asked for by name is run
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Leaves combinations of parameters out: every value has its test. What runs beside the others is waited for last."""
-    chosen, others = spread(items)
-    items[:] = sorted(chosen, key=lambda item: item.get_closest_marker("beside") is not None)
+    chosen, others = (items, []) if beside.IS_SECOND else spread(items)
+    items[:] = sorted(chosen, key=beside.is_beside)
     if others:
         config.hook.pytest_deselected(items=others)
 
@@ -48,14 +53,7 @@ def pytest_collection_finish(session: pytest.Session) -> None:
     if any("test_benchmarks" in item.nodeid for item in session.items):
         still_group.start_build()
     if not session.config.option.collectonly:
-        for command in (item.get_closest_marker("beside") for item in session.items):
-            if command is not None:
-                beside.begin(command.args)
-
-
-def pytest_sessionfinish() -> None:
-    """Stops what runs beside the tests."""
-    beside.stop_all()
+        beside.begin(session)
 
 
 @pytest.fixture(autouse=True, scope="module")

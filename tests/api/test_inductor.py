@@ -24,9 +24,12 @@ from tests.support.twin import full_params
 LENGTHS = (4, 7, 4, 6, 7, 9)
 """Of the sequences of each step. The second is no longer the first: from there on, lengths are symbols."""
 
-pytestmark = pytest.mark.skipif(
-    shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++ for what it makes on CPUs"
-)
+pytestmark = [
+    pytest.mark.skipif(
+        shutil.which("g++") is None or sys.platform != "linux", reason="inductor needs g++ for what it makes on CPUs"
+    ),
+    pytest.mark.beside,
+]
 
 
 def _needs_attention_in_float64() -> None:

@@ -6,26 +6,12 @@ import pytest
 
 from tests.soak.actions.programs import FEATURES, SHAPES, Action, Program, draw, smaller
 from tests.soak.actions.soak import run_all, table
-from tests.support import beside
 from tests.support.rig import Pool
 
-BESIDE = {"1d": 1550, "2d": 420}
-"""Programs on two ranks that run beside the other tests, by their mesh."""
+pytestmark = pytest.mark.beside
 
 
-def _command(mesh: str) -> list[str]:
-    programs = str(BESIDE[mesh])
-    return ["tests.soak.actions", "--mesh", mesh, "--programs", programs, "--seed", "ci", "--shrink", "0", "--stop-at", "4"]
-
-
-@pytest.mark.parametrize("mesh", [pytest.param(mesh, marks=pytest.mark.beside(*_command(mesh))) for mesh in BESIDE])
-def test_most_programs_end_equal_or_with_a_name(mesh: str) -> None:
-    status, told = beside.end(_command(mesh), timeout=1200)
-    assert status == 0, told
-    assert f"{BESIDE[mesh]} programs: {BESIDE[mesh]} equal" in told
-
-
-@pytest.mark.parametrize(("ranks", "mesh", "count"), [(4, "1d", 10), (4, "2d", 20)])
+@pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 1550), (2, "2d", 420), (4, "1d", 10), (4, "2d", 20)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:
     _check(request.getfixturevalue(f"pool{ranks}"), SHAPES[mesh][ranks], count)
 

@@ -9,7 +9,11 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import pytest
+
 from tests.soak.checkpoint_crash import crash_run
+
+pytestmark = pytest.mark.beside
 
 
 def test_nothing_is_lost_when_a_rank_is_killed(tmp_path: Path) -> None:

@@ -7,11 +7,15 @@ import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
 from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError
 from tests.soak.checkpoint_hostile import Target, make_case, make_good
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
+
+pytestmark = pytest.mark.beside
 
 ROOT = Path(__file__).parents[2]
 

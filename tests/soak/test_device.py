@@ -25,6 +25,8 @@ from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
 from tests.support.share import some
 
+pytestmark = pytest.mark.beside
+
 RUNS = [(name, shape) for name, case in CASES.items() for shape in case.shapes]
 SHARE = some(RUNS)
 """What runs here: each case has several meshes, and the soak runs all of them."""

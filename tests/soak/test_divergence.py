@@ -10,6 +10,8 @@ import pytest
 from tests.soak.divergence import BUILDING, HARMLESS, RUNNING, Case, disagree, verdict
 from tests.support.rig import Pool
 
+pytestmark = pytest.mark.beside
+
 GROUP_TIMEOUT = 4.0
 
 ONE, REPLICA = (1,), (2, 3)

@@ -11,6 +11,8 @@ import pytest
 from tests.soak.interrupts import ITERATION, SETUPS, Interrupt, interrupted, interrupting
 from tests.support.rig import Pool
 
+pytestmark = pytest.mark.beside
+
 _ALL = list(SETUPS)
 
 

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.soak.random_models import ON_FOUR, ON_TWO, Subject, run
 from tests.support.rig import Pool
 from tests.support.share import share
+
+pytestmark = pytest.mark.beside
 
 BATCH = 10  # subjects per job of the workers
 LARGE = [HealthCheck.too_slow, HealthCheck.large_base_example, HealthCheck.data_too_large]

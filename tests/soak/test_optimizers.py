@@ -9,6 +9,8 @@ from tests.soak.optimizers.soak import meshes, run
 from tests.support.rig import Pool
 from tests.support.share import share
 
+pytestmark = pytest.mark.beside
+
 
 @pytest.mark.parametrize(("ranks", "mesh", "count"), [(2, "1d", 24), (2, "2d", 24), (4, "2d", 6), (4, "tp", 12)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, mesh: str, count: int) -> None:

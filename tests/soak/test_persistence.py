@@ -9,6 +9,8 @@ from tests.soak.persistence.soak import run
 from tests.support.rig import Pool
 from tests.support.share import share
 
+pytestmark = pytest.mark.beside
+
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 36), (4, 9)])
 def test_programs_end_equal_or_with_a_name(request: pytest.FixtureRequest, ranks: int, count: int) -> None:

@@ -10,6 +10,8 @@ from tests.soak.pipelines.programs import PER_RANK, draw, smaller
 from tests.support.rig import Pool
 from tests.support.share import share
 
+pytestmark = pytest.mark.beside
+
 
 @pytest.mark.parametrize(("ranks", "count"), [(2, 20), (4, 20)])
 def test_programs_end_equal(request: pytest.FixtureRequest, ranks: int, count: int) -> None:

@@ -13,6 +13,8 @@ from tests.soak.schedules import SCHEDULE_BUGS, runs, search
 from tests.support.rig import Pool
 from tests.support.share import share
 
+pytestmark = pytest.mark.beside
+
 
 @settings(max_examples=share(120))
 @given(runs(2))

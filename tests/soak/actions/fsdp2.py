@@ -16,7 +16,8 @@ from tests.soak.actions.programs import Program
 from tests.soak.actions.sides import Sharded, Side, Values, units_of
 
 LEFT_OUT = frozenset(
-    {"levels", "policies", "scalars", "locals", "others", "repeats", "factors", "tunes", "options", "saves", "muon"}
+    {"factors", "levels", "locals", "meshes", "muon", "options"}
+    | {"others", "policies", "repeats", "saves", "scalars", "tunes"}
 )
 """Features that programs for it must not use."""
 

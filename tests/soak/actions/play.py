@@ -17,6 +17,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 from hsdp import HSDPModule
@@ -25,7 +26,7 @@ from tests.soak.actions.excuses import excuse_for
 from tests.soak.actions.fsdp2 import FSDP2
 from tests.soak.actions.models import Planned
 from tests.soak.actions.programs import Action, Program
-from tests.soak.actions.sides import Sharded, Side, Twin, Values, sides_of
+from tests.soak.actions.sides import Sharded, Side, Twin, Values, on_device, sides_of
 from tests.soak.verdicts import Verdict, Wrong, judging, play_each
 from tests.support import device as emulator
 from tests.support.rig import RankEnv
@@ -50,6 +51,7 @@ def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") ->
 def play(env: RankEnv, program: Program, system: str = "hsdp") -> Verdict:
     """Plays one program on this rank."""
     verdict = Verdict()
+    program = on_device(program) if env.device == emulator.NAME else program
     kinds = [action[0] for action in program.actions]
     with judging(verdict), watched(env, program.seed, moves="stream" in kinds[1:]):
         sharded, twin = sides_of(program, env, FSDP2 if system == "fsdp2" else Sharded)
@@ -242,7 +244,7 @@ class _Play:
 
     def repair(self) -> None:
         """Puts back what a forward wrote: with one shard rank, or replicated, unsharded parameters are the shards."""
-        if self.program.shape[-1] > 1 and "replicated" not in self.program.options:
+        if min(self.program.shards) > 1 and "replicated" not in self.program.options:
             return
         with torch.no_grad():
             for name, param in self.sharded.params.items():
@@ -361,14 +363,14 @@ class _Play:
 
     def compare_replicas(self) -> None:
         """Ranks that hold the same shards hold the same bits of them, and of their gradients."""
-        mesh = self.sharded.mesh
-        if mesh.ndim == 1:
-            return
-        grads: list[Any] = [p.grad for p in self.sharded.params.values()]
-        if self.program.local == "over replicas":  # each replica has a share of them
-            grads = []
-        sums = [_bits(list(self.sharded.params.values())), _bits(grads)]
-        mine = torch.tensor(sums, dtype=torch.int64)
+        for mesh in dict.fromkeys([self.sharded.mesh, *self.sharded.others]):
+            if mesh.ndim > 1:
+                self._compare_replicas(mesh, [p for p in self.sharded.params.values() if p.device_mesh == mesh])
+
+    def _compare_replicas(self, mesh: DeviceMesh, params: list[Any]) -> None:
+        # Of an optimizer over replicas each has a share of the gradients.
+        grads = [] if self.program.local == "over replicas" else [param.grad for param in params]
+        mine = torch.tensor([_bits(params), _bits(grads)], dtype=torch.int64)
         found = [torch.empty_like(mine) for _ in range(mesh.size(0))]
         dist.all_gather(found, mine, group=mesh.get_group(0))
         unequal = torch.tensor([any(not torch.equal(mine, one) for one in found)], dtype=torch.int64)

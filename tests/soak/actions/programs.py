@@ -36,6 +36,7 @@ What cannot be done where it stands (a backward of an empty slot) does nothing, 
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
@@ -65,6 +66,8 @@ CONTEXTS = ("", "", "", "", "no_sync", "first", "last")
 CALLS = ("call", "call", "call", "call", "forward", "infer", "unshard call", "unshard forward", "unshard infer")
 OPTIMIZERS = (*("sgd",) * 7, "adamw", "adamw foreach", "adamw fused")
 """Mostly the cheapest: DTensors propagate the shardings of each list of parameters anew."""
+MESHES: dict[int, tuple[tuple[int, ...], ...]] = {2: ((2,), (2, 1), (1, 2)), 4: ((4,), (2, 2), (4, 1), (1, 4))}
+"""Of a number of ranks, all meshes that have each of them once: whatever it is sharded on, a gradient is their mean."""
 SHAPES: dict[str, dict[int, tuple[int, ...]]] = {"1d": {2: (2,), 4: (4,)}, "2d": {2: (2, 1), 4: (2, 2)}}
 """Meshes by their kind and the number of ranks."""
 
@@ -101,6 +104,7 @@ FEATURES = {
     "mixed": "forwards in another precision than that of the parameters",
     "muon": "an optimizer that steps whole matrices",
     "insides": "selective checkpoints, parametrised and complex weights, buffers, outputs of other kinds",
+    "meshes": "units on other meshes of the same ranks",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
 """What can be left out of programs."""
@@ -125,12 +129,20 @@ class Program:
     ties: frozenset[str] = frozenset()
     reduces_in: str = ""
     """The dtype that gradients of forwards in float32 are reduced in; "": all is float64."""
+    meshes: tuple[tuple[int, ...], ...] = ()
+    """Those of the units, in turns; none: that of the root."""
+
+    @property
+    def shards(self) -> set[int]:
+        """Into how many parts parameters are sharded."""
+        return {shape[-1] for shape in (self.shape, *self.meshes)}
 
     def __str__(self) -> str:
         optimizer = " ".join([self.optimizer, self.local, *sorted(self.options)])
         lines = [f"seed {self.seed}, mesh {self.shape}, {optimizer}, reshard {self.reshard}, policy {self.policy}"]
         units = ["heads"] * self.heads_are_units + ["embedding"] * self.embedding_is_unit
         lines.append(f"  own units: {units}, max_norm {self.max_norm}, ties {sorted(self.ties)}, mixed {self.reduces_in!r}")
+        lines += [f"  units on {self.meshes}"] if self.meshes else []
         lines += [f"  part {index}: {part}" for index, part in enumerate(self.parts)]
         return "\n".join([*lines, *(f"    {action}" for action in self.actions)])
 
@@ -158,7 +170,9 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_saves(program, random.Random(f"{seed}, saves"))
     if "insides" not in without:
         program = _with_insides(program, random.Random(f"{seed}, insides"))
-    return program if "tunes" in without else _with_tunes(program, random.Random(f"{seed}, tunes"))
+    if "tunes" not in without:
+        program = _with_tunes(program, random.Random(f"{seed}, tunes"))
+    return program if "meshes" in without else _with_meshes(program, random.Random(f"{seed}, meshes"))
 
 
 class _Draw:
@@ -467,6 +481,14 @@ def _with_insides(program: Program, rng: random.Random) -> Program:
     return replace(program, parts=tuple(parts), actions=tuple(actions))
 
 
+def _with_meshes(program: Program, rng: random.Random) -> Program:
+    """Perhaps with units on other meshes than the root's; torch takes no parameters of several meshes in one operation."""
+    chosen = rng.choices(MESHES[math.prod(program.shape)], k=rng.choice([1, 2, 3]))
+    if rng.random() < 0.15 and program.optimizer in ("sgd", "adamw", "muon"):
+        program = replace(program, meshes=tuple(chosen))
+    return program
+
+
 def _with_tunes(program: Program, rng: random.Random) -> Program:
     """With units that communicate otherwise from some moment on; again by themselves."""
     actions = list(program.actions)
@@ -537,6 +559,7 @@ def smaller(program: Program) -> Iterator[Program]:
         ("options", frozenset()),
         ("ties", frozenset()),
         ("reduces_in", ""),
+        ("meshes", ()),
     ):
         if getattr(program, name) != plain:
             yield replace(program, **{name: plain})

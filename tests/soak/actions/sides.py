@@ -13,11 +13,13 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
+from itertools import cycle
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
@@ -26,8 +28,7 @@ from hsdp.params.dtensors import as_dtensor
 from hsdp.torch_private import set_versions
 from tests.soak import unasked
 from tests.soak.actions.models import LENGTH, VOCAB, WIDTH, Body, How, Net, Planned, opened
-from tests.soak.actions.programs import Program
-from tests.support import device as emulator
+from tests.soak.actions.programs import Action, Program
 from tests.support.rig import RankEnv
 
 Values = list[tuple[str, Tensor]]
@@ -271,7 +272,7 @@ class Side:
 
     def all_hold(self, param: Tensor) -> bool:
         """Whether every rank holds a part of a parameter."""
-        shards, rows = self.program.shape[-1], param.shape[0] if param.ndim else 1
+        shards, rows = max(self.program.shards), param.shape[0] if param.ndim else 1
         return -(-rows // shards) * (shards - 1) < rows
 
     def written(self, kind: str, which: int | str | None) -> list[Any]:
@@ -570,6 +571,7 @@ class Sharded(Side):
 
     def __init__(self, program: Program, model: Net, env: RankEnv, teacher: Net | None = None) -> None:
         self.mesh = env.mesh(program.shape)
+        self.others = [env.mesh(shape) for shape in program.meshes]
         self.streams: list[Any] = []
         self.device = env.device
         for one in (model,) if teacher is None else (model, teacher):
@@ -586,21 +588,19 @@ class Sharded(Side):
         return hsdp.optim.local(made, **{kind.replace(" ", "_"): True} if kind != "local" else {})
 
     def _shard(self, program: Program, model: Net) -> None:
-        options: dict[str, Any] = {"mesh": self.mesh, "reshard_after_forward": program.reshard}
+        options: dict[str, Any] = {"reshard_after_forward": program.reshard}
         reduction: Any = "tree" if "tree" in program.options else "any"
         options["comm_policy"] = hsdp.CommPolicy(**program.policy, reduction=reduction)
         if program.reduces_in:
             reduced: torch.dtype | None = getattr(torch, program.reduces_in, None)
             options["mp_policy"] = hsdp.MixedPrecisionPolicy(param_dtype=torch.float32, reduce_dtype=reduced)
-        if "parts" in program.options and program.shape[-1] == 4:
-            options["reshard_after_forward"] = 2
         if "offloaded" in program.options and self.device == "cpu":  # else a penalty's graph would be on two devices
             options["offload_policy"] = hsdp.CPUOffloadPolicy()
         if "replicated" in program.options:
             options["replicate_params"] = {p for p in model.parameters() if p.ndim < 2}
-        for module in units_of(program, model):
-            hsdp.fully_shard(module, **options)
-        hsdp.fully_shard(model, **options)
+        for module, mesh in zip(units_of(program, model), cycle(self.others or [self.mesh])):
+            hsdp.fully_shard(module, **_on(mesh, options, program))
+        hsdp.fully_shard(model, **_on(self.mesh, options, program))
         if "sum" in program.options:
             model.set_reduce_op_type("sum")  # type: ignore[operator]
         hows = [action[2] for action in program.actions if action[0] == "forward"]
@@ -623,8 +623,8 @@ class Sharded(Side):
         """This rank's part of a whole tensor; what `like` holds, and quicker."""
         for axis, placement in enumerate(param.placements):
             if isinstance(placement, Shard):
-                parts = whole.chunk(self.mesh.size(axis), placement.dim)
-                at = self.mesh.get_local_rank(axis)
+                parts = whole.chunk(param.device_mesh.size(axis), placement.dim)
+                at = param.device_mesh.get_local_rank(axis)
                 whole = parts[at] if at < len(parts) else whole.narrow(placement.dim, 0, 0)
         return whole
 
@@ -806,6 +806,12 @@ def _all_reduce(tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> 
     return dist.all_reduce(tensor, op=op, group=group, async_op=async_op)
 
 
+def _on(mesh: DeviceMesh, options: dict[str, Any], program: Program) -> dict[str, Any]:
+    """What a unit on this mesh is sharded with."""
+    in_parts = {"reshard_after_forward": 2} if "parts" in program.options and mesh.size(-1) == 4 else {}
+    return {**options, **in_parts, "mesh": mesh}
+
+
 def units_of(program: Program, model: Net) -> list[nn.Module]:
     """The modules that are units beside the root, children first."""
     found: list[nn.Module] = []
@@ -818,11 +824,25 @@ def units_of(program: Program, model: Net) -> list[nn.Module]:
     return [*found, model.embedding] if program.embedding_is_unit else found
 
 
+def on_device(program: Program) -> Program:
+    """A program as the emulated device can run it.
+
+    The process dies there in the backward of complex products, without hsdp, too. By hsdp's limits of devices, ranks use
+    the same calls of units that differentiate twice inside of a forward.
+    """
+    parts = [replace(part, inside="") if part.inside == "complex" else part for part in program.parts]
+    return replace(program, parts=tuple(parts), actions=tuple(map(_used_alike, program.actions)))
+
+
+def _used_alike(action: Action) -> Action:
+    if action[0] != "forward" or not {"cuts", "again"} & action[2].keys():
+        return action
+    tweaks = {at: tweak for at, tweak in action[2].get("tweaks", {}).items() if tweak != "inner double grad"}
+    return (*action[:2], {**action[2], "tweaks": tweaks}, *action[3:])
+
+
 def sides_of(program: Program, env: RankEnv, sharded: type[Sharded] = Sharded) -> tuple[Sharded, Twin]:
     """Both sides, with equal weights."""
-    if env.device == emulator.NAME:  # the process dies in the backward of complex products, without hsdp, too
-        parts = [replace(part, inside="") if part.inside == "complex" else part for part in program.parts]
-        program = replace(program, parts=tuple(parts))
     torch.manual_seed(7)
     plain = Net(program.parts, program.max_norm, program.ties).double()
     teacher: Net | None = None

@@ -25,7 +25,7 @@ from hsdp.params.param import originals, shown
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.torch_private import leave_out_of_graphs
-from hsdp.unit.landing import lend
+from hsdp.unit.landing import lend, refuse_assigned_grads
 from hsdp.unit.lookup import all_units, unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
@@ -265,7 +265,7 @@ def check_communicated(unit: Unit, before: str) -> None:
     """Has the gradients of a unit ready to be used: reductions under way land, a failed backward is forgotten.
 
     Raises:
-        StateError: the unit has pending sums, or lost some.
+        StateError: the unit has pending sums, or lost some; somebody assigned to the `.data` of a gradient.
     """
     # What runs on lands first, also under another root: only then does it show whether sums are still pending.
     if unit.runtime is not None:
@@ -274,6 +274,7 @@ def check_communicated(unit: Unit, before: str) -> None:
         ReductionPipeline.land_all_of(unit)
     unit.gradients.refuse_pending(unit.name, before)
     unit.gradients.cut_whole()
+    refuse_assigned_grads(unit.params, unit.name, before)
     lend(unit.params, unit.context.streams)
 
 

@@ -17,7 +17,7 @@ who would take them for complete.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from itertools import repeat
+from itertools import compress, repeat
 from typing import Any
 
 import torch
@@ -34,6 +34,7 @@ from hsdp.unit.arrivals import Arrivals
 from hsdp.unit.deferred_sums import defer_sums
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import (
+    assign_grad,
     assign_grads,
     hooked_and_standing,
     host_reads,
@@ -361,16 +362,14 @@ class Gradients:
     def _assign(self, part: GroupReduction, used: list[bool], undoable: bool) -> None:
         """Its values are added to the gradients of the parameters that were used, or become them."""
         mark_landed(locals_ := part.locals())
-        for param, local, was_used in zip(part.grad_layout.params, locals_, used, strict=True):
-            if not was_used:
-                continue
+        for param, local in compress(zip(part.grad_layout.params, locals_, strict=True), used):
             sharded: Any = param.sharded
             standing = None
             if sharded.grad is None:
                 grad = as_dtensor(local, param.grad_spec)
                 if undoable:
                     self._undo.note_assigned([param], [grad], [local])
-                sharded.grad = grad
+                assign_grad(sharded, grad)
             else:
                 held = local_grad(param)
                 standing = held.standing if isinstance(held, ZeroGradSentinel) else None

@@ -21,6 +21,7 @@ from hsdp.unit.rollback import Undo
 from hsdp.unit.zero_grad import ZeroGradSentinel, local_grad
 
 _grad_of = attrgetter("grad")
+_wrapper_of = Tensor.untyped_storage
 _backward_hooks_of = attrgetter("_backward_hooks")
 _accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
@@ -81,6 +82,35 @@ def is_landed(memory: Tensor) -> bool:
     return hasattr(memory, _MARK)
 
 
+_WRAPPER = "_hsdp_wrapper"
+
+
+def assign_grad(param: Tensor, grad: Tensor) -> None:
+    """A gradient becomes that of a sharded parameter; its wrapper is noted for `refuse_assigned_grads`."""
+    param.grad = grad
+    with plain_access():
+        setattr(grad, _WRAPPER, _wrapper_of(grad))
+
+
+def refuse_assigned_grads(params: Iterable[ManagedParam], unit: str, what: str) -> None:
+    """Raises StateError, once, if somebody assigned to the `.data` of a gradient: the values are lost.
+
+    torch gives such a DTensor another wrapper and leaves its local tensor as it was. `p.grad.data *= 2` writes to that
+    first, and then assigns the wrapper that is there already.
+    """
+    with plain_access():
+        for param in params:
+            grad: Any = param.sharded.grad
+            noted = None if grad is None else getattr(grad, _WRAPPER, None)
+            if noted is None or (now := _wrapper_of(grad)) is noted:
+                continue
+            setattr(grad, _WRAPPER, now)
+            raise StateError(
+                f"{what}: the .data of the gradient of parameter {param.fqn!r} of unit {unit!r} was assigned to, which "
+                "changes nothing in a DTensor; write into it instead (param.grad.copy_(...)), or assign to param.grad"
+            )
+
+
 def assign_grads(part: GroupReduction, undo: Undo | None) -> None:
     """Reduced values become the gradients of parameters that have none; `undo` takes note of them."""
     layout, locals_ = part.grad_layout, part.locals()
@@ -90,6 +120,7 @@ def assign_grads(part: GroupReduction, undo: Undo | None) -> None:
     with plain_access():
         for param, grad in zip(layout.sharded, grads, strict=True):
             param.grad = grad
+            setattr(grad, _WRAPPER, _wrapper_of(grad))  # `assign_grad`, without its call
     if (base := locals_[0]._base) is not None:  # `mark_landed`, without its call
         setattr(base, _MARK, True)
 
@@ -112,16 +143,19 @@ def lend(params: Iterable[ManagedParam], streams: Streams) -> None:
 
 
 def shared_memory(layout: GradLayout) -> Tensor | None:
-    """The buffer that the gradients of all of a layout's parameters are views of, as an earlier landing left them."""
+    """The buffer that the gradients of all of a layout's parameters are views of, as an earlier landing left them.
+
+    Users may have put theirs side by side, too, without the gaps, and in another order of dims.
+    """
     base: Tensor | None = None
     for param, offset in zip(layout.params, layout.offsets, strict=True):
         if param.sharded.grad is None:
             return None
         local = local_grad(param)
         base = local._base if base is None else base
-        if base is None or local._base is not base or local.storage_offset() != offset:
+        if base is None or local._base is not base or local.storage_offset() != offset or not local.is_contiguous():
             return None
-    return base
+    return base if base is not None and is_landed(base) else None
 
 
 def run_hooks(layout: GradLayout, used: list[bool]) -> bool:

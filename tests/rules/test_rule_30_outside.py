@@ -305,6 +305,40 @@ def test_rule_30_a_gradient_computed_without_pending_sums_is_refused(pool2: Pool
     pool2.run(check_replaced, pending)
 
 
+def check_gathered_in_one(env: RankEnv, order: str) -> None:
+    """A reduction adds to gradients that users have put into memory of their own, whatever it looks like."""
+
+    def run(model: nn.Module, rank: int) -> None:
+        for micro in range(2):
+            x = torch.randn(5, 3, dtype=torch.float64, generator=torch.Generator().manual_seed(10 * rank + micro))
+            model(x).square().mean().backward()
+            params: list[Any] = list(model.parameters())
+            if micro == 0 and isinstance(params[0], DTensor):
+                locals_ = [param.grad.to_local() for param in params]
+                flat = torch.cat([(local.t() if order == "transposed" else local).reshape(-1) for local in locals_])
+                pieces = flat.split([local.numel() for local in locals_])
+                for param, piece, local in zip(params, pieces, locals_, strict=True):
+                    lies = piece.view(local.t().shape).t() if order == "transposed" else piece.view(local.shape)
+                    assert torch.equal(lies, local)
+                    param.grad = DTensor.from_local(
+                        lies, param.device_mesh, param.placements, shape=param.shape, stride=param.stride()
+                    )
+
+    def make() -> nn.Module:
+        return nn.Sequential(*(nn.Linear(3, 3, bias=False) for _ in range(2)))
+
+    model = seeded(make)
+    for unit in (*model, model):  # type: ignore[misc]
+        hsdp.fully_shard(unit, mesh=env.mesh(2))
+    run(model, env.rank)
+    assert_same(full_grads(model), mean_grads(seeded(make), run, env.world_size))
+
+
+@pytest.mark.parametrize("order", ["side by side", "transposed"])
+def test_rule_30_gradients_in_memory_of_the_users(pool2: Pool, order: str) -> None:
+    pool2.run(check_gathered_in_one, order)
+
+
 class Narrow(nn.Module):
     """Parameters with fewer rows than ranks, and scalars."""
 

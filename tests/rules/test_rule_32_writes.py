@@ -130,6 +130,30 @@ def test_rule_32_assigned_data_is_refused(pool2: Pool, then: str) -> None:
     pool2.run(check_assigned, (2,), then)
 
 
+def check_assigned_gradient(env: RankEnv, then: str) -> None:
+    """So is an assignment to the `.data` of a gradient, but not an operation in place that assigns what was there."""
+    plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for micro in range(2):  # the second one is added
+        model(floats(env.rank)).square().sum().backward()
+        (sum(plain(floats(rank)).square().sum() for rank in range(2)) / 2).backward()
+        for grad in (model.get_parameter("blocks.1.weight").grad, plain.get_parameter("blocks.1.weight").grad):
+            assert grad is not None
+            grad.data *= 0.5 + micro
+    weight: Any = model.get_parameter("blocks.1.weight")
+    weight.grad.data = weight.grad.data * 2.0
+    with pytest.raises(StateError, match=r"the \.data of the gradient of parameter 'weight'"):
+        optimizer.step() if then == "step" else hsdp.clip_grad_norm_(model, 1.0)
+    optimizer.step()
+    torch.optim.SGD(plain.parameters(), lr=0.1).step()
+    torch.testing.assert_close(model(floats(env.rank)), plain(floats(env.rank)))
+
+
+@pytest.mark.parametrize("then", ["step", "clip"])
+def test_rule_32_assigned_data_of_gradients_is_refused(pool2: Pool, then: str) -> None:
+    pool2.run(check_assigned_gradient, then)
+
+
 class Writes(nn.Linear):
     """A unit that writes to its own weights when it is told to."""
 

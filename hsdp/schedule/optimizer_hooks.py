@@ -231,6 +231,11 @@ def _make_ready(optimizer: torch.optim.Optimizer) -> None:
     units = [unit for ref in _units_of(optimizer) if (unit := ref()) is not None]
     refuse_assigned(units, "the optimizer's step")
     for unit in units:
+        if unit.lent_to_write:
+            raise StateError(
+                f"the optimizer's step: it was called while full parameters of unit {unit.name!r} are lent to full_params, "
+                "whose values take the place of what is stepped; step outside"
+            )
         check_communicated(unit, "the optimizer's step")
         unit.join_gather()
         unit.land_shards()

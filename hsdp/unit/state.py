@@ -60,7 +60,7 @@ class UnitActivity:
 
     Attributes:
         state: what it is doing outside of backwards, which have their own list; `lent`: its parameters are somebody's
-            `full_params`. `training_state` knows all of it.
+            `full_params`; `lent_to_write`: and are written back. `training_state` knows all of it.
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
         split: a schedule of pipelines split a backward into inputs and weights, of which some weights' gradients may still
@@ -70,7 +70,7 @@ class UnitActivity:
 
     def __init__(self) -> None:
         self.state = IDLE
-        self.lent = False
+        self.lent = self.lent_to_write = False
         self.calls = 0
         self.ran: set[int] = set()
         self.split = self.unfound = False
@@ -89,13 +89,13 @@ class UnitActivity:
         """So many forward calls of its modules are under way. Set, not counted: an exception may come at any point."""
         self.calls = calls
 
-    def lend(self) -> None:
-        """Its parameters are somebody's `full_params` from now on."""
-        self.lent = True
+    def lend(self, writes_back: bool) -> None:
+        """Its parameters are somebody's `full_params` from now on, whose values may become its own in the end."""
+        self.lent, self.lent_to_write = True, writes_back
 
     def take_back(self) -> None:
         """They are its own again."""
-        self.lent = False
+        self.lent = self.lent_to_write = False
 
     def note_split(self, found: bool) -> None:
         """A schedule made the gradients of inputs alone; `found`: it knew the unsharded parameters, to go on with them."""

@@ -3,6 +3,7 @@
     init.py              `init_sharded`: values for a model that was built on the meta device
     full_params.py       `full_params`, `gathered_apply`: users read and write full parameters
     gather.py            the gathers and writes behind both
+    held_grads.py        gradients of full parameters, which nobody has whole
     replica_check.py     ranks begin with the same parameters, or are told that they do not
     drift.py             `check_replicas`: they still have the same ones
     whole_loads.py       whole tensors in `load_state_dict`: what to do instead

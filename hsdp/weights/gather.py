@@ -30,6 +30,7 @@ from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.state import FORWARD, IDLE, expect, wrong_state
 from hsdp.unit.unit import Unit
+from hsdp.weights.held_grads import hand_on, hold
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
@@ -223,19 +224,24 @@ class Loan:
         unit: the unit; on no other loan.
         wholes: one tensor for each of its parameters; those that were DTensors before hsdp (tensor parallelism) are
             registered as such, around these blocks.
+        writes_back: their values become those of the sharded ones.
     """
 
-    def __init__(self, unit: Unit, wholes: Sequence[Tensor]) -> None:
+    def __init__(self, unit: Unit, wholes: Sequence[Tensor], writes_back: bool = True) -> None:
         self.unit = unit
+        self._writes_back = writes_back
         with torch.inference_mode(False):
             self.params = [_as_parameter(whole, param) for whole, param in zip(wholes, unit.params, strict=True)]
+        if (runtime := runtime_of(unit)) is not None:
+            runtime.settle()  # what runs on becomes gradients
+        self._stood_in = [hold(full, param) for full, param in zip(self.params, unit.params, strict=True)]
         self._wanted = [param.requires_grad for param in self.params]
         self._now: list[list[Any]] = [[] for _ in self.params]
         self._before: list[tuple[int, ParamName, Any, Any]] = []
 
     def show(self) -> None:
         """Registers the full parameters."""
-        self.unit.lend()
+        self.unit.lend(self._writes_back)
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
                 module = place.module()
@@ -262,6 +268,11 @@ class Loan:
             refresh_flat_weights(module, place.name, getattr(module, place.name))
         self._before = []  # last: who was interrupted in here hides anew
         self.unit.take_back()
+
+    def hand_on_gradients(self, what: str) -> None:
+        """What was done to the full parameters' gradients holds for the sharded ones. Raises StateError if it cannot."""
+        for slot, (param, stood_in) in enumerate(zip(self.unit.params, self._stood_in, strict=True)):
+            hand_on(self._held(slot)[0], param, stood_in, what)
 
     def values(self, what: str) -> list[Tensor]:
         """The full parameters as they were when they were hidden.

@@ -16,7 +16,7 @@ from hsdp.weights.full_params import full_params, gathered_apply
 from tests.support.models import MLP, make_case
 from tests.support.rig import Pool, RankEnv, RemoteError
 from tests.support.sharded import check_sharded, mesh_id, pool_for, shard
-from tests.support.twin import assert_same, full
+from tests.support.twin import assert_same, full, full_grads
 from tests.support.twin import full_params as whole_values
 
 CASES = ["transformer", "tied", "scalar", "conv", "mixed"]
@@ -267,6 +267,69 @@ def _optimizer_goes_on(env: RankEnv) -> None:
 
 def test_optimizers_never_notice(pool4: Pool) -> None:
     pool4.run(_optimizer_goes_on)
+
+
+CLEARS: dict[str, Callable[[nn.Module], object]] = {
+    "zero_grad": lambda m: m.zero_grad(),
+    "to zeros": lambda m: m.zero_grad(set_to_none=False),
+    "none": lambda m: [setattr(param, "grad", None) for param in m.parameters()],
+    "foreach": lambda m: torch._foreach_zero_([param.grad for param in m.parameters()]),
+    "another parameter": lambda m: m.blocks[0].__setattr__("weight", nn.Parameter(m.blocks[0].weight.detach() * 2)),  # type: ignore[index,union-attr]
+}
+
+
+def _gradients_cleared(env: RankEnv, how: str, writeback: str | None, pending: bool) -> None:
+    case = make_case("mlp")
+    model, plain = shard(case.model(), env.mesh(2)), case.model()
+    model.set_requires_gradient_sync(not pending)  # type: ignore[operator]
+    ranks = {id(model): [env.rank], id(plain): range(2)}
+    for step in range(2):
+        for m in (model, plain):
+            for rank in ranks[id(m)]:
+                (case.loss(m, case.batch(step, rank)) / len(ranks[id(m)])).backward()
+        if step == 0:
+            with full_params(model, writeback=writeback), torch.no_grad():  # type: ignore[arg-type]
+                CLEARS[how](model)
+            if writeback is not None or how != "another parameter":
+                CLEARS[how](plain)
+        model.set_requires_gradient_sync(True)  # type: ignore[operator]
+    assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()})
+
+
+@pytest.mark.parametrize("pending", [False, True])
+@pytest.mark.parametrize("writeback", [None, "rank0", "local"])
+@pytest.mark.parametrize("how", CLEARS)
+def test_gradients_that_are_cleared_inside_are_cleared(pool2: Pool, how: str, writeback: str | None, pending: bool) -> None:
+    pool2.run(_gradients_cleared, how, writeback, pending)
+
+
+LOSSES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
+    "penalty": (lambda m, o: sum(p.square().sum() for p in m.parameters()).backward(), "was read or changed"),
+    "norm": (lambda m, o: [p.grad.norm() for p in m.parameters()], "was read or changed"),
+    "clip": (lambda m, o: torch.nn.utils.clip_grad_norm_(m.parameters(), 1.0), "was read or changed"),
+    "hsdp's clip": (lambda m, o: hsdp.clip_grad_norm_(m, 1.0), "was read or changed"),
+    "assigned": (lambda m, o: [setattr(p, "grad", p.detach()) for p in m.parameters()], "has got a gradient"),
+    "hook": (lambda m, o: [p.register_hook(lambda g: g * 2) for p in m.parameters()], "a hook was registered"),
+    "step": (lambda m, o: o.step(), "are lent to full_params"),
+}
+
+
+def _gradients_lost(env: RankEnv, how: str) -> None:
+    case = make_case("mlp")
+    model = shard(case.model(), env.mesh(2))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    case.loss(model, case.batch(0, env.rank)).backward()
+    before = full_grads(model)
+    act, told = LOSSES[how]
+    with pytest.raises(StateError, match=told), full_params(model, writeback="rank0"):
+        act(model, optimizer)
+    assert_same(full_grads(model), before, 0.0, 0.0)
+    optimizer.step()
+
+
+@pytest.mark.parametrize("how", LOSSES)
+def test_what_would_be_lost_with_full_gradients_is_refused(pool2: Pool, how: str) -> None:
+    pool2.run(_gradients_lost, how)
 
 
 def _replaced_by_another_shape(env: RankEnv) -> None:

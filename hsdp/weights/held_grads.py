@@ -1,0 +1,103 @@
+"""Gradients while full parameters are shown: nobody has them whole, and what is done to a full parameter's would be lost.
+
+A full parameter whose sharded one has a gradient shows a stand-in:
+
+    cleared (`zero_grad()`, `p.grad = None`, `zero_`)    so is the sharded one in the end
+    read, or changed                                     a StateError that names the parameter
+
+What a full parameter has got beside that, a gradient or a hook, is a StateError in the end.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_iter
+
+from hsdp.errors import StateError
+from hsdp.params.param import ManagedParam
+
+_ZEROES = frozenset(("aten::zero_", "aten::_foreach_zero_"))
+_ALIASES = frozenset(("aten::detach", "aten::alias", "aten::_to_copy"))
+
+
+class HeldGradient(Tensor):
+    """Stands for the gradient of a sharded parameter on its full one. It has no memory.
+
+    Attributes:
+        fqn: the parameter's name.
+        zeroed: somebody set it to zero.
+    """
+
+    fqn: str
+    zeroed: bool
+
+    @staticmethod
+    def __new__(cls, fqn: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> HeldGradient:
+        """A wrapper without memory of its own."""
+        held: HeldGradient = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        held.fqn, held.zeroed = fqn, False
+        return held
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return f"HeldGradient({self.fqn!r})"
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        found = [one for one in tree_iter((args, kwargs)) if isinstance(one, HeldGradient)]
+        name = func._schema.name
+        if name in _ZEROES:
+            for one in found:
+                one.zeroed = True
+            if name == "aten::_foreach_zero_" and (plain := [one for one in args[0] if not isinstance(one, HeldGradient)]):
+                func(plain)
+            return args[0] if name == "aten::zero_" else None
+        one, kwargs = found[0], kwargs or {}
+        if name in _ALIASES:  # `Module.to` makes them; they still tell of no gradient
+            dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device") or one.device
+            return cls(one.fqn, one.shape, dtype, device)
+        raise StateError(
+            f"the gradient of parameter {one.fqn!r} was read or changed ({name}) inside full_params, gathered_apply or "
+            "apply, where parameters are whole and gradients are not. Do so outside, with the sharded param.grad, of which "
+            "param.grad.full_tensor() is the whole"
+        )
+
+
+def hold(full: nn.Parameter, param: ManagedParam) -> bool:
+    """Shows a stand-in on a full parameter if its sharded one has a gradient; returns whether it has."""
+    if param.sharded.grad is None:
+        return False
+    full.grad = HeldGradient(param.fqn, full.shape, full.dtype, full.device)
+    return True
+
+
+def hand_on(full: Any, param: ManagedParam, stood_in: bool, what: str) -> None:
+    """The sharded parameter's gradient is cleared if that of the full one was, or of what was put in its place.
+
+    `stood_in`: what `hold` returned. A gradient that has landed since is not cleared.
+
+    Raises:
+        StateError: the full parameter has got a gradient, or a hook, which would be lost.
+    """
+    if not isinstance(full, nn.Parameter):
+        return
+    if full._backward_hooks or full._post_accumulate_grad_hooks:
+        raise StateError(
+            f"{what}: a hook was registered on the full parameter {param.fqn!r}, which is about to go; register it on the "
+            "sharded one, outside"
+        )
+    held = full.grad
+    if isinstance(held, HeldGradient):
+        if held.zeroed and param.sharded.grad is not None:
+            param.sharded.grad.zero_()
+    elif held is not None:
+        raise StateError(
+            f"{what}: the full parameter {param.fqn!r} has got a gradient, which is about to go with it. Compute gradients "
+            "of the sharded parameters, outside, or by torch.autograd.grad; or set it to None at the end of the block"
+        )
+    elif stood_in:
+        param.sharded.grad = None

@@ -27,6 +27,7 @@ from hsdp.comm.streams import note_read
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
 from hsdp.params.local import local_of
+from hsdp.params.operators import watch_operators
 from hsdp.params.pending import landed
 from hsdp.params.shares import Share
 from hsdp.params.subclass import data_of, extends, is_composite, parts_of, wrapper_of
@@ -146,6 +147,7 @@ class ManagedParam:
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
+        watch_operators(self.tensor_spec.mesh)
         with torch.inference_mode(False):
             self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it

@@ -1,0 +1,126 @@
+"""Writes to parts of sharded tensors: `weight[0].fill_(0)`, `grad[:100].zero_()`, `bias[-1] = 1`.
+
+A part along the dim that ranks share is a view in torch, and a copy in DTensor, gathered on every rank: what is written to
+it is lost there. Here it goes on to this rank's shard:
+
+    select, slice, split, ...     the local tensor of what comes out is a `Part` (operators.py)
+    a write to a `Part`           of the gathered copy, and then of what this rank has of it
+
+All ranks write, each the same: they all hold the copy. Nothing is communicated for a write.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor.placement_types import Replicate, Shard
+from torch.utils._pytree import tree_iter, tree_map_only
+
+from hsdp.errors import StateError
+from hsdp.params.dtensors import part_of_whole
+from hsdp.torch_private import storage_key
+
+_aten = torch.ops.aten
+
+
+@dataclass(eq=False)
+class Origin:
+    """Where a part was cut from.
+
+    Attributes:
+        source: the sharded tensor; `cut`, `args`, `kwargs`: what was done to it; `at`: which of the results this is.
+        copy: what DTensor made of it on this rank.
+    """
+
+    source: DTensor
+    cut: Any
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any] = field(repr=False)
+    at: int | None
+    copy: Tensor
+
+    def write_back(self) -> None:
+        """Puts what this rank has of the copy into its shard."""
+        spec, local = self.source._spec, self.source._local_tensor
+        if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
+            raise StateError(
+                f"a write to a part of a DTensor with placements {spec.placements}, which torch would lose; write to the "
+                "whole tensor (masked_fill_, mul_ with a mask), or inside hsdp.full_params(model, writeback='rank0')"
+            )
+        whole = torch.empty(spec.shape, dtype=self.copy.dtype, device=self.copy.device)
+        mine = part_of_whole(whole, spec)
+        mine.copy_(local)
+        found = self.cut(whole, *self.args, **self.kwargs)
+        (found if self.at is None else found[self.at]).copy_(self.copy)
+        local.copy_(mine)
+
+
+class Part(Tensor):
+    """The local tensor of a part; it has no memory of its own.
+
+    Attributes:
+        value: the copy, or a view of it.
+        origin: where the part was cut from.
+    """
+
+    value: Tensor
+    origin: Origin
+
+    @staticmethod
+    def __new__(cls, value: Tensor, origin: Origin) -> Part:
+        """A wrapper around a plain tensor."""
+        part: Part = Tensor._make_wrapper_subclass(
+            cls, value.shape, value.stride(), value.storage_offset(), dtype=value.dtype, device=value.device
+        )
+        part.value, part.origin = value, origin
+        return part
+
+    def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
+        return repr(self.value)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Tensor:
+        return copy.deepcopy(self.value, memo)
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        return self.value.__reduce_ex__(protocol)
+
+    @classmethod
+    def __torch_dispatch__(  # type: ignore[override]
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        plain_args, plain_kwargs = tree_map_only(Part, lambda part: part.value, (args, kwargs))
+        found = func(*plain_args, **plain_kwargs)
+        for origin in {id(part.origin): part.origin for part in _written(func, args, kwargs)}.values():
+            origin.write_back()
+        parts = [part for part in tree_iter((args, kwargs)) if isinstance(part, Part)]
+        same = {id(part.value): part for part in parts}
+        memory = {memory_of(part.value): part.origin for part in parts}
+
+        def again(tensor: Tensor) -> Tensor:
+            if id(tensor) in same:
+                return same[id(tensor)]
+            if memory_of(tensor) not in memory or (func is _aten.view.default and tensor.shape == parts[0].shape):
+                return tensor  # the second is what `to_local` and `full_tensor` hand out
+            return Part(tensor, memory[memory_of(tensor)])
+
+        return tree_map_only(Tensor, again, found)
+
+
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Part]:
+    """The parts that an operator writes to."""
+    for at, argument in enumerate(func._schema.arguments):
+        if argument.alias_info is not None and argument.alias_info.is_write:
+            given = args[at] if at < len(args) else kwargs.get(argument.name)
+            yield from (one for one in tree_iter(given) if isinstance(one, Part))
+
+
+def memory_of(tensor: Tensor) -> int:
+    """Tells the memory of a local tensor from others."""
+    return storage_key(tensor.untyped_storage()) if not isinstance(tensor, Part) else memory_of(tensor.value)

@@ -16,7 +16,7 @@ from tests.soak.actions.programs import Program
 from tests.soak.actions.sides import Sharded, Side, Values, units_of
 
 LEFT_OUT = frozenset(
-    {"factors", "levels", "locals", "meshes", "muon", "options"}
+    {"factors", "levels", "locals", "meshes", "muon", "options", "rows"}
     | {"others", "policies", "repeats", "saves", "scalars", "tunes"}
 )
 """Features that programs for it must not use."""

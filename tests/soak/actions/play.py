@@ -129,7 +129,8 @@ class _Play:
         if kind in ("hook", "unhook"):
             return not pending  # it would see sums of backwards before it, which the twin's hooks saw already
         if kind == "scale":
-            return not pending  # what is visible is scaled, and sums are not
+            # What is visible is scaled, and sums are not; parts of shares, which lie in stripes, are refused.
+            return not pending and not (action[1] == "rows" and self.program.local == "over replicas")
         if kind == "assign" and self.program.max_norm:
             return False  # the forward in it would be refused
         if kind == "restore":

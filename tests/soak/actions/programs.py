@@ -6,9 +6,9 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("backward", slots, how)                 of the sum of the losses in some slots
     ("grad", slot)                           autograd.grad of a loss with respect to the input
     ("penalty", coefficient, kind)           L2 on model.parameters(), in a backward of its own
-    ("noise", kind) ("scale", factor)        edits of `.grad`
+    ("noise", kind) ("scale", factor)        edits of `.grad`; a factor of "rows": of all rows but the first
     ("zero", kind)                           one of `ZEROS`
-    ("write", kind, which)                   to sharded parameters: one of `WRITES`
+    ("write", kind, which)                   to sharded parameters: one of `WRITES`, or "rows"
     ("toggle", which, flag)                  requires_grad
     ("hook", which) ("unhook",)              a gradient hook that halves
     ("step",) ("raw step",) ("clip",) ("flush",) ("eval", how) ("peek",) ("load",) ("full write",)
@@ -104,6 +104,7 @@ FEATURES = {
     "mixed": "forwards in another precision than that of the parameters",
     "muon": "an optimizer that steps whole matrices",
     "insides": "selective checkpoints, parametrised and complex weights, buffers, outputs of other kinds",
+    "rows": "writes to rows of sharded parameters and gradients",
     "meshes": "units on other meshes of the same ranks",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
@@ -172,6 +173,8 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_insides(program, random.Random(f"{seed}, insides"))
     if "tunes" not in without:
         program = _with_tunes(program, random.Random(f"{seed}, tunes"))
+    if "rows" not in without:
+        program = _with_rows(program, random.Random(f"{seed}, rows"))
     return program if "meshes" in without else _with_meshes(program, random.Random(f"{seed}, meshes"))
 
 
@@ -479,6 +482,17 @@ def _with_insides(program: Program, rng: random.Random) -> Program:
     if program.optimizer == "adamw fused" and any(part.inside == "complex" for part in parts):
         program = replace(program, optimizer="adamw")  # torch's fused one takes no complex weights
     return replace(program, parts=tuple(parts), actions=tuple(actions))
+
+
+def _with_rows(program: Program, rng: random.Random) -> Program:
+    """With writes to rows between any two actions; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.25:
+        for _ in range(rng.choice([1, 2, 3])):
+            which = rng.choice([None, 0, 1, "parts.0", "heads"])
+            write = rng.choice([("scale", "rows"), ("scale", "rows"), ("write", "rows", which)])
+            actions.insert(rng.randrange(len(actions) + 1), write)
+    return replace(program, actions=tuple(actions))
 
 
 def _with_meshes(program: Program, rng: random.Random) -> Program:

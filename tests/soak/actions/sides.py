@@ -224,10 +224,12 @@ class Side:
                 (param.grad.data if kind == "data" else param.grad).add_(noise)
         return []
 
-    def scale(self, at: int, factor: float) -> Values:
+    def scale(self, at: int, factor: float | str) -> Values:
         for param in self.params.values():
-            if param.grad is not None:
+            if param.grad is not None and factor != "rows":
                 param.grad.mul_(factor)
+            elif param.grad is not None and param.ndim and len(param) > 1:
+                param.grad[1:] = param.grad[1:] * 0.5
         return []
 
     def zero(self, at: int, kind: str) -> Values:
@@ -283,7 +285,7 @@ class Side:
         """
         if kind in ("data mul_", "local mul_") and self.env.device != "cpu" and not debug.ON:
             return []
-        return [param for _, param in self.chosen(which) if kind == "no_grad mul_" or self.all_hold(param)]
+        return [param for _, param in self.chosen(which) if kind in ("no_grad mul_", "rows") or self.all_hold(param)]
 
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         for param in self.written(kind, which):
@@ -293,6 +295,9 @@ class Side:
                 (param.to_local() if isinstance(param, DTensor) else param).data.mul_(0.9)
             elif kind == "data set":
                 param.data = param.data * 0.9
+            elif kind == "rows":
+                with torch.no_grad():
+                    param[-1:].mul_(0.9) if param.ndim and len(param) > 1 else None
             else:
                 with torch.no_grad():
                     param.mul_(0.9) if kind == "no_grad mul_" else param.copy_(param * 0.9)

@@ -88,7 +88,7 @@ class MatrixParam:
 
     Attributes:
         param: itself.
-        block: what this rank holds of it, as a plain tensor; `local` is the same memory, and wants no gradient.
+        block: what this rank holds of it, as a plain tensor.
         group: its group of the optimizer.
         share: this replica's rows of `block`, of which alone it has gradients and momentum; None: it has them all.
         spec: how it is distributed; None for a plain tensor, which each rank steps by itself.
@@ -107,7 +107,12 @@ class MatrixParam:
         self.state_spec = self.spec if share is None else share.spec
         self.held, self.given = (_held(spec, known) for spec in (self.spec, self.state_spec))
         self.block = local_of(param)
-        self.local = self.block.detach()
+
+    @property
+    def local(self) -> Tensor:
+        """The memory of what this rank holds of it, which wants no gradient. Looked up anew each time: whoever assigns to
+        `.data` gives the same parameter other memory."""
+        return local_of(self.param).detach()
 
     @property
     def ranks(self) -> tuple[int, ...]:

@@ -176,7 +176,9 @@ class WholeMatrix(torch.optim.Optimizer):
         """The plans for the parameters that have gradients, looked up as long as these are the same."""
         pairs = [(p, group) for group in self.param_groups if group.get("algorithm") is None for p in group["params"]]
         cuts = repr([(g.get("matrices"), g.get("split_sizes")) for g in self.param_groups])  # a list has no hash
-        key = (cuts, self._stopped, *((id(p), id(local_of(p)), id(group), p.grad is not None) for p, group in pairs))
+        # Who assigns to `.data` changes no identity, but perhaps what a plan depends on: dtype, device and shape.
+        each = ((local_of(p), id(p), id(group), p.grad is not None) for p, group in pairs)
+        key = (cuts, self._stopped, *((id(own), own.dtype, own.device, own.shape, *told) for own, *told in each))
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:
             if len(self._plans) >= 16:  # who steps other parameters each time would collect plans
@@ -290,11 +292,12 @@ class WholeMatrix(torch.optim.Optimizer):
     def _apply(self, exchange: Exchange) -> None:
         """Decay and the scaled updates, where their pieces belong."""
         kinds: dict[tuple[int, float], tuple[dict[str, Any], list[Tensor], list[Tensor]]] = {}
+        locals_ = {id(target): target.local for target in exchange.bucket.targets}
         for one in exchange.finish():
             group = one.matrix.target.group
             factor = self.scale(one.matrix.rows, one.matrix.cols, group)
             _, parts, values = kinds.setdefault((id(group), factor), (group, [], []))
-            parts.append(one.matrix.target.local[one.piece.place.slices])
+            parts.append(locals_[id(one.matrix.target)][one.piece.place.slices])
             values.append(one.value.to(parts[-1].device))
         for (_, factor), (group, parts, values) in kinds.items():
             lr = float(group["lr"])
@@ -380,5 +383,5 @@ def _by_group(targets: list[MatrixParam]) -> list[tuple[dict[str, Any], list[Mat
     """Targets of one group and dtype each: foreach kernels want them alike."""
     found: dict[tuple[int, torch.dtype], list[MatrixParam]] = {}
     for target in targets:
-        found.setdefault((id(target.group), target.local.dtype), []).append(target)
+        found.setdefault((id(target.group), target.block.dtype), []).append(target)
     return [(alike[0].group, alike) for alike in found.values()]

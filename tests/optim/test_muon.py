@@ -5,7 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from torch.distributed.checkpoint.state_dict import (
     get_optimizer_state_dict,
     set_optimizer_state_dict,
 )
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 
 import hsdp
 from hsdp.comm.collectives import Comm
@@ -487,6 +487,62 @@ def test_settings_of_groups_may_change_between_steps() -> None:
         plain.grad = grad.clone()
         stepped.step()
     assert not torch.equal(plain, found[0])
+
+
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "its data": lambda p: setattr(p, "data", 2 * p.data),
+    "from a vector": lambda p: nn.utils.vector_to_parameters(0.9 * nn.utils.parameters_to_vector([p]), [p]),
+    "in columns": lambda p: setattr(p, "data", p.data.t().contiguous().t()),
+    "another dtype": lambda p: setattr(p, "data", p.data.double()),
+    "the local tensor": lambda p: setattr(p, "_local_tensor", 2 * p._local_tensor.detach()),
+    "its memory": lambda p: setattr(p._local_tensor, "data", 2 * p._local_tensor.detach()),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_a_parameter_is_stepped_in_the_memory_that_it_has_now(change: str) -> None:
+    """Moving averages swap weights in and out again: the parameter stays the same object."""
+    distributed = change in ("the local tensor", "its memory")
+    torch.manual_seed(0)
+    value, grads = torch.randn(6, 6), torch.randn(6, 6, 6)
+    with in_full_precision(), fake_world(1) as env:
+        mesh = env.mesh((1,))
+        plain, mine = nn.Parameter(value.clone()), nn.Parameter(value.clone())
+        ours: Any = nn.Parameter(distribute_tensor(mine, mesh, [Shard(0)])) if distributed else mine
+        stock, optimizer = torch.optim.Muon([plain], lr=0.1), Muon([ours], lr=0.1, ns_dtype=None)
+        for k, grad in enumerate(grads):
+            if k in (2, 3):
+                for param in (plain, ours):
+                    named = CHANGES["its data" if distributed and param is plain else change]
+                    named(param)
+                if change == "another dtype":  # momenta of the old one are refused by torch, too
+                    stock.state.clear()
+                    optimizer.state.clear()
+            plain.grad, own = grad.to(plain.dtype), grad.to(ours.dtype)
+            ours.grad = distribute_tensor(own, mesh, [Shard(0)]) if distributed else own
+            stock.step()
+            optimizer.step()
+            torch.testing.assert_close(ours.full_tensor() if distributed else ours, plain, rtol=1e-5, atol=1e-5)
+
+
+def test_an_ignored_parameter_is_stepped_in_its_memory_and_no_plan_keeps_the_old_one() -> None:
+    with fake_world(1) as env:
+        model: Any = nn.Sequential(nn.Linear(6, 6, bias=False), nn.Linear(6, 6, bias=False))
+        weight = model[1].weight
+        hsdp.fully_shard(model, mesh=env.mesh((1,)), ignored_params=[weight])
+        optimizer = Muon(model.parameters(), lr=0.1)
+        for _ in range(3):
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+            old = weakref.ref(weight.data.untyped_storage())
+            weight.data = before = weight.data.clone()
+            before = before.clone()
+            gc.collect()
+            assert old() is None
+            model(torch.ones(2, 6)).sum().backward()
+            optimizer.step()
+            assert not torch.equal(weight, before)
 
 
 @pytest.mark.parametrize("sizes", [3, [3, 3]])

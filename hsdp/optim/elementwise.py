@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.optim.replicas import ReplicaGathers, part_of_grad, share_gradients_of, share_of_param
-from hsdp.optim.states import Entries, of_no_parameter
+from hsdp.optim.states import CONTAINERS, Entries, inside, mapped, of_no_parameter, refilled
 from hsdp.optim.targets import Member, Target, counts_in, flat_targets, is_number, single
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
@@ -301,12 +301,7 @@ class _Stepper:
                 if not held:
                     continue
                 for member in target.members:
-                    entries = {
-                        name: _wrapped(member, target.cut(value, member))
-                        if _like(name, value, target.tensor, counts)
-                        else value
-                        for name, value in held.items()
-                    }
+                    entries = {name: _shown(target, member, name, value, counts) for name, value in held.items()}
                     shown = optimizer.state.setdefault(member.param, {})  # users may keep it
                     shown.clear()
                     shown.update(entries)
@@ -326,6 +321,14 @@ def _identity(optimizer: Any) -> tuple[object, ...]:
 def _with_own_numbers(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, Any]:
     """Gives each parameter numbers of its own: an optimizer that takes them over counts each of its steps in each."""
     seen: set[int] = set()
+
+    def own(value: Any) -> Any:
+        if isinstance(value, DTensor) or not isinstance(value, Tensor):
+            return value
+        known = id(value) in seen
+        seen.add(id(value))
+        return value.clone() if known else value
+
     state = {}
     for key, entries in state_dict["state"].items():
         if not isinstance(entries, dict):  # no parameter's
@@ -333,10 +336,7 @@ def _with_own_numbers(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, A
             continue
         state[key] = dict(entries)
         for name, value in entries.items():
-            if isinstance(value, Tensor) and not isinstance(value, DTensor):
-                if id(value) in seen:
-                    state[key][name] = value.clone()
-                seen.add(id(value))
+            state[key][name] = mapped(value, own)
     return {**state_dict, "state": state}
 
 
@@ -397,6 +397,15 @@ def _like(name: str, value: Any, tensor: Tensor, counts: Collection[str]) -> boo
     return isinstance(value, Tensor) and value.shape == tensor.shape and not is_number(name, value, counts)
 
 
+def _shown(target: Target, member: Member, name: str, value: Any, counts: Collection[str]) -> Any:
+    """An entry of a target's state as a parameter in it has it; a container is another one, of the parameter's parts."""
+
+    def part(one: Any) -> Any:
+        return _wrapped(member, target.cut(one, member)) if _like(name, one, target.tensor, counts) else one
+
+    return mapped(value, part)
+
+
 def _wrapped(member: Member, value: Tensor) -> Tensor:
     param = member.param
     if not isinstance(param, DTensor):
@@ -406,18 +415,23 @@ def _wrapped(member: Member, value: Tensor) -> Tensor:
 
 def _gathered_state(target: Target, state: Any) -> dict[str, Any]:
     """A target's state from that of its parameters: their local tensors, side by side."""
-    held: dict[str, Any] = {}
-    for name, value in state[target.members[0].param].items():
-        if not isinstance(value, DTensor):
-            # Members of a run show one count of steps: each needs its own when they part.
-            held[name] = value.clone() if isinstance(value, Tensor) else value
-        elif target.alone:
-            held[name] = _local_state(target.members[0], name, value)
-        else:
-            held[name] = torch.zeros_like(target.tensor, dtype=value.dtype)
-            for member in target.members:
-                part = held[name][member.start : member.start + member.count].view(member.shape)
-                part.copy_(_local_state(member, name, state[member.param][name]))
+    entries = [state[member.param] for member in target.members]
+    return {name: _gathered(target, name, [own[name] for own in entries]) for name in entries[0]}
+
+
+def _gathered(target: Target, name: str, values: list[Any]) -> Any:
+    """An entry of a target's state, or what is in one at one place of a container, from those of its members."""
+    value = values[0]
+    if isinstance(value, CONTAINERS):
+        return refilled(value, [_gathered(target, name, list(each)) for each in zip(*map(inside, values), strict=True)])
+    if not isinstance(value, DTensor):
+        # Members of a run show one count of steps: each needs its own when they part.
+        return value.clone() if isinstance(value, Tensor) else value
+    if target.alone:
+        return _local_state(target.members[0], name, value)
+    held = torch.zeros_like(target.tensor, dtype=value.dtype)
+    for member, one in zip(target.members, values, strict=True):
+        held[member.start : member.start + member.count].view(member.shape).copy_(_local_state(member, name, one))
     return held
 
 

@@ -7,7 +7,7 @@ flat shares    these lie apart in that buffer: they are copied beside each other
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Hashable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,6 +16,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
+from hsdp.optim.states import CONTAINERS, inside
 from hsdp.params.local import local_of
 from hsdp.params.shares import Share
 from hsdp.unit.lookup import memory_of, unit_of
@@ -216,4 +217,6 @@ def _told(value: Any) -> object:
         return ...
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else id(value)
-    return value
+    if isinstance(value, CONTAINERS):
+        return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(_told, inside(value)))
+    return value if isinstance(value, Hashable) else id(value)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections import deque
 from collections.abc import Callable
 from typing import Any
 
@@ -122,3 +123,51 @@ def _is_shown(env: RankEnv, kind: dict[str, bool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_entries_that_a_step_replaces_are_shown(pool2: Pool, kind: str) -> None:
     pool2.run(_is_shown, KINDS[kind])
+
+
+class Remembering(torch.optim.Optimizer):
+    """It keeps its last gradients in a list, and of each the scale in a dict beside a number and a queue of weights."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {"lr": 0.1})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:  # type: ignore[override]
+        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
+            state = self.state[param]
+            last = state.setdefault("last", [])
+            last.append(param.grad.clone())
+            del last[:-2]
+            beside = state.setdefault("beside", {"weights": deque(maxlen=2), "factors": [1.0, torch.tensor(1.0)]})
+            beside["weights"].append(param.clone())
+            beside["factors"][1].mul_(0.9)
+            param.sub_(sum(last) + 0.1 * beside["weights"][0], alpha=0.1 * float(beside["factors"][1]))
+
+
+def _remembers(env: RankEnv, kind: dict[str, bool]) -> None:
+    ours, stock, optimizers = _models(env, Remembering, **kind)
+    _steps(env, (ours, stock), optimizers, 3)
+    for model, optimizer in zip((ours, stock), optimizers, strict=True):
+        state = optimizer.state[model[0].weight]
+        state["last"][0] = torch.zeros_like(state["last"][0])
+        optimizer.state[model[2].bias]["last"].pop()
+    _steps(env, (ours, stock), optimizers)
+    for model in (ours, stock):
+        model[2].weight.requires_grad_(False)
+    _steps(env, (ours, stock), optimizers)
+    for model, optimizer in zip((ours, stock), optimizers, strict=True):
+        model[2].weight.requires_grad_(True)
+        optimizer.load_state_dict(copy.deepcopy(optimizer.state_dict()))
+    _steps(env, (ours, stock), optimizers)
+    shown, expected = (optimizer.state_dict()["state"] for optimizer in optimizers)
+    for number, entries in expected.items():
+        mine, beside, theirs = shown[number], shown[number]["beside"], entries["beside"]
+        assert (type(mine["last"]), type(beside["weights"])) == (list, deque) and beside["factors"] == theirs["factors"]
+        for one, other in zip([*mine["last"], *beside["weights"]], [*entries["last"], *theirs["weights"]], strict=True):
+            assert isinstance(one, DTensor)
+            torch.testing.assert_close(one.full_tensor(), other.full_tensor(), rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_in_lists_of_a_state_is_stepped_with_and_shown(pool2: Pool, kind: str) -> None:
+    pool2.run(_remembers, KINDS[kind])

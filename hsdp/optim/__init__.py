@@ -3,6 +3,7 @@
 elementwise.py    `local`: PyTorch's elementwise optimizers step plain local tensors
 replicas.py       the same shared out among replicas
 targets.py        the plain tensors, and where parameters lie in them
+target_states.py  their states, from those of parameters and back
 states.py         what a state consists of, to notice that somebody has put another one there
 whole_matrix.py   `whole_matrix`: optimizers that look at matrices as a whole; start reading here
 muon.py           `Muon`, one of them

@@ -17,7 +17,7 @@ from __future__ import annotations
 
 import inspect
 from collections import defaultdict
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
@@ -27,9 +27,9 @@ from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.optim.replicas import ReplicaGathers, part_of_grad, share_gradients_of, share_of_param
-from hsdp.optim.states import CONTAINERS, Entries, inside, mapped, of_no_parameter, refilled
-from hsdp.optim.targets import Member, Target, counts_in, flat_targets, is_number, single
-from hsdp.params.dtensors import as_dtensor, with_dtype
+from hsdp.optim.states import Entries, mapped, of_no_parameter
+from hsdp.optim.target_states import gathered_state, shown
+from hsdp.optim.targets import Member, Target, counts_in, flat_targets, single
 from hsdp.params.local import local_of
 from hsdp.policies import check_flag
 from hsdp.torch_private import rewrap_step
@@ -185,7 +185,7 @@ class _Stepper:
             self._plan(optimizer, used)
         by_param = dict(zip(map(id, self._params), grads, strict=True)) if self._flat else {}
         wholes = [group["params"] for group in optimizer.param_groups]
-        shown = optimizer.state
+        own_state = optimizer.state
         try:
             if self._flat:
                 for targets in self._groups:
@@ -211,7 +211,7 @@ class _Stepper:
                     target.take_back()
         finally:
             # At once: where an interrupt from the keyboard came before, nobody would step what a group has not got back.
-            optimizer.state = shown
+            optimizer.state = own_state
             for group, params in zip(optimizer.param_groups, wholes, strict=True):
                 group["params"] = params
             for targets in self._groups:
@@ -285,7 +285,7 @@ class _Stepper:
         for targets in self._groups:
             for target in targets:
                 if optimizer.state.get(target.members[0].param):
-                    self._state[target.tensor] = _gathered_state(target, optimizer.state)
+                    self._state[target.tensor] = gathered_state(target, optimizer.state)
         self._show(optimizer)
 
     def _show(self, optimizer: Any) -> None:
@@ -301,10 +301,10 @@ class _Stepper:
                 if not held:
                     continue
                 for member in target.members:
-                    entries = {name: _shown(target, member, name, value, counts) for name, value in held.items()}
-                    shown = optimizer.state.setdefault(member.param, {})  # users may keep it
-                    shown.clear()
-                    shown.update(entries)
+                    entries = {name: shown(target, member, name, value, counts) for name, value in held.items()}
+                    kept = optimizer.state.setdefault(member.param, {})  # users may keep it
+                    kept.clear()
+                    kept.update(entries)
         for key in of_no_parameter(optimizer.state).keys() - self._state.keys():
             del optimizer.state[key]
         optimizer.state.update(of_no_parameter(self._state))
@@ -340,7 +340,7 @@ def _with_own_numbers(optimizer: Any, state_dict: dict[str, Any]) -> dict[str, A
     return {**state_dict, "state": state}
 
 
-# -- gradients and state ----------------------------------------------------------------------------------------------
+# -- gradients --------------------------------------------------------------------------------------------------------
 
 
 def _local_grad(member: Member, grad: Any) -> Tensor:
@@ -390,60 +390,3 @@ def _flat_grad(target: Target, grads: dict[int, Any]) -> Tensor | None:
     flat = torch.zeros_like(target.tensor)
     torch._foreach_copy_([flat[m.start : m.start + m.count].view(m.shape) for m in target.members], parts)
     return flat
-
-
-def _like(name: str, value: Any, tensor: Tensor, counts: Collection[str]) -> bool:
-    """Whether an entry of the state has an element for each of the parameter's."""
-    return isinstance(value, Tensor) and value.shape == tensor.shape and not is_number(name, value, counts)
-
-
-def _shown(target: Target, member: Member, name: str, value: Any, counts: Collection[str]) -> Any:
-    """An entry of a target's state as a parameter in it has it; a container is another one, of the parameter's parts."""
-
-    def part(one: Any) -> Any:
-        return _wrapped(member, target.cut(one, member)) if _like(name, one, target.tensor, counts) else one
-
-    return mapped(value, part)
-
-
-def _wrapped(member: Member, value: Tensor) -> Tensor:
-    param = member.param
-    if not isinstance(param, DTensor):
-        return value
-    return as_dtensor(value, with_dtype(param._spec if member.share is None else member.share.spec, value.dtype))
-
-
-def _gathered_state(target: Target, state: Any) -> dict[str, Any]:
-    """A target's state from that of its parameters: their local tensors, side by side."""
-    entries = [state[member.param] for member in target.members]
-    return {name: _gathered(target, name, [own[name] for own in entries]) for name in entries[0]}
-
-
-def _gathered(target: Target, name: str, values: list[Any]) -> Any:
-    """An entry of a target's state, or what is in one at one place of a container, from those of its members."""
-    value = values[0]
-    if isinstance(value, CONTAINERS):
-        return refilled(value, [_gathered(target, name, list(each)) for each in zip(*map(inside, values), strict=True)])
-    if not isinstance(value, DTensor):
-        # Members of a run show one count of steps: each needs its own when they part.
-        return value.clone() if isinstance(value, Tensor) else value
-    if target.alone:
-        return _local_state(target.members[0], name, value)
-    held = torch.zeros_like(target.tensor, dtype=value.dtype)
-    for member, one in zip(target.members, values, strict=True):
-        held[member.start : member.start + member.count].view(member.shape).copy_(_local_state(member, name, one))
-    return held
-
-
-def _local_state(member: Member, name: str, value: Any) -> Tensor:
-    param, share = member.param, member.share
-    if isinstance(value, DTensor) and value.device_mesh == param.device_mesh:
-        if share is not None and value.placements == share.spec.placements:
-            return value._local_tensor
-        if value.placements == param.placements:  # as it was loaded, perhaps from a run that did not share it out
-            return value._local_tensor if share is None else share.of(value._local_tensor).clone()
-    raise StateError(
-        f"optim.local: entry {name!r} of the state of {name_of(param)} is not sharded as the parameter is "
-        f"({getattr(value, 'placements', type(value).__name__)}); load it with placements {param.placements}, "
-        "as hsdp.checkpoint does"
-    )

@@ -123,7 +123,7 @@ def starts_with_new_state_when_it_plans_anew() -> Any:
 
         return zeros
 
-    return replaced(hsdp.optim.elementwise, "_gathered_state", change)
+    return replaced(hsdp.optim.elementwise, "gathered_state", change)
 
 
 @mutant(LOADED, kill="AssertionError: (own|torch|hsdp)")

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+import hsdp
+from hsdp.errors import StateError
 from hsdp.optim import local
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import shard
@@ -171,3 +173,31 @@ def _remembers(env: RankEnv, kind: dict[str, bool]) -> None:
 @pytest.mark.parametrize("kind", KINDS)
 def test_what_is_in_lists_of_a_state_is_stepped_with_and_shown(pool2: Pool, kind: str) -> None:
     pool2.run(_remembers, KINDS[kind])
+
+
+def _whole_states(env: RankEnv, kind: str, nested: bool) -> None:
+    torch.manual_seed(0)
+    model: Any = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 4))
+    options = {"flat": {"flat": True}, "over replicas": {"over_replicas": True}}.get(kind, {})
+    alone = torch.optim.AdamW(model.parameters(), lr=0.1)
+    model(torch.ones(2, 6)).sum().backward()
+    alone.step()
+    held = alone.state_dict()
+    if nested:
+        for entries in held["state"].values():
+            entries["exp_avg"] = [entries["exp_avg"]]
+    hsdp.fully_shard(model, mesh=env.mesh((2, 1) if options.get("over_replicas") else (2,)))
+    optimizer = local(torch.optim.AdamW(model.parameters(), lr=0.1), **options)
+    optimizer.load_state_dict(held)
+    before = full_params(model)
+    model(torch.ones(2, 6)).sum().backward()
+    with pytest.raises(StateError, match=r"entry 'exp_avg' of the state of parameter '0\.weight' .*load it with"):
+        optimizer.step()
+    assert all(torch.equal(value, before[name]) for name, value in full_params(model).items())
+
+
+@pytest.mark.parametrize("nested", [False, True])
+@pytest.mark.parametrize("kind", ["", "flat", "over replicas"])
+def test_states_of_an_unsharded_model_are_refused_by_name(pool2: Pool, kind: str, nested: bool) -> None:
+    """Muon refuses them, too; torch's kernels tell of sizes that do not fit."""
+    pool2.run(_whole_states, kind, nested)

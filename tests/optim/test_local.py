@@ -295,7 +295,7 @@ def test_half_a_plan_is_not_stepped_with() -> None:
             if used:
                 optimizer.step()
         first.grad = None  # it is stepped by itself from now on, and others lie otherwise
-        with mock.patch.object(elementwise, "_gathered_state", side_effect=MemoryError), pytest.raises(MemoryError):
+        with mock.patch.object(elementwise, "gathered_state", side_effect=MemoryError), pytest.raises(MemoryError):
             optimizer.step()
         optimizer.step()
         assert [int(optimizer.state[param]["step"]) for param in (first, *others)] == [1, *(2 for _ in others)]

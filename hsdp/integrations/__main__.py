@@ -8,7 +8,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from hsdp.integrations import replace_fsdp2
+from hsdp.integrations.spawned import replace_here_and_below
 
 USAGE = "usage: python -m hsdp.integrations (SCRIPT | -m MODULE) [ARGUMENT ...]"
 
@@ -22,13 +22,15 @@ def main(argv: Sequence[str]) -> int:
     if (missing := _missing(argv)) is not None:
         print(f"python -m hsdp.integrations: error: {missing}\n{USAGE}", file=sys.stderr)
         return 2
-    replace_fsdp2()
+    replace_here_and_below()
     if argv[0] == "-m":
         sys.argv = list(argv[1:])
         runpy.run_module(argv[1], run_name="__main__", alter_sys=True)
     else:
         sys.argv = list(argv)
-        sys.path[0] = str(Path(argv[0]).resolve().parent)
+        # `-m` has put the current directory first, where Python has the script's. With PYTHONSAFEPATH it puts neither.
+        if not getattr(sys.flags, "safe_path", False):
+            sys.path[0] = str(Path(argv[0]).resolve().parent)
         runpy.run_path(argv[0], run_name="__main__")
     return 0
 

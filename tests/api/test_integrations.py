@@ -84,6 +84,61 @@ def test_a_script_runs_as_it_is(tmp_path: Path, how: list[str]) -> None:
     assert "train" in told[3] and "'--lr', '1'" in told[3]
 
 
+SPAWNING = """
+import sys
+import torch.multiprocessing as mp
+from torch.distributed.fsdp import fully_shard
+
+def work(rank, deeper):
+    print(rank, __name__, fully_shard.__module__, flush=True)
+    if deeper:
+        mp.start_processes(work, (False,), nprocs=1, start_method=sys.argv[1])
+
+if __name__ == "__main__":
+    mp.start_processes(work, (True,), nprocs=1, start_method=sys.argv[1])
+    if len(sys.argv) > 2:
+        import hsdp.integrations
+        hsdp.integrations.replace_fsdp2(False)
+        mp.start_processes(work, (False,), nprocs=1, start_method=sys.argv[1])
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "method"), [(["train.py"], "spawn"), (["train.py"], "forkserver"), (["-m", "train"], "spawn")]
+)
+def test_processes_that_a_script_starts_have_hsdp_too(tmp_path: Path, how: list[str], method: str) -> None:
+    """They import the script anew, and theirs do. hsdp is found by the parent's path alone."""
+    (tmp_path / "train.py").write_text(SPAWNING)
+    root = str(Path(hsdp.__file__).parents[1])
+    start = f"import os, sys; sys.path.insert(0, {root!r}); sys.path.insert(0, os.getcwd()); "
+    start += f"from hsdp.integrations.__main__ import main; sys.exit(main({[*how, method]}))"
+    done = subprocess.run(
+        [sys.executable, "-c", start], cwd=tmp_path, env={}, capture_output=True, text=True, timeout=120, check=True
+    )
+    assert done.stdout.splitlines() == ["0 __mp_main__ hsdp.api.fully_shard"] * 2, done.stderr
+
+
+def test_processes_have_torchs_again_where_a_script_has_put_it_back(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text(SPAWNING)
+    command = [sys.executable, "-m", "hsdp.integrations", "train.py", "spawn", "back"]
+    root = str(Path(hsdp.__file__).parents[1])
+    done = subprocess.run(
+        command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
+    )
+    told = [line.split()[2] for line in done.stdout.splitlines()]
+    assert told[:2] == ["hsdp.api.fully_shard"] * 2 and told[2].startswith("torch."), done.stderr
+
+
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="has no safe path")
+def test_a_safe_path_stays_as_it_is(tmp_path: Path) -> None:
+    (tmp_path / "train.py").write_text("import sys; print(sys.path[:2])")
+    command = [sys.executable, "-m", "hsdp.integrations", "train.py"]
+    root = str(Path(hsdp.__file__).parents[1])
+    env = {"PYTHONPATH": f"{tmp_path / 'first'}:{root}", "PYTHONSAFEPATH": "1"}
+    done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == repr([str(tmp_path / "first"), root])
+
+
 @pytest.mark.parametrize("what", [["missing.py"], ["-m", "missing"], ["-m", "missing.inside"], ["-m", "json.missing"]])
 def test_what_is_missing_is_named(what: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     assert main(what) == 2

@@ -348,18 +348,30 @@ def _resume(options: Options, model: Llama, optimizer: Optimizer, replicas: elas
 
 def _mistaken(options: Options, loaded: checkpoint.Loaded) -> str | None:
     """What is wrong with going on from a checkpoint with these options."""
-    saved, asked = loaded.extra["run"], _identity(options)
+    asked = _identity(options)
+    if not _is_of_this_job(loaded.extra):
+        is_elastic = isinstance(loaded.extra, dict) and _is_of_this_job(loaded.extra.get("extra"))  # of elastic.save
+        told = "with --elastic; use that, or" if is_elastic else "by another program; use"
+        return f"{loaded.path} was saved {told} another --checkpoint-dir"
+    saved = loaded.extra["run"]
     differing = [f"--{name.replace('_', '-')} {saved[name]}" for name in asked if saved[name] != asked[name]]
     return (
         f"{loaded.path} was made with {' '.join(differing)}; use that, or another --checkpoint-dir" if differing else None
     )
 
 
+def _is_of_this_job(extra: object) -> bool:
+    """Whether a checkpoint has what `_save` puts beside the model; other programs may train the same one."""
+    if not isinstance(extra, dict) or not extra.keys() >= {"step", "run", "rng"}:
+        return False
+    return isinstance(extra["run"], dict) and extra["run"].keys() >= set(_IDENTITY)
+
+
 def _other_run(options: Options) -> str | None:
     """The same for one that could not be loaded; None if it cannot be read, or is not of this job."""
     try:
         found = checkpoint.verify(options.checkpoint_dir or "")
-        return _mistaken(options, found) if isinstance(found.extra, dict) and "run" in found.extra else None
+        return _mistaken(options, found) if _is_of_this_job(found.extra) else None
     except checkpoint.CheckpointError:
         return None
 

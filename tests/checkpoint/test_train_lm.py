@@ -17,6 +17,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import hsdp
 from hsdp.checkpoint.lock import LOCK, unlock
 from hsdp.examples import train_lm
 from hsdp.examples.launch import EXIT_INTERRUPTED, JobError
@@ -187,3 +188,30 @@ def test_ranks_of_a_new_life_do_not_hear_the_dead() -> None:
             assert list(threads.map(life, range(3))) == [True] * 3
     with pytest.raises(RuntimeError, match=r"ranks \[1, 2\] did not come within 0\.1 s"):
         meet(server, 0, 3, timedelta(seconds=0.1))
+
+
+EXTRAS: dict[str, tuple[Any, str]] = {
+    "nothing": (None, "by another program; use"),
+    "another program's": ({"epoch": 3}, "by another program; use"),
+    "an older run's": ({"step": 1, "rng": {}, "run": {"seed": 0}}, "by another program; use"),
+    "an elastic run's": ("elastic", "with --elastic; use that, or"),
+}
+
+
+def _save_with(env: RankEnv, directory: str, extra: Any) -> None:
+    options = parse_options([*FLAGS.split(), "--checkpoint-dir", directory], env.world_size)
+    model, optimizer = train_lm.build(options, torch.device("cpu"))
+    if extra == "elastic":
+        identity = {name: getattr(options, name) for name in train_lm._IDENTITY}
+        extra = {"elastic": {"step": 1}, "extra": {"step": 1, "run": identity, "rng": {}}}
+    hsdp.checkpoint.save(directory, model, optimizer, extra, step=1)
+    unlock(Path(directory))
+
+
+@pytest.mark.parametrize("extra", EXTRAS)
+def test_a_checkpoint_of_the_same_model_that_others_saved_is_refused(pool2: Pool, tmp_path: Path, extra: str) -> None:
+    directory = tmp_path / "checkpoints"
+    saved, told = EXTRAS[extra]
+    pool2.run(_save_with, str(directory), saved)
+    for text in pool2.run(refused, str(tmp_path), f"--checkpoint-dir {directory}"):
+        assert f"step-000001 was saved {told} another --checkpoint-dir" in text and "\n" not in text

@@ -156,8 +156,15 @@ def _not_negative(text: str) -> int:
     return value
 
 
+def _seed(text: str) -> int:
+    value = int(text)
+    if not -(2**63) <= value < 2**64:
+        raise argparse.ArgumentTypeError(f"must have 64 bits, as PyTorch's generators take it, not {value}")
+    return value
+
+
 # argparse puts a type's name into "invalid int value"; these are numbers to the user, not functions.
-positive.__name__ = _not_negative.__name__ = "int"
+positive.__name__ = _not_negative.__name__ = _seed.__name__ = "int"
 _positive_float.__name__ = _fraction.__name__ = "float"
 
 
@@ -201,7 +208,7 @@ def _parser() -> argparse.ArgumentParser:
     training.add_argument("--muon-lr", type=_positive_float, default=0.05, help="the same, of matrices that Muon steps")
     training.add_argument("--warmup", type=_not_negative, default=30, help="steps of linear warm-up")
     training.add_argument("--weight-decay", type=_fraction, default=0.1, help="of AdamW")
-    training.add_argument("--seed", type=int, default=0, help="of the weights, the data order and the sample")
+    training.add_argument("--seed", type=_seed, default=0, help="of the weights, the data order and the sample")
     training.add_argument("--corpus-bytes", type=positive, default=12_000_000, help="text to use at most")
 
     model = parser.add_argument_group("model")

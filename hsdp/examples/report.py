@@ -157,7 +157,8 @@ def _read_history(metrics: Path) -> list[Progress]:
         return []
     history = []
     for line in metrics.read_text(encoding="utf-8").splitlines():
-        with suppress(ValueError):  # a run that was killed may have left half a line
+        # A run that was killed may have left half a line, and what is there may be another program's.
+        with suppress(ValueError, TypeError):
             history.append(Progress(**json.loads(line)))
     return history
 

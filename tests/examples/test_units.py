@@ -293,6 +293,8 @@ class TestOptions:
             ("--steps many", "argument --steps: invalid int value: 'many'"),
             ("--save-every 0", "--save-every: must be at least 1, not 0"),
             ("--warmup -1", "--warmup: must not be negative"),
+            ("--seed 99999999999999999999", "--seed: must have 64 bits"),
+            ("--seed x", "argument --seed: invalid int value: 'x'"),
             ("--lr 0", "--lr: must be a positive number"),
             ("--lr nan", "--lr: must be a positive number"),
             ("--weight-decay 1", "--weight-decay: must be from 0 to below 1"),
@@ -402,7 +404,7 @@ class TestReport:
         for step in (10, 20, 30):
             first.progress(_progress(step), 40)
         with (tmp_path / "metrics.jsonl").open("a") as lines:
-            lines.write('{"step": 40, "train_lo')  # killed while writing
+            lines.write('{"step": 15, "epoch": 2}\n[15]\n15\n{"step": 40, "train_lo')  # others wrote; killed while writing
         Report(tmp_path, Baselines(2.5, 1.8), resumed_at=20).progress(_progress(30, 1.0), 40)
         kept = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
         assert [(line["step"], line["train_loss"]) for line in kept] == [(10, 2.0), (20, 2.0), (30, 1.0)]

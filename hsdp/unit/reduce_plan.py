@@ -173,18 +173,19 @@ class ReducePlan(GradLayout):
         dtype, merged, owned = self.kind.reduce, self._merged, []
         if taken and not (merged or dtype.is_complex) and all([grad is not None and grad.dtype is dtype for grad in taken]):
             as_they_are: list[Tensor] = taken  # type: ignore[assignment]  # a cast would cost a call
-            if all(map(Tensor.is_contiguous, as_they_are)) and are_alone(as_they_are):
+            contiguous = all(map(Tensor.is_contiguous, as_they_are)) and are_alone(as_they_are)
+            if contiguous and not any(map(Tensor.is_neg, as_they_are)):
                 return as_they_are
         for at, i in enumerate(places):
             grad, taken[at] = taken[at], None
             if grad is None:
                 grad = torch.zeros(self.layout.pieces[i].spec.shape, dtype=dtype, device=self.device)
-            elif grad.is_conj():
-                grad = grad.type(dtype).resolve_conj()  # its memory holds the conjugates of its values
             elif grad.dtype is not dtype:
                 grad = grad.type(dtype)  # `to` reads its arguments for as long as the cast of a small one takes
             elif storage_uses(grad) > 1:
                 grad = grad.clone()
+            elif grad.is_conj() or grad.is_neg():
+                grad = grad.clone()  # its memory, which a collective reads, holds the conjugates or negatives of its values
             if i in merged or not grad.is_contiguous():
                 grad = grad.ravel()
             owned.append(grad)

@@ -227,6 +227,44 @@ def test_a_precision_policy_leaves_them_as_they_are(pool2: Pool) -> None:
     pool2.run(_is_not_cast)
 
 
+class Rotation(nn.Module):
+    """The parts of a complex number: the memory of the second one's gradient holds its negative, by torch's lazy bit.
+
+    Both gradients lie in one memory, of which the first one to go is a copy.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.re, self.im = (nn.Parameter(torch.tensor(value, dtype=torch.float64)) for value in (0.3, 0.7))
+
+    def forward(self, x: Tensor, conjugate: bool) -> Tensor:
+        turn = torch.complex(self.re, self.im)
+        return ((turn.conj() if conjugate else turn) * x).imag.sum()
+
+
+def _sums_negatives(env: RankEnv, shape: tuple[int, ...], op: Any, conjugates: tuple[bool, ...]) -> None:
+    x = torch.tensor(1.0 + 2.0j, dtype=torch.complex128)
+    plain = Rotation()
+    assert torch.autograd.grad(plain(x, True), plain.im)[0].is_neg(), "torch makes it otherwise: write another model"
+    model: Any = hsdp.fully_shard(Rotation(), mesh=env.mesh(shape))
+    model.set_reduce_op_type(op)
+    for _ in range(2):  # the second adds to gradients that are there
+        model((env.rank + 1) * x, conjugates[env.rank]).backward()
+    sign = [-1.0 if conjugate else 1.0 for conjugate in conjugates]
+    share = 2 if op == "avg" else 1
+    assert float(model.re.grad.full_tensor()) == 2 * (2.0 + 4.0) / share
+    assert float(model.im.grad.full_tensor()) == 2 * (sign[0] + 2 * sign[1]) / share
+
+
+@pytest.mark.parametrize("conjugates", [(True, True), (True, False)], ids=["all", "the first rank"])
+@pytest.mark.parametrize("op", ["sum", "avg"])
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_gradients_whose_memory_holds_their_negatives(
+    pool2: Pool, shape: tuple[int, ...], op: Any, conjugates: tuple[bool, ...]
+) -> None:
+    pool2.run(_sums_negatives, shape, op, conjugates)
+
+
 def _goes_on(env: RankEnv, directory: Path, twin: Twin) -> None:
     """A clipped step on one mesh, and the next two on another, equal the twin's; whole values can be seen and written."""
     models: list[Any] = [shard(CASE.model(), env.mesh(shape)) for shape in ((4,), (2, 2))]

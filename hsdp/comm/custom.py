@@ -29,7 +29,8 @@ class AllGather(Protocol):
         Called once for each transfer of a unit (each large parameter, and the packed rest), with tensors of bytes (uint8).
         All parts are equal: a unit that has its own all-gather or reduce-scatter pads all that does not go evenly.
         With `async_op` it may return a work to wait for; without, or if it returns None, the output is there, on a device
-        in the order of the current stream. A work without `is_completed` is waited for by `wait()`, without a time-out.
+        in the order of the current stream. A work without `is_completed` is waited for by `wait()`, once and without a
+        time-out; if that raises, its tensors are left to it for good, and others are made.
         """
         ...
 
@@ -68,24 +69,33 @@ class ReplicaReduce(Protocol):
         ...
 
 
-class _Waited:
+class WaitedOnly:
     """A work that can be waited for and nothing else, which is all that FSDP2 asks of one, as `Work` has it."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
         self._ended = False
+        self._error: Exception | None = None
 
     def wait(self, timeout: timedelta | None = None) -> bool:
-        self._work.wait()
+        """Waits without a time-out. What that raises is raised again by later waits, which users' works do not expect."""
+        if self._error is not None:
+            raise self._error
+        try:
+            self._work.wait()
+        except Exception as error:
+            self._error = error
+            raise
         self._ended = True
         return True
 
     def is_completed(self) -> bool:
+        """Not if waiting raised: nothing tells that it has left its tensors alone since."""
         return self._ended
 
 
 def _as_work(work: Any) -> Any:
-    return work if work is None or hasattr(work, "is_completed") else _Waited(work)
+    return work if work is None or hasattr(work, "is_completed") else WaitedOnly(work)
 
 
 def is_exact(comm: object) -> bool:

@@ -17,6 +17,7 @@ from typing import Any, Protocol
 import torch.distributed as dist
 from torch import Tensor
 
+from hsdp.comm.custom import WaitedOnly
 from hsdp.comm.divergence import DivergenceGuard, described
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
@@ -261,23 +262,27 @@ def wait_for(
                 raise divergence_guard.alone(count, kind, name, asked)
             if waited >= divergence_guard.timeout:
                 raise RuntimeError(f"it did not end within {divergence_guard.timeout:g} seconds") from None
-    except RuntimeError as error:
+    except Exception as error:  # backends raise RuntimeErrors, users' works what they like
         raise _failed(error, kind, name) from error
 
 
-def _failed(error: RuntimeError, kind: str, name: str) -> RuntimeError:
+def _failed(error: Exception, kind: str, name: str) -> RuntimeError:
     if isinstance(error, DivergenceError):
         return error
+    cause = f"{error}" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
     # Whoever clears up after a failure may have destroyed all groups before the rest is waited for.
     where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     return CollectiveError(
-        f"the {described(kind, name)} failed{where}: {error}. Another rank may have stopped, raised "
+        f"the {described(kind, name)} failed{where}: {cause}. Another rank may have stopped, raised "
         f"or taken another branch: see its log. This rank was waiting for: {_describe_outstanding()}"
     )
 
 
 def _ends(work: Any, backend: str) -> bool:
     """Waits for a work, a tick at most; returns whether it ended."""
+    if type(work) is WaitedOnly:
+        work.wait()  # it knows no ticks: what it raises is its own error, whatever the class
+        return True
     if backend == "gloo":
         try:
             work.wait(_TICK)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import inspect
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -577,6 +578,64 @@ def _waited(env: RankEnv) -> None:
 
 def test_works_of_custom_collectives_need_no_more_than_wait(pool4: Pool) -> None:
     pool4.run(_waited)
+
+
+class Failing:
+    """A user's collective: waiting for its first work raises, once, so that nobody may take a second wait for success."""
+
+    def __init__(self, collective: Callable[..., Any], error: Exception) -> None:
+        self._collective = collective
+        self._errors = [error]
+        self.calls = 0
+
+    def __call__(self, *args: Any, **named: Any) -> Any:
+        self.calls += 1
+        work = Waited(self._collective(*args, **named))
+        if self.calls == 1:
+            waits = work.wait
+
+            def fails() -> None:
+                waits()
+                if self._errors:
+                    raise self._errors.pop()
+
+            work.wait = fails  # type: ignore[method-assign]
+        return work
+
+
+def _wait_raises(env: RankEnv, kind: str, error: Exception) -> None:
+    plain = seeded(Deep)
+    model: Any = shard(copy.deepcopy(plain), env.mesh((2, 2)))
+    check_grads(model, plain, step, env.rank, env.world_size)
+    unit = model.blocks[1]
+    if kind == "all-gather":
+        failing = Failing(Gather(), error)
+        unit.set_custom_all_gather(failing)
+    elif kind == "reduce-scatter":
+        failing = Failing(Scatter(), error)
+        unit.set_custom_reduce_scatter(failing)
+    else:
+        failing = Failing(Replicas(waits=False), error)
+        unit.set_replica_reduce(failing)
+    began = time.monotonic()
+    with pytest.raises(
+        hsdp.CollectiveError, match=rf"^the {kind} of unit '.*blocks\.1.*' failed on rank .*checksum"
+    ) as told:
+        step(model, env.rank)
+    assert time.monotonic() - began < 10, "it was waited for until the group's time-out"
+    assert told.value.__cause__ is error
+    assert (type(error).__name__ in str(told.value)) == (type(error) is not RuntimeError)
+    for _ in range(2):
+        check_grads(model, plain, step, env.rank, env.world_size)
+    assert failing.calls > 1
+    check_rest(model)
+
+
+@pytest.mark.parametrize("error", [RuntimeError("checksum"), ValueError("checksum")], ids=["RuntimeError", "ValueError"])
+@pytest.mark.parametrize("kind", ["all-gather", "reduce-scatter", "all-reduce"])
+def test_a_work_whose_wait_raises_has_failed(pool4: Pool, kind: str, error: Exception) -> None:
+    """torch's works raise a RuntimeError when a tick is over; those that know of no time-outs mean what they raise."""
+    pool4.run(_wait_raises, kind, error)
 
 
 def _custom(env: RankEnv, shape: tuple[int, ...], fusion: Any, allocates: bool, reshard: bool | int = True) -> None:

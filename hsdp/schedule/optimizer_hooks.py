@@ -6,6 +6,7 @@ Both are hooks that torch runs for every optimizer; the first `fully_shard` regi
 from __future__ import annotations
 
 import functools
+import inspect
 import math
 import warnings
 import weakref
@@ -183,7 +184,8 @@ def _before_optimizer_step(
 ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
     """Has gradients ready to be stepped, and again those that a closure makes: some optimizers step both, as SAM's."""
     _make_ready(optimizer)
-    closure = kwargs.get("closure", args[1] if len(args) > 1 else None)  # the first one is the optimizer
+    place = _place_of_closure(optimizer, args) if "closure" not in kwargs else None
+    closure = kwargs.get("closure") if place is None else args[place]
     if not callable(closure) or not _units_of(optimizer):
         _weights_change(optimizer)
         return None
@@ -197,9 +199,30 @@ def _before_optimizer_step(
         _weights_change(optimizer)
         return told
 
-    if "closure" in kwargs:
+    if place is None:
         return args, {**kwargs, "closure": ready}
-    return (args[0], ready, *args[2:]), kwargs
+    return (*args[:place], ready, *args[place + 1 :]), kwargs
+
+
+def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -> int | None:
+    """Which positional argument of a step is its closure, by the names of its parameters; None if none is.
+
+    A step may take a model, or a function of another kind, which it is to get as it is. One that hides its parameters, as
+    those do that wrap others, is taken for one like torch's, whose closure comes first.
+    """
+    if not any(map(callable, args[1:])):  # the first one is the optimizer
+        return None
+    try:
+        params = list(inspect.signature(type(optimizer).step).parameters.values())
+    except (TypeError, ValueError):  # it is not written in Python
+        params = []
+    for place, param in enumerate(params):
+        if param.kind is param.VAR_POSITIONAL and place <= 1:
+            params = []
+            break
+        if "closure" in param.name:
+            return place if place < len(args) else None
+    return None if params or isinstance(args[1], nn.Module) else 1
 
 
 def _weights_change(optimizer: torch.optim.Optimizer) -> None:

@@ -144,3 +144,64 @@ def check_twice(env: RankEnv) -> None:
 
 def test_gradients_from_before_a_closure_are_ready_too(pool2: Pool) -> None:
     pool2.run(check_twice)
+
+
+class Ruled(torch.optim.Optimizer):
+    """Its step takes a model, a function that is no closure, and perhaps a closure behind them."""
+
+    def __init__(self, params: Any) -> None:
+        super().__init__(params, {})
+
+    @torch.no_grad()
+    def step(self, model: nn.Module, rate: Any, closure: Any = None) -> None:  # type: ignore[override]
+        if closure is not None:
+            with torch.enable_grad():
+                closure()
+        for name, param in model.named_parameters():
+            param.sub_(param.grad, alpha=rate(name))
+
+
+class Wrapped(torch.optim.SGD):
+    """Its step hides which parameters it has."""
+
+    def step(self, *args: Any, **named: Any) -> Any:
+        if args and isinstance(args[0], nn.Module):
+            assert dict(args[0].named_parameters()), "the model itself, not a function around it"
+            args = args[1:]
+        return super().step(*args, **named)
+
+
+def _rate(name: str) -> float:
+    return 0.1 if name.endswith("weight") else 0.3
+
+
+def check_other_callables(env: RankEnv, kind: str, closes: bool) -> None:
+    model: Any = shard(seeded(Deep), env.mesh((2,)))
+    plain = seeded(Deep)
+    model.set_is_last_backward(False)
+    ours, theirs = (
+        Ruled(one.parameters()) if kind == "ruled" else Wrapped(one.parameters(), lr=0.1) for one in (model, plain)
+    )
+    for seed in range(2):
+        closure: Any = _closure(model, env.rank, seed)
+        plain.zero_grad()
+        mean_into(plain, lambda one, rank, seed=seed: _loss(one, rank, seed).backward(), env.world_size)
+        if not closes:
+            closure()
+        behind = (closure,) if closes else ()
+        if kind == "ruled":
+            ours.step(model, _rate, *behind)
+            theirs.step(plain, _rate)
+        elif closes:
+            ours.step(closure)
+            theirs.step()
+        else:
+            ours.step(model)
+            theirs.step(plain)
+    assert_same(full_params(model), full_params(plain))
+
+
+@pytest.mark.parametrize("closes", [False, True], ids=["without a closure", "with a closure"])
+@pytest.mark.parametrize("kind", ["ruled", "wrapped"])
+def test_other_callables_come_to_a_step_as_they_are(pool2: Pool, kind: str, closes: bool) -> None:
+    pool2.run(check_other_callables, kind, closes)

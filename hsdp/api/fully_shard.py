@@ -95,7 +95,7 @@ def fully_shard(
     Raises:
         TypeError: an argument is of the wrong type, tensors are fake, or a module's class cannot have a subclass.
         ValueError: an argument makes no sense: a mesh with more than two axes, a module that is sharded already or has
-            no forward, a parameter that another unit owns, a dim that does not exist, a dtype that cannot be reduced.
+            no forward, a parameter that another unit owns, a dim that does not exist, an unsupported dtype or `grad_dtype`.
         DivergenceError: the ranks of the mesh call it on different parameters or buffers, or on different values where
             `replica_policy` is "check". The module is as it was.
     """

@@ -148,6 +148,14 @@ def check_param(param: nn.Parameter, module: nn.Module | None, fqn: str, unit: s
             f"{where} has dtype {param.dtype} and wants gradients, which cannot be reduced; freeze it "
             "(requires_grad_(False)), or pass it in ignored_params"
         )
+    wanted = getattr(param, "grad_dtype", None)  # None: any; a torch without it knows no other than the parameter's dtype
+    if param.requires_grad and wanted is not None and wanted is not param.dtype:
+        raise ValueError(
+            f"{where} has grad_dtype {wanted}, and gradients of sharded parameters have their dtype, {param.dtype}; set "
+            f"grad_dtype to that. MixedPrecisionPolicy(reduce_dtype={wanted}) has them summed in {wanted}, and a parameter "
+            f"of {wanted} computes in {param.dtype} with MixedPrecisionPolicy(param_dtype={param.dtype}). Or pass it in "
+            "ignored_params"
+        )
 
 
 def _check_one_device(found: list[Found], unit: str) -> None:

@@ -296,3 +296,29 @@ def _beneath_autocast(env: RankEnv) -> None:
 
 def test_reductions_beneath_an_autocast(pool2: Pool) -> None:
     pool2.run(_beneath_autocast)
+
+
+def _grad_dtype(env: RankEnv) -> None:
+    model: Any = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4)).to(BF16)
+    first, second = model[0].weight, model[1].weight
+    second.grad_dtype, model[1].bias.grad_dtype = BF16, None  # as it is, and any
+    first.grad_dtype = F32
+    told = r"parameter '0.weight' of shape \(4, 4\) has grad_dtype torch\.float32, .*MixedPrecisionPolicy\(reduce_dtype="
+    with pytest.raises(ValueError, match=told):
+        shard(model, env.mesh((2,)))
+    assert model[0].weight is first, "nothing has been sharded"
+    first.grad_dtype = BF16
+    model = shard(model, env.mesh((2,)))
+    model(torch.ones(2, 4, dtype=BF16)).sum().backward()
+    assert {param.grad.dtype for param in model.parameters()} == {BF16}
+    # What the message says in its place.
+    summed: Any = shard(nn.Linear(4, 4).to(BF16), env.mesh((2,)), mp_policy=MixedPrecisionPolicy(reduce_dtype=F32))
+    kept: Any = shard(nn.Linear(4, 4), env.mesh((2,)), mp_policy=MixedPrecisionPolicy(param_dtype=BF16))
+    for one, dtype in ((summed, BF16), (kept, F32)):
+        one(torch.ones(2, 4, dtype=BF16)).sum().backward()
+        assert one.weight.grad.dtype is dtype
+
+
+@pytest.mark.skipif(not hasattr(torch.Tensor, "grad_dtype"), reason="a torch without grad_dtype")
+def test_a_dtype_of_gradients_alone_is_refused(pool2: Pool) -> None:
+    pool2.run(_grad_dtype)

@@ -15,6 +15,7 @@ Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of th
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Iterable
 from typing import Any
 
@@ -229,6 +230,15 @@ def _known(factor: Any) -> bool:
     return isinstance(factor, (int, float))
 
 
+def _warn_of_hook(fqn: str) -> None:
+    warnings.warn(
+        f"hsdp: parameter {fqn!r} has a gradient hook, and sums of gradients are held back: the hook sees the sum of all "
+        "micro-batches once. If it does not add up (clamp(), say), numbers are others than on one device: reduce in each "
+        "micro-batch (without no_sync and accumulate), or apply the function to .grad before the step",
+        stacklevel=2,
+    )
+
+
 class Sentinels:
     """The sentinels of a unit's gradients.
 
@@ -252,6 +262,8 @@ class Sentinels:
         if slot in self.up:
             return
         param = self._params[slot]
+        if param.sharded._backward_hooks:
+            _warn_of_hook(param.fqn)
         grad: Any = param.sharded.grad
         held = None if grad is None else local_grad(param)
         standing = self._standings[slot] = Standing(param.fqn, param.part_of(param.local), held, self.owner())

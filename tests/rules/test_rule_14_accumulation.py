@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import hsdp
-from tests.support.deep import DIM, collectives, floats, mean_grads, never_done, of_kind, only_sharded, seeded
+from tests.support.deep import DIM, Deep, collectives, floats, mean_grads, never_done, of_kind, only_sharded, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import check_rest, shard
 from tests.support.twin import assert_same, full_grads
@@ -221,3 +221,22 @@ def check_one_all_reduce(env: RankEnv) -> None:
 
 def test_rule_14_the_all_reduce_runs_once_per_step(pool2: Pool) -> None:
     pool2.run(check_one_all_reduce)
+
+
+def check_hooked(env: RankEnv, level: str) -> None:
+    """A hook sees the sum of micro-batches once, which is told to whoever put it there."""
+    model: Any = shard(seeded(Deep), env.mesh((2, 1)))
+    seen: list[float] = []
+    model.blocks[0].weight.register_hook(lambda grad: seen.append(1.0))
+    setter = "set_requires_gradient_sync" if level == "stash" else "set_requires_all_reduce"
+    getattr(model, setter)(False)
+    with pytest.warns(UserWarning, match="'weight' has a gradient hook, and sums of gradients are held back"):
+        step(model, env.rank)
+    getattr(model, setter)(True)
+    step(model, env.rank)
+    assert len(seen) == 1
+
+
+@pytest.mark.parametrize("level", ["stash", "defer"])
+def test_rule_14_hooks_beside_sums_that_are_held_back_are_warned_of(pool2: Pool, level: str) -> None:
+    pool2.run(check_hooked, level)

@@ -22,6 +22,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hsdp.buffers.fingerprints import same_bits
 from hsdp.errors import StateError
 from hsdp.params.dtensors import part_of_whole
 from hsdp.torch_private import storage_key
@@ -45,20 +46,34 @@ class Origin:
     at: int | None
     copy: Tensor
 
-    def write_back(self) -> None:
-        """Puts what this rank has of the copy into its shard."""
-        spec, local = self.source._spec, self.source._local_tensor
+    def check_fresh(self) -> None:
+        """Raises StateError if a write is not to reach the shard, or has another one there since the part was cut."""
+        spec = self.source._spec
         if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
             raise StateError(
                 f"a write to a part of a DTensor with placements {spec.placements}, which torch would lose; write to the "
                 "whole tensor (masked_fill_, mul_ with a mask), or inside hsdp.full_params(model, writeback='rank0')"
             )
+        mine, local = self._merged(), self.source._local_tensor
+        if not same_bits(mine, local.value if isinstance(local, Part) else local):
+            raise StateError(
+                f"a write to a part of a DTensor of shape {tuple(spec.shape)}, to which somebody has written since: the "
+                "part is a copy, of the values of then; take it anew"
+            )
+
+    def write_back(self) -> None:
+        """Puts what this rank has of the copy into its shard."""
+        self.source._local_tensor.copy_(self._merged())
+
+    def _merged(self) -> Tensor:
+        """This rank's shard with what it has of the copy in it."""
+        spec = self.source._spec
         whole = torch.empty(spec.shape, dtype=self.copy.dtype, device=self.copy.device)
         mine = part_of_whole(whole, spec)
-        mine.copy_(local)
+        mine.copy_(self.source._local_tensor)
         found = self.cut(whole, *self.args, **self.kwargs)
         (found if self.at is None else found[self.at]).copy_(self.copy)
-        local.copy_(mine)
+        return mine
 
 
 class Part(Tensor):
@@ -96,8 +111,11 @@ class Part(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(Part, lambda part: part.value, (args, kwargs))
+        written = {id(part.origin): part.origin for part in _written(func, args, kwargs)}.values()
+        for origin in written:
+            origin.check_fresh()
         found = func(*plain_args, **plain_kwargs)
-        for origin in {id(part.origin): part.origin for part in _written(func, args, kwargs)}.values():
+        for origin in written:
             origin.write_back()
         parts = [part for part in tree_iter((args, kwargs)) if isinstance(part, Part)]
         same = {id(part.value): part for part in parts}

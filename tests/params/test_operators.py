@@ -98,6 +98,24 @@ def test_writes_between_forward_and_backward_are_seen(pool2: Pool) -> None:
     pool2.run(_between)
 
 
+def _stale(env: RankEnv, write: str) -> None:
+    """A part is a copy: who writes to the tensor meanwhile writes past it."""
+    model: Any = _model()
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    weight = model[2].weight
+    with torch.no_grad():
+        rows = weight[1:5]
+        weight.mul_(2.0) if write == "whole" else weight[2:4].mul_(2.0)
+        with pytest.raises(hsdp.StateError, match="take it anew"):
+            rows.add_(1.0)
+        assert torch.equal(weight[1:5][1:3].add_(1.0).full_tensor(), weight.full_tensor()[2:4])
+
+
+@pytest.mark.parametrize("write", ["whole", "another part"])
+def test_writes_to_parts_that_are_stale_are_refused(pool2: Pool, write: str) -> None:
+    pool2.run(_stale, write)
+
+
 def _pending(env: RankEnv) -> None:
     model: Any = _model()
     hsdp.fully_shard(model, mesh=env.mesh(2))

@@ -30,7 +30,7 @@ from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.state import FORWARD, IDLE, expect, wrong_state
 from hsdp.unit.unit import Unit
-from hsdp.weights.held_grads import hand_on, hold
+from hsdp.weights.held_grads import hand_on, hold, take
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
@@ -237,6 +237,7 @@ class Loan:
         self._stood_in = [hold(full, param) for full, param in zip(self.params, unit.params, strict=True)]
         self._wanted = [param.requires_grad for param in self.params]
         self._now: list[list[Any]] = [[] for _ in self.params]
+        self._gradients: list[Tensor | None] = []  # those of the full ones, when these were hidden
         self._before: list[tuple[int, ParamName, Any, Any]] = []
 
     def show(self) -> None:
@@ -255,6 +256,8 @@ class Loan:
 
     def hide(self) -> None:
         """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
+        if not self._gradients:
+            self._gradients = list(map(take, self.params))
         for full, param in zip(self.params, self.unit.params, strict=True):
             shown[full] = (weakref.ref(self.unit), param.fqn)
         for slot, place, param, shadow in self._before:
@@ -272,7 +275,10 @@ class Loan:
     def hand_on_gradients(self, what: str) -> None:
         """What was done to the full parameters' gradients holds for the sharded ones. Raises StateError if it cannot."""
         for slot, (param, stood_in) in enumerate(zip(self.unit.params, self._stood_in, strict=True)):
-            hand_on(self._held(slot)[0], param, stood_in, what)
+            now = self._held(slot)[0]
+            if isinstance(now, nn.Parameter):
+                grad = self._gradients[slot] if now is self.params[slot] else now.grad
+                hand_on(now, grad, param, stood_in, what)
 
     def values(self, what: str) -> list[Tensor]:
         """The full parameters as they were when they were hidden.

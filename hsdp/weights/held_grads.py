@@ -75,22 +75,27 @@ def hold(full: nn.Parameter, param: ManagedParam) -> bool:
     return True
 
 
-def hand_on(full: Any, param: ManagedParam, stood_in: bool, what: str) -> None:
+def take(full: nn.Parameter) -> Tensor | None:
+    """The gradient of a full parameter that is shown no more; a stand-in is taken off it, as somebody may go on with it."""
+    held = full.grad
+    if isinstance(held, HeldGradient):
+        full.grad = None
+    return held
+
+
+def hand_on(full: nn.Parameter, held: Tensor | None, param: ManagedParam, stood_in: bool, what: str) -> None:
     """The sharded parameter's gradient is cleared if that of the full one was, or of what was put in its place.
 
-    `stood_in`: what `hold` returned. A gradient that has landed since is not cleared.
+    `held`: the full one's gradient. `stood_in`: what `hold` returned. A gradient that has landed since is not cleared.
 
     Raises:
         StateError: the full parameter has got a gradient, or a hook, which would be lost.
     """
-    if not isinstance(full, nn.Parameter):
-        return
     if full._backward_hooks or full._post_accumulate_grad_hooks:
         raise StateError(
             f"{what}: a hook was registered on the full parameter {param.fqn!r}, which is about to go; register it on the "
             "sharded one, outside"
         )
-    held = full.grad
     if isinstance(held, HeldGradient):
         if held.zeroed and param.sharded.grad is not None:
             param.sharded.grad.zero_()

@@ -103,9 +103,8 @@ if __name__ == "__main__":
 """
 
 
-@pytest.mark.parametrize(
-    ("how", "method"), [(["train.py"], "spawn"), (["train.py"], "forkserver"), (["-m", "train"], "spawn")]
-)
+@pytest.mark.beside
+@pytest.mark.parametrize(("how", "method"), [(["train.py"], "spawn"), (["-m", "train"], "forkserver")])
 def test_processes_that_a_script_starts_have_hsdp_too(tmp_path: Path, how: list[str], method: str) -> None:
     """They import the script anew, and theirs do. hsdp is found by the parent's path alone."""
     (tmp_path / "train.py").write_text(SPAWNING)
@@ -118,6 +117,7 @@ def test_processes_that_a_script_starts_have_hsdp_too(tmp_path: Path, how: list[
     assert done.stdout.splitlines() == ["0 __mp_main__ hsdp.api.fully_shard"] * 2, done.stderr
 
 
+@pytest.mark.beside
 def test_processes_have_torchs_again_where_a_script_has_put_it_back(tmp_path: Path) -> None:
     (tmp_path / "train.py").write_text(SPAWNING)
     command = [sys.executable, "-m", "hsdp.integrations", "train.py", "spawn", "back"]

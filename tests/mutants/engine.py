@@ -25,6 +25,7 @@ import hsdp.schedule.pipeline
 import tests.mutants.host
 import tests.mutants.loops
 import tests.mutants.optimizers
+import tests.mutants.outside
 import tests.mutants.sides
 import tests.mutants.trees
 import tests.mutants.uneven  # noqa: F401  (all register their own)

@@ -28,17 +28,21 @@ class HeldGradient(Tensor):
 
     Attributes:
         fqn: the parameter's name.
-        zeroed: somebody set it to zero.
+        first: the one that it is an alias of (`.data`, `detach()`), or itself; `zeroed`: somebody set that to zero.
     """
 
     fqn: str
+    first: HeldGradient
     zeroed: bool
 
     @staticmethod
-    def __new__(cls, fqn: str, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> HeldGradient:
+    def __new__(
+        cls, fqn: str, like: Tensor, dtype: torch.dtype, device: torch.device, first: HeldGradient | None = None
+    ) -> HeldGradient:
         """A wrapper without memory of its own."""
-        held: HeldGradient = Tensor._make_wrapper_subclass(cls, shape, dtype=dtype, device=device)
+        held: HeldGradient = Tensor._make_wrapper_subclass(cls, like.shape, dtype=dtype, device=device)
         held.fqn, held.zeroed = fqn, False
+        held.first = held if first is None else first
         return held
 
     def __repr__(self, **kwargs: Any) -> str:  # type: ignore[override]
@@ -52,14 +56,14 @@ class HeldGradient(Tensor):
         name = func._schema.name
         if name in _ZEROES:
             for one in found:
-                one.zeroed = True
+                one.first.zeroed = True
             if name == "aten::_foreach_zero_" and (plain := [one for one in args[0] if not isinstance(one, HeldGradient)]):
                 func(plain)
             return args[0] if name == "aten::zero_" else None
         one, kwargs = found[0], kwargs or {}
-        if name in _ALIASES:  # `Module.to` makes them; they still tell of no gradient
+        if name in _ALIASES:
             dtype, device = kwargs.get("dtype") or one.dtype, kwargs.get("device") or one.device
-            return cls(one.fqn, one.shape, dtype, device)
+            return cls(one.fqn, one, dtype, device, one.first)
         raise StateError(
             f"the gradient of parameter {one.fqn!r} was read or changed ({name}) inside full_params, gathered_apply or "
             "apply, where parameters are whole and gradients are not. Do so outside, with the sharded param.grad, of which "
@@ -71,7 +75,7 @@ def hold(full: nn.Parameter, param: ManagedParam) -> bool:
     """Shows a stand-in on a full parameter if its sharded one has a gradient; returns whether it has."""
     if param.sharded.grad is None:
         return False
-    full.grad = HeldGradient(param.fqn, full.shape, full.dtype, full.device)
+    full.grad = HeldGradient(param.fqn, full, full.dtype, full.device)
     return True
 
 
@@ -97,7 +101,7 @@ def hand_on(full: nn.Parameter, held: Tensor | None, param: ManagedParam, stood_
             "sharded one, outside"
         )
     if isinstance(held, HeldGradient):
-        if held.zeroed and param.sharded.grad is not None:
+        if held.first.zeroed and param.sharded.grad is not None:
             param.sharded.grad.zero_()
     elif held is not None:
         raise StateError(

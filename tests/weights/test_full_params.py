@@ -274,6 +274,8 @@ CLEARS: dict[str, Callable[[nn.Module], object]] = {
     "to zeros": lambda m: m.zero_grad(set_to_none=False),
     "none": lambda m: [setattr(param, "grad", None) for param in m.parameters()],
     "foreach": lambda m: torch._foreach_zero_([param.grad for param in m.parameters()]),
+    "data": lambda m: [param.grad.data.zero_() for param in m.parameters()],  # type: ignore[union-attr]
+    "detached": lambda m: [param.grad.detach().zero_() for param in m.parameters()],  # type: ignore[union-attr]
     "another parameter": lambda m: m.blocks[0].__setattr__("weight", nn.Parameter(m.blocks[0].weight.detach() * 2)),  # type: ignore[index,union-attr]
 }
 

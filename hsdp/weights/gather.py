@@ -276,9 +276,10 @@ class Loan:
         """What was done to the full parameters' gradients holds for the sharded ones. Raises StateError if it cannot."""
         for slot, (param, stood_in) in enumerate(zip(self.unit.params, self._stood_in, strict=True)):
             now = self._held(slot)[0]
-            if isinstance(now, nn.Parameter):
-                grad = self._gradients[slot] if now is self.params[slot] else now.grad
-                hand_on(now, grad, param, stood_in, what)
+            if now is self.params[slot]:
+                hand_on(now, self._gradients[slot], param, stood_in, what)
+            elif isinstance(now, nn.Parameter) and self._writes_back:  # else another one was shown for a while
+                hand_on(now, now.grad, param, stood_in, what)
 
     def values(self, what: str) -> list[Tensor]:
         """The full parameters as they were when they were hidden.

@@ -90,8 +90,8 @@ def test_the_dict_of_a_parameter_stays_the_same(pool2: Pool, kind: str) -> None:
     pool2.run(_is_kept, KINDS[kind])
 
 
-class Averaging(torch.optim.Optimizer):
-    """An optimizer as many write it: it counts in a plain number, replaces its tensors, and starts averaging late."""
+class _Own(torch.optim.Optimizer):
+    """An optimizer as many write it, parameter by parameter."""
 
     def __init__(self, params: Any) -> None:
         super().__init__(params, {"lr": 0.1})
@@ -99,12 +99,21 @@ class Averaging(torch.optim.Optimizer):
     @torch.no_grad()
     def step(self, closure: Any = None) -> None:  # type: ignore[override]
         for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
-            state = self.state[param]
-            state["step"] = state.get("step", 0) + 1
-            state["mean"] = 0.9 * state["mean"] + 0.1 * param.grad if "mean" in state else param.grad.clone()
-            if state["step"] == 3:
-                state["average"] = param.detach().clone()
-            param.sub_(0.1 * state["mean"])
+            self.step_one(param, self.state[param])
+
+    def step_one(self, param: Any, state: dict[str, Any]) -> None:
+        raise NotImplementedError
+
+
+class Averaging(_Own):
+    """It counts in a plain number, replaces its tensors, and starts averaging late."""
+
+    def step_one(self, param: Any, state: dict[str, Any]) -> None:
+        state["step"] = state.get("step", 0) + 1
+        state["mean"] = 0.9 * state["mean"] + 0.1 * param.grad if "mean" in state else param.grad.clone()
+        if state["step"] == 3:
+            state["average"] = param.detach().clone()
+        param.sub_(0.1 * state["mean"])
 
 
 def _is_shown(env: RankEnv, kind: dict[str, bool]) -> None:
@@ -127,23 +136,17 @@ def test_entries_that_a_step_replaces_are_shown(pool2: Pool, kind: str) -> None:
     pool2.run(_is_shown, KINDS[kind])
 
 
-class Remembering(torch.optim.Optimizer):
+class Remembering(_Own):
     """It keeps its last gradients in a list, and of each the scale in a dict beside a number and a queue of weights."""
 
-    def __init__(self, params: Any) -> None:
-        super().__init__(params, {"lr": 0.1})
-
-    @torch.no_grad()
-    def step(self, closure: Any = None) -> None:  # type: ignore[override]
-        for param in (param for group in self.param_groups for param in group["params"] if param.grad is not None):
-            state = self.state[param]
-            last = state.setdefault("last", [])
-            last.append(param.grad.clone())
-            del last[:-2]
-            beside = state.setdefault("beside", {"weights": deque(maxlen=2), "factors": [1.0, torch.tensor(1.0)]})
-            beside["weights"].append(param.clone())
-            beside["factors"][1].mul_(0.9)
-            param.sub_(sum(last) + 0.1 * beside["weights"][0], alpha=0.1 * float(beside["factors"][1]))
+    def step_one(self, param: Any, state: dict[str, Any]) -> None:
+        last = state.setdefault("last", [])
+        last.append(param.grad.clone())
+        del last[:-2]
+        beside = state.setdefault("beside", {"weights": deque(maxlen=2), "factors": [1.0, torch.tensor(1.0)]})
+        beside["weights"].append(param.clone())
+        beside["factors"][1].mul_(0.9)
+        param.sub_(sum(last) + 0.1 * beside["weights"][0], alpha=0.1 * float(beside["factors"][1]))
 
 
 def _remembers(env: RankEnv, kind: dict[str, bool]) -> None:

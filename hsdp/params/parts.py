@@ -51,9 +51,9 @@ class Origin:
         spec = self.source._spec
         if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
             raise StateError(
-                f"a write to a part of a DTensor of shape {tuple(spec.shape)} with placements {spec.placements}, which torch "
-                "would lose; multiply the whole tensor by a mask that is sharded as it is, or write to a parameter inside "
-                "hsdp.full_params(model, writeback='rank0')"
+                f"a write to a part of a DTensor of shape {tuple(spec.shape)} with placements {spec.placements}, which "
+                "torch would lose; multiply the whole tensor by a mask that is sharded as it is, or write to a parameter "
+                "inside hsdp.full_params(model, writeback='rank0')"
             )
         mine, local = self._merged(), self.source._local_tensor
         if not same_bits(mine, local.value if isinstance(local, Part) else local):

@@ -73,7 +73,7 @@ def full_params(
                 del wholes
             yield model
         for loan in loans.values():
-            loan.hand_on_gradients("full_params")
+            loan.refuse_lost("full_params")
         values = {unit: loan.values("full_params") for unit, loan in loans.items()} if writeback is not None else {}
     if writeback is not None:
         for unit in units:
@@ -139,7 +139,7 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
     def leave(unit: Unit) -> None:
         loan = loans[unit]
         loan.hide()
-        loan.hand_on_gradients("gathered_apply")
+        loan.refuse_lost("gathered_apply")
         write_first(unit, loan.values("gathered_apply"))
         loan.keep_marks()
         del loans[unit]  # last: what an interrupt leaves shown is hidden in the end

@@ -30,7 +30,7 @@ from hsdp.torch_private import NO_TASK, graph_task
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.state import FORWARD, IDLE, expect, wrong_state
 from hsdp.unit.unit import Unit
-from hsdp.weights.held_grads import hand_on, hold, take
+from hsdp.weights.held_grads import drop, hand_on, hold, refuse_lost
 
 
 def check_idle(units: Iterable[Unit], what: str) -> None:
@@ -237,7 +237,7 @@ class Loan:
         self._stood_in = [hold(full, param) for full, param in zip(self.params, unit.params, strict=True)]
         self._wanted = [param.requires_grad for param in self.params]
         self._now: list[list[Any]] = [[] for _ in self.params]
-        self._gradients: list[Tensor | None] = []  # those of the full ones, when these were hidden
+        self._gradients: list[Tensor | None] = []  # those that the full ones had got, when these were hidden
         self._before: list[tuple[int, ParamName, Any, Any]] = []
 
     def show(self) -> None:
@@ -257,7 +257,10 @@ class Loan:
     def hide(self) -> None:
         """Puts back what was registered before, and notes what is now: users may have put other tensors there."""
         if not self._gradients:
-            self._gradients = list(map(take, self.params))
+            three = zip(self.params, self.unit.params, self._stood_in, strict=True)
+            self._gradients = [hand_on(*each) for each in three]
+        for full in self.params:
+            drop(full)
         for full, param in zip(self.params, self.unit.params, strict=True):
             shown[full] = (weakref.ref(self.unit), param.fqn)
         for slot, place, param, shadow in self._before:
@@ -272,14 +275,17 @@ class Loan:
         self._before = []  # last: who was interrupted in here hides anew
         self.unit.take_back()
 
-    def hand_on_gradients(self, what: str) -> None:
-        """What was done to the full parameters' gradients holds for the sharded ones. Raises StateError if it cannot."""
+    def refuse_lost(self, what: str) -> None:
+        """Raises StateError if the full parameters have got gradients or hooks, which would be lost.
+
+        What was put in the place of one, and is written back, has the gradient that the sharded one is to have: none.
+        """
         for slot, (param, stood_in) in enumerate(zip(self.unit.params, self._stood_in, strict=True)):
             now = self._held(slot)[0]
             if now is self.params[slot]:
-                hand_on(now, self._gradients[slot], param, stood_in, what)
-            elif isinstance(now, nn.Parameter) and self._writes_back:  # else another one was shown for a while
-                hand_on(now, now.grad, param, stood_in, what)
+                refuse_lost(now, self._gradients[slot], param, what)
+            elif isinstance(now, nn.Parameter) and self._writes_back:
+                refuse_lost(now, hand_on(now, param, stood_in), param, what)
 
     def values(self, what: str) -> list[Tensor]:
         """The full parameters as they were when they were hidden.

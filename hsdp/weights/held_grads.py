@@ -79,34 +79,36 @@ def hold(full: nn.Parameter, param: ManagedParam) -> bool:
     return True
 
 
-def take(full: nn.Parameter) -> Tensor | None:
-    """The gradient of a full parameter that is shown no more; a stand-in is taken off it, as somebody may go on with it."""
-    held = full.grad
-    if isinstance(held, HeldGradient):
-        full.grad = None
-    return held
+def hand_on(full: nn.Parameter, param: ManagedParam, stood_in: bool) -> Tensor | None:
+    """Clears the sharded parameter's gradient if that of the full one was, also where the body raised behind that.
 
-
-def hand_on(full: nn.Parameter, held: Tensor | None, param: ManagedParam, stood_in: bool, what: str) -> None:
-    """The sharded parameter's gradient is cleared if that of the full one was, or of what was put in its place.
-
-    `held`: the full one's gradient. `stood_in`: what `hold` returned. A gradient that has landed since is not cleared.
-
-    Raises:
-        StateError: the full parameter has got a gradient, or a hook, which would be lost.
+    `stood_in`: what `hold` returned; a gradient that has landed since is not cleared. Returns what the full one has got.
     """
+    held = full.grad
+    if not isinstance(held, HeldGradient):
+        if held is None and stood_in:
+            param.sharded.grad = None
+        return held
+    if held.first.zeroed and param.sharded.grad is not None:
+        param.sharded.grad.zero_()
+    return None
+
+
+def drop(full: nn.Parameter) -> None:
+    """Takes a stand-in off a full parameter that is shown no more: somebody may go on with it."""
+    if isinstance(full.grad, HeldGradient):
+        full.grad = None
+
+
+def refuse_lost(full: nn.Parameter, grad: Tensor | None, param: ManagedParam, what: str) -> None:
+    """Raises StateError if a full parameter has got a gradient, or a hook, which would be lost."""
     if full._backward_hooks or full._post_accumulate_grad_hooks:
         raise StateError(
             f"{what}: a hook was registered on the full parameter {param.fqn!r}, which is about to go; register it on the "
             "sharded one, outside"
         )
-    if isinstance(held, HeldGradient):
-        if held.first.zeroed and param.sharded.grad is not None:
-            param.sharded.grad.zero_()
-    elif held is not None:
+    if grad is not None:
         raise StateError(
             f"{what}: the full parameter {param.fqn!r} has got a gradient, which is about to go with it. Compute gradients "
             "of the sharded parameters, outside, or by torch.autograd.grad; or set it to None at the end of the block"
         )
-    elif stood_in:
-        param.sharded.grad = None

@@ -119,7 +119,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
     def leave(unit: Unit) -> None:
         if (loan := loans.get(unit)) is not None:
             loan.hide()
-            loan.hand_on_gradients("init_sharded")
+            loan.refuse_lost("init_sharded")
             if unit in units:
                 _materialise(unit, loan.values("init_sharded"), blanks.pop(unit))
                 loan.keep_marks()

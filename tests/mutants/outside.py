@@ -51,7 +51,7 @@ def shows_no_gradients_on_full_parameters() -> Any:
 
 @mutant(Check(full._gradients_lost, ("hook",)), kill="DID NOT RAISE")
 def drops_what_full_parameters_have_got() -> Any:
-    return mock.patch.object(hsdp.weights.gather, "hand_on", lambda *args: None)
+    return mock.patch.object(hsdp.weights.gather, "refuse_lost", lambda *args: None)
 
 
 @mutant(Check(full._gradients_lost, ("step",)), kill="DID NOT RAISE")

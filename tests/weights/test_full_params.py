@@ -305,6 +305,21 @@ def test_gradients_that_are_cleared_inside_are_cleared(pool2: Pool, how: str, wr
     pool2.run(_gradients_cleared, how, writeback, pending)
 
 
+def _cleared_behind_an_error(env: RankEnv) -> None:
+    """What was cleared before the body raised is cleared."""
+    case = make_case("mlp")
+    model = shard(case.model(), env.mesh(2))
+    case.loss(model, case.batch(0, env.rank)).backward()
+    with pytest.raises(KeyError), full_params(model, writeback="rank0"):
+        model.zero_grad()
+        raise KeyError
+    assert all(param.grad is None for param in model.parameters())
+
+
+def test_gradients_that_are_cleared_before_an_error_are_cleared(pool2: Pool) -> None:
+    pool2.run(_cleared_behind_an_error)
+
+
 LOSSES: dict[str, tuple[Callable[[Any, Any], object], str]] = {
     "penalty": (lambda m, o: sum(p.square().sum() for p in m.parameters()).backward(), "was read or changed"),
     "norm": (lambda m, o: [p.grad.norm() for p in m.parameters()], "was read or changed"),

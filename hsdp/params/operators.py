@@ -2,6 +2,8 @@
 
 select, slice, split, ...    parts along the sharded dim are copies, to which writes are lost: see parts.py
 fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
+writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
+reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
 item, float, bool            of a sum over ranks that is still to come: this rank's part, which is warned of
 """
 
@@ -15,13 +17,23 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.utils._pytree import tree_iter, tree_map_only
 
-from hsdp.params.parts import Origin, Part, memory_of
+from hsdp.params.dtensors import as_dtensor, full_tensor, spec_of
+from hsdp.params.parts import Origin, Part, after_write, memory_of, refuse_stripes
 
 _aten = torch.ops.aten
 _CUTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.diagonal.default)
 _ASKS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default)
+_WRITES_BY_INDEX = (
+    _aten.index_put_.default,
+    _aten._index_put_impl_.default,
+    _aten.index_fill_.int_Scalar,
+    _aten.index_fill_.int_Tensor,
+    _aten.index_copy_.default,
+    _aten.index_add_.default,
+)
 
 _meshes: dict[int, weakref.ref[DeviceMesh]] = {}
 """By identity, as meshes that are equal may die one by one: those that parameters are sharded on."""
@@ -40,6 +52,9 @@ def _register() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_CUTS, _cut))
     handlers.update(dict.fromkeys(_ASKS, _ask))
+    handlers.update(dict.fromkeys(_WRITES_BY_INDEX, _write_by_index))
+    handlers[_aten.index_put.default] = _with_index_written
+    handlers[_aten.index.Tensor] = _read_by_index
     handlers[_aten.fill_.Tensor] = _fill
 
 
@@ -64,6 +79,35 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _as_torch_does(op, args, kwargs)
     op(tensor._local_tensor, value)
     return tensor
+
+
+def _write_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Plain tensors count as wholes, and are the same on all ranks."""
+    target, *others = args
+    if not _is_watched(target):
+        return _as_torch_does(op, args, kwargs)
+    refuse_stripes(target)
+    rest, by_name = tree_map_only(DTensor, full_tensor, (others, kwargs or {}))
+    target._local_tensor.copy_(after_write(target, lambda whole: op(whole, *rest, **by_name)))
+    return target
+
+
+def _with_index_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The gradient of a read by index, too."""
+    target, *others = args
+    if not _is_watched(target) or all(isinstance(one, DTensor) for one in tree_iter(others) if isinstance(one, Tensor)):
+        return _as_torch_does(op, args, kwargs)
+    copy = as_dtensor(target._local_tensor.clone(), target._spec)
+    return _write_by_index(_aten.index_put_.default, (copy, *others), kwargs)
+
+
+def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    source, indices = args
+    if not _is_watched(source) or all(index is None or isinstance(index, DTensor) for index in indices):
+        return _as_torch_does(op, args, kwargs)
+    found = op(full_tensor(source), tree_map_only(DTensor, full_tensor, indices))
+    spec = source._spec
+    return as_dtensor(found, spec_of(spec.mesh, (Replicate(),) * spec.mesh.ndim, found.shape, found.dtype))
 
 
 def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -5,6 +5,7 @@ it is lost there. Here it goes on to this rank's shard:
 
     select, slice, split, ...     the local tensor of what comes out is a `Part` (operators.py)
     a write to a `Part`           of the gathered copy, and then of what this rank has of it
+    index_put_, index_fill_, ...  (`grad[mask] = 0`) are done to a whole of which this rank's part is kept (operators.py)
 
 All ranks write, each the same: they all hold the copy. Nothing is communicated for a write.
 """
@@ -12,7 +13,7 @@ All ranks write, each the same: they all hold the copy. Nothing is communicated 
 from __future__ import annotations
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -28,6 +29,32 @@ from hsdp.params.dtensors import part_of_whole
 from hsdp.torch_private import storage_key
 
 _aten = torch.ops.aten
+
+
+def after_write(source: DTensor, write: Callable[[Tensor], object]) -> Tensor:
+    """This rank's shard as it is behind a write to the whole tensor; the shard itself is not written to.
+
+    Args:
+        source: a tensor that is not in stripes.
+        write: gets a tensor of the whole's shape, in which nothing but this rank's part has been filled.
+    """
+    spec, local = source._spec, source._local_tensor
+    whole = torch.empty(spec.shape, dtype=local.dtype, device=local.device)
+    mine = part_of_whole(whole, spec)
+    mine.copy_(local)
+    write(whole)
+    return mine
+
+
+def refuse_stripes(source: DTensor) -> None:
+    """Raises StateError of a write to what ranks hold in stripes, or as parts of a sum: it is not to reach the shards."""
+    spec = source._spec
+    if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
+        raise StateError(
+            f"a write to a part of a DTensor of shape {tuple(spec.shape)} with placements {spec.placements}, which "
+            "torch would lose; multiply the whole tensor by a mask that is sharded as it is, or write to a parameter "
+            "inside hsdp.full_params(model, writeback='rank0')"
+        )
 
 
 @dataclass(eq=False)
@@ -49,12 +76,7 @@ class Origin:
     def check_fresh(self) -> None:
         """Raises StateError if a write is not to reach the shard, or has another one there since the part was cut."""
         spec = self.source._spec
-        if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
-            raise StateError(
-                f"a write to a part of a DTensor of shape {tuple(spec.shape)} with placements {spec.placements}, which "
-                "torch would lose; multiply the whole tensor by a mask that is sharded as it is, or write to a parameter "
-                "inside hsdp.full_params(model, writeback='rank0')"
-            )
+        refuse_stripes(self.source)
         mine, local = self._merged(), self.source._local_tensor
         if not same_bits(mine, local.value if isinstance(local, Part) else local):
             raise StateError(
@@ -68,13 +90,12 @@ class Origin:
 
     def _merged(self) -> Tensor:
         """This rank's shard with what it has of the copy in it."""
-        spec = self.source._spec
-        whole = torch.empty(spec.shape, dtype=self.copy.dtype, device=self.copy.device)
-        mine = part_of_whole(whole, spec)
-        mine.copy_(self.source._local_tensor)
-        found = self.cut(whole, *self.args, **self.kwargs)
-        (found if self.at is None else found[self.at]).copy_(self.copy)
-        return mine
+
+        def write(whole: Tensor) -> None:
+            found = self.cut(whole, *self.args, **self.kwargs)
+            (found if self.at is None else found[self.at]).copy_(self.copy)
+
+        return after_write(self.source, write)
 
 
 class Part(Tensor):

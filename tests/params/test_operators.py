@@ -1,9 +1,10 @@
-"""Operators that DTensor does wrong: writes to parts, which reach the shards; numbers that are a rank's part, warned of."""
+"""Operators that DTensor refuses or does wrong: writes to parts and by index; numbers that are a rank's part of one."""
 
 from __future__ import annotations
 
 import copy
 import io
+import operator
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -39,6 +40,19 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "transposed": lambda t: t.t()[1].zero_(),
     "twice": lambda t: (rows := t[:3], rows.add_(1.0), rows.mul_(2.0)),
     "parts of parts, twice": lambda t: (rows := t[:4], rows[0].zero_(), rows[3].add_(1.0), rows.mul_(2.0)),
+    "a list of rows": lambda t: t.__setitem__([3, 1], 2.0),
+    "a mask of rows": lambda t: t.__setitem__(torch.arange(t.shape[0]) % 2 == 0, 0.0),
+    "rows, each its own": lambda t: t.__setitem__(torch.tensor([4, 0]), torch.ones(2, 1).double()),
+    "elements": lambda t: t.__setitem__(([0, -1, 2], [1, 0, 1]), 7.0),
+    "where it is large": lambda t: t.__setitem__(t > 0.1, 0.1),
+    "a list of columns": lambda t: t.__setitem__((slice(None), [1, 0]), 5.0),
+    "rows read and written": lambda t: t.__setitem__([1, 2], t[[3, 0]] * 2.0),
+    "rows multiplied": lambda t: operator.setitem(t, [1, 4], t[[1, 4]].mul_(3.0)),
+    "rows added to": lambda t: t.index_put_((torch.tensor([1, 1, 3]),), t.new_ones(()), accumulate=True),
+    "index_fill_": lambda t: t.index_fill_(0, torch.tensor([0, 3]), 1.5),
+    "index_copy_": lambda t: t.index_copy_(0, torch.tensor([2]), torch.ones(1, t.shape[1]).double()),
+    "index_add_": lambda t: t.index_add_(0, torch.tensor([2, 2]), torch.ones(2, t.shape[1]).double(), alpha=0.5),
+    "some of the rows": lambda t: t[1:4].__setitem__([0, 2], 0.0),
     "normal": lambda t: t[:2].masked_fill_(t[:2] > 0, 0.0),
 }
 
@@ -123,6 +137,8 @@ def _pending(env: RankEnv) -> None:
     model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
     with pytest.raises(hsdp.StateError, match="weight"):
         model[0].weight.grad[:2].zero_()
+    with pytest.raises(hsdp.StateError, match="weight"):
+        model[0].weight.grad[[1, 0]] = 0.0
 
 
 def test_writes_to_parts_of_pending_sums_are_refused(pool2: Pool) -> None:
@@ -151,6 +167,8 @@ def _read(env: RankEnv) -> None:
     # A penalty on some rows, on each rank.
     for m in (plain, model):
         m[0].weight[1:4].square().sum().backward()
+        m[0].weight[[0, 2, 2]].pow(3).sum().backward()
+        m[0].weight[torch.arange(6) % 3 == 1].square().sum().backward()
     assert_same({"grad": model[0].weight.grad.full_tensor()}, {"grad": plain[0].weight.grad})  # type: ignore[union-attr,operator]
     assert_same(full_params(model), dict(plain.named_parameters()), 0.0, 0.0)
 
@@ -159,7 +177,7 @@ def test_parts_can_be_read_as_before(pool2: Pool) -> None:
     pool2.run(_read)
 
 
-def _frozen_rows(env: RankEnv) -> None:
+def _frozen_rows(env: RankEnv, by_mask: bool) -> None:
     """An embedding of which the rows of old tokens do not train."""
     torch.manual_seed(0)
     plain, model = nn.Embedding(10, 4, padding_idx=0).double(), nn.Embedding(10, 4, padding_idx=0).double()
@@ -169,7 +187,10 @@ def _frozen_rows(env: RankEnv) -> None:
     for _ in range(3):
         for m, optimizer in zip((plain, model), optimizers, strict=True):
             m(torch.arange(10)).square().sum().backward()
-            m.weight.grad[:7] = 0  # type: ignore[index]
+            if by_mask:
+                m.weight.grad[torch.arange(10) < 7] = 0  # type: ignore[index]
+            else:
+                m.weight.grad[:7] = 0  # type: ignore[index]
             optimizer.step()
             optimizer.zero_grad()
     assert_same(full_params(model), dict(plain.named_parameters()))
@@ -177,8 +198,9 @@ def _frozen_rows(env: RankEnv) -> None:
     assert not full_params(model)["weight"][0].any()
 
 
-def test_rows_of_an_embedding_are_frozen(pool2: Pool) -> None:
-    pool2.run(_frozen_rows)
+@pytest.mark.parametrize("by_mask", [False, True])
+def test_rows_of_an_embedding_are_frozen(pool2: Pool, by_mask: bool) -> None:
+    pool2.run(_frozen_rows, by_mask)
 
 
 def _asked(env: RankEnv) -> None:

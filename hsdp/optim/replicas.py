@@ -24,6 +24,7 @@ from hsdp.comm.mesh import refuse_unsorted
 from hsdp.params.dtensors import cut_as
 from hsdp.params.local import local_of
 from hsdp.params.shares import Share, share_of
+from hsdp.params.subclass import is_composite
 from hsdp.params.tensor_parallel import same_sharding
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.unit.lookup import memory_of, unit_of
@@ -41,7 +42,10 @@ def share_of_param(param: Any) -> Share | None:
     unit = unit_of(param)
     if unit is None or not isinstance(param, DTensor):
         return None
-    return share_of(param._spec, local_of(param), unit.axes)
+    local = local_of(param)
+    if is_composite(local):  # what it holds of a row, only the subclass knows
+        return None
+    return share_of(param._spec, local, unit.axes)
 
 
 def part_of_grad(grad: Any, spec: DTensorSpec, share: Share | None) -> Tensor | None:

@@ -56,9 +56,9 @@ def memory_of(param: Any) -> Tensor:
     unit = unit_of(param)
     for group in () if unit is None else unit.dtype_groups:
         for index, managed in enumerate(group.params):
-            if managed.sharded is param and param._local_tensor is managed.local:  # type: ignore[attr-defined]
+            if managed.sharded is param and managed.wrapper is None and param._local_tensor is managed.local:  # type: ignore[attr-defined]
                 return group.local(index)
-    return local_of(param).detach()  # replaced, and its unit has not looked
+    return local_of(param).detach()  # inside of a wrapper; or replaced, and its unit has not looked
 
 
 def walk(item: T, visit: Callable[[T], Iterable[T]]) -> None:

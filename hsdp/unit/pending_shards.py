@@ -56,8 +56,14 @@ class PendingShards:
         self._lock = threading.RLock()
 
     def held_elsewhere(self) -> bool:
-        """Whether anybody but hsdp and the DTensors holds a tensor in the memory of the shards."""
-        return any(storage_uses(param.local) != 1 or sys.getrefcount(param.local) > _HOLDERS for param in self._params)
+        """Whether anybody but hsdp and the DTensors may hold a tensor in the memory of the shards.
+
+        What is inside of a tensor subclass others may hold without its knowing.
+        """
+        return any(
+            param.wrapper is not None or storage_uses(param.local) != 1 or sys.getrefcount(param.local) > _HOLDERS
+            for param in self._params
+        )
 
     def stand_in(self) -> None:
         """The gather has started: stand-ins take the places of the local tensors."""

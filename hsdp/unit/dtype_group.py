@@ -26,6 +26,7 @@ from hsdp.buffers.views import merge_copies, row_views, whole_views
 from hsdp.comm.mesh import MeshAxes
 from hsdp.comm.uneven import Uneven
 from hsdp.offload import OffloadPolicy
+from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, is_castable, is_trainable
 from hsdp.unit.shard_prints import in_columns
@@ -163,6 +164,14 @@ class DtypeGroup:
     def keeps_writes(self) -> bool:
         """Whether writes to unsharded parameters change the model: they are the shards, and no rank has others."""
         return self.axes.shard_size == 1 and self.axes.replicate_size == 1 and not self._moves
+
+    def guarded(self, index: int) -> list[Tensor]:
+        """The tensors in which parameter `index`'s gather arrives, and to which nobody else may write."""
+        if self.shard.is_meta or self.keeps_writes:
+            return []
+        unsharded = self.params[index].unsharded
+        assert unsharded is not None, "a dtype group that is not on the meta device has unsharded parameters"
+        return [local_of(unsharded)]
 
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.

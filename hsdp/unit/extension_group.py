@@ -33,7 +33,7 @@ from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, rows_of, share_marks
 from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
 from hsdp.policies import MixedPrecisionPolicy
-from hsdp.torch_private import keeping_versions
+from hsdp.torch_private import keeping_versions, storage_key
 from hsdp.unit.dtype_group import U8, DtypeGroup, GroupKey
 
 
@@ -113,6 +113,14 @@ class ExtensionGroup(DtypeGroup):
         assert wrapper is not None, "parameters of this dtype group have one"
         rows = self.shard.data[piece.offset : piece.offset + piece.numel].to(self.device, non_blocking=True)
         return wrapper.around(rows.view(piece.chunk, *piece.spec.shape[1:]))
+
+    def guarded(self, index: int) -> list[Tensor]:
+        """What the unsharded parameter consists of, but for what the subclass keeps beside it: a table for all, say."""
+        unsharded = self.params[index].unsharded
+        if self.shard.is_meta or unsharded is None:
+            return []
+        ours = {storage_key(one.tensor.untyped_storage()) for one in self._members[index].flat_buffers}
+        return [part for part in parts_of(unsharded) if storage_key(part.untyped_storage()) in ours]
 
     def transient_memory(self) -> list[Tensor]:
         """The memory that a gather fills, or reads, and that is freed."""

@@ -23,7 +23,6 @@ from torch import Tensor
 
 from hsdp import debug
 from hsdp.buffers.fingerprints import as_bytes, fingerprints
-from hsdp.params.local import local_of
 from hsdp.torch_private import set_versions
 from hsdp.unit.dtype_group import DtypeGroup
 
@@ -54,28 +53,32 @@ class WriteGuard:
         self.next_look: list[int] = [1, 1] if before is None else before.next_look
         self._content: list[Tensor] = []  # in debug mode
         self._prints: list[tuple[int, int]] = []
+        shells: list[tuple[str, Tensor]] = []
         for group in dtype_groups:
-            if group.shard.is_meta or group.kind.extension or group.keeps_writes:
-                continue
-            for param in group.params:
-                assert param.unsharded is not None, "a dtype group that is not on the meta device has unsharded parameters"
-                block = local_of(param.unsharded)
-                self._watched.append((param.fqn, block, block.detach()))
+            for index, param in enumerate(group.params):
+                blocks = group.guarded(index)
+                self._watched += [(param.fqn, block, block.detach()) for block in blocks]
+                if blocks and param.unsharded is not blocks[0]:
+                    assert param.unsharded is not None, "it consists of these blocks"
+                    shells.append((param.fqn, param.unsharded))
         # Third-party devices answer `is_set_to` by way of a copy on the host.
         self._same = Tensor.is_set_to if all(b.device.type in ("cpu", "cuda") for _, b, _ in self._watched) else _same
         self._blocks = tuple(block for _, block, _ in self._watched)
         self._places = tuple(there for _, _, there in self._watched)
+        # A DTensor (tensor parallelism), or another subclass, around blocks: that is what autograd saves and compares.
+        self._named = [*((name, block) for name, block, _ in self._watched), *shells]
+        self._counted = tuple(tensor for _, tensor in self._named)
         self._filled = 2 * fillings  # between two even numbers, the odd one says that there are no weights
 
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
-        set_versions(self._blocks, (self._filled + 1,) * len(self._blocks))
+        set_versions(self._counted, (self._filled + 1,) * len(self._counted))
         self._content, self._prints = [], []
 
     def opened(self, fillings: int) -> None:
         """The unsharded parameters were just filled, with the `fillings`th weights that they hold."""
         self._filled = 2 * fillings
-        set_versions(self._blocks, (self._filled,) * len(self._blocks))
+        set_versions(self._counted, (self._filled,) * len(self._counted))
         self._prints = []
         if debug.ON:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
@@ -97,7 +100,7 @@ class WriteGuard:
         if (
             not (self._content or self._prints)
             and all(map(self._same, self._blocks, self._places))
-            and sum(map(_version_of, self._blocks)) == self._filled * len(self._blocks)
+            and sum(map(_version_of, self._counted)) == self._filled * len(self._counted)
         ):
             return None
         found = None
@@ -105,8 +108,9 @@ class WriteGuard:
             if not self._same(block, there):
                 block.data = there
                 found = name
-            elif block._version != self._filled:
-                set_versions((block,), (self._filled,))
+        for name, tensor in self._named:
+            if tensor._version != self._filled:
+                set_versions((tensor,), (self._filled,))
                 found = name
         if self._content:
             gathered, self._content = self._content, []

@@ -90,7 +90,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     shardings = _by_sharding(grads)
     norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads), order)
-    _check_equal(norm, units)
+    norm = _agreed(norm, units)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
@@ -180,14 +180,17 @@ def _join(params: list[Tensor]) -> list[Unit]:
     return units
 
 
-def _check_equal(norm: Tensor, units: list[Unit]) -> None:
+def _agreed(norm: Tensor, units: list[Unit]) -> Tensor:
     """Compares the norm over the largest mesh if units are on several: no structure tells experts from copies.
+
+    Returns:
+        The largest of the ranks' norms, which were added up in other orders: all ranks are to scale by the same.
 
     Raises:
         StateError: ranks have others. Dense layers would be scaled differently from rank to rank.
     """
     if len({unit.circle for unit in units}) < 2:
-        return
+        return norm
     widest = max(units, key=lambda unit: len(unit.circle))
     known = norm.double().nan_to_num(nan=math.inf, posinf=math.inf)
     bounds = torch.stack((known, -known))
@@ -201,6 +204,7 @@ def _check_equal(norm: Tensor, units: list[Unit]) -> None:
             f"that of {widest.name!r} have other gradients on other ranks, as different experts do; clip the parameters of "
             "each mesh in a call of their own"
         )
+    return torch.where(bounds[0].isfinite(), bounds[0].to(norm.dtype), norm)
 
 
 def _device_of(grads: list[Tensor]) -> torch.device:

@@ -6,6 +6,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
@@ -152,6 +153,28 @@ def _clipped(env: RankEnv, different: bool) -> None:
 @pytest.mark.parametrize("different", [True, False])
 def test_norms_over_experts_that_differ_between_ranks_are_refused(pool4: Pool, different: bool) -> None:
     pool4.run(_clipped, different)
+
+
+def _hardly_different(env: RankEnv) -> None:
+    """Experts whose part of the norm is too small to tell them from copies: all ranks scale by one number nevertheless."""
+    sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "rows"))["rows"]
+    torch.manual_seed(0)
+    model: Any = Layer(env.rank // 2)
+    for expert in model.experts.values():
+        hsdp.fully_shard(expert, mesh=sparse)
+    hsdp.fully_shard(model, mesh=env.mesh(4))
+    model(torch.ones(5, DIM, dtype=torch.float64), 0).square().mean().backward()
+    for param in model.experts.parameters():
+        if param.grad is not None:
+            param.grad.to_local().fill_(1e-6 * (1 + env.rank // 2))
+    norm = hsdp.clip_grad_norm_(model, 1e-3).item()
+    norms: list[Any] = [None] * 4
+    dist.all_gather_object(norms, norm)
+    assert len(set(norms)) == 1, norms
+
+
+def test_norms_that_differ_by_little_are_made_equal(pool4: Pool) -> None:
+    pool4.run(_hardly_different)
 
 
 class Place:

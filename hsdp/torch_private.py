@@ -260,6 +260,12 @@ def flattened(mesh: DeviceMesh, name: str) -> DeviceMesh:
 
 def unflattened(mesh: DeviceMesh, axis: int, sizes: tuple[int, ...], names: tuple[str, ...]) -> DeviceMesh:
     """An axis of a mesh as several."""
+    if mesh.mesh_dim_names is None:  # torch cuts axes that have names; its groups are the same
+        groups: Any = [mesh.get_group(other) for other in range(mesh.ndim)]
+        if mesh.ndim == 1:
+            (groups,) = groups
+        axes = tuple(f"axis_{other}" for other in range(mesh.ndim))
+        mesh = DeviceMesh.from_group(groups, mesh.device_type, mesh.mesh, mesh_dim_names=axes)
     return mesh._unflatten(axis, sizes, names)
 
 

@@ -152,7 +152,7 @@ class MeshAxes:
         assert self.shard_axis is not None, "without a shard axis nothing is cut"
         mesh, axis = self._cut_meshes.get(rows), self.shard_axis
         if mesh is None:
-            name = (self.mesh.mesh_dim_names or ("shard",))[axis]
+            name = "shard" if self.mesh.mesh_dim_names is None else self.mesh.mesh_dim_names[axis]
             names = (f"{name}_row", f"{name}_part")
             mesh = unflattened(self.mesh, axis, (rows, self.shard_size // rows), names)
             self._cut_meshes[rows] = mesh

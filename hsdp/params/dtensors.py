@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
-from torch.distributed.tensor.placement_types import Partial, Placement
+from torch.distributed.tensor.placement_types import Partial, Placement, Replicate
 
 from hsdp.policies import is_castable
 
@@ -97,8 +97,11 @@ def find_infs_on_all_axes() -> None:
         # reduction on every rank: those that have no gradients on a smaller mesh do not know of it.
         meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
         for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
-            spec = spec_of(mesh, (Partial("max"),) * mesh.ndim, found.shape, found.dtype)
-            found.copy_(as_dtensor(found, spec).full_tensor())
+            for axis in range(mesh.ndim):  # one by one: DTensor flattens several, and cannot where the mesh's are turned
+                placements: list[Placement] = [Replicate()] * mesh.ndim
+                placements[axis] = Partial("max")
+                spec = spec_of(mesh, tuple(placements), found.shape, found.dtype)
+                found.copy_(as_dtensor(found, spec).full_tensor())
 
     handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = of_all
 

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Replicate, Shard
 
 import hsdp
@@ -82,12 +83,15 @@ def test_merged_dims_cut_no_row_across() -> None:
 def build(env: RankEnv, shape: tuple[int, ...], **options: Any) -> nn.Module:
     model = CASE.model()
     for module in (*model.blocks, model):  # type: ignore[misc]
-        hsdp.fully_shard(module, mesh=env.mesh(shape), shard_placement_fn=hsdp.least_padding, **options)
+        hsdp.fully_shard(module, **{"mesh": env.mesh(shape), "shard_placement_fn": hsdp.least_padding, **options})
     return model
 
 
-def check_training(env: RankEnv, shape: tuple[int, ...], fusion: Any, twin: Twin) -> None:
-    model = build(env, shape, comm_policy=hsdp.CommPolicy(fusion=fusion))
+def check_training(env: RankEnv, shape: tuple[int, ...], fusion: Any, twin: Twin, named: bool = True) -> None:
+    options: dict[str, Any] = {"comm_policy": hsdp.CommPolicy(fusion=fusion)}
+    if not named:
+        options["mesh"] = init_device_mesh("cpu", shape)
+    model = build(env, shape, **options)
     losses = train(model, CASE, env.rank, len(twin.losses), sgd(model.parameters()))
     torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
     assert_close_to_twin(model, twin, grads=True)
@@ -98,6 +102,11 @@ def check_training(env: RankEnv, shape: tuple[int, ...], fusion: Any, twin: Twin
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (1, 4)], ids=mesh_id)
 def test_training_equals_the_twin(pool4: Pool, shape: tuple[int, ...], fusion: str) -> None:
     pool4.run(check_training, shape, fusion, twin_of(CASE, 4, 3, sgd))
+
+
+@pytest.mark.parametrize("shape", [(4,), (1, 4)], ids=mesh_id)
+def test_a_mesh_needs_no_names(pool4: Pool, shape: tuple[int, ...]) -> None:
+    pool4.run(check_training, shape, "direct", twin_of(CASE, 4, 3, sgd), False)
 
 
 def check_placed(env: RankEnv) -> None:

@@ -124,6 +124,29 @@ def test_an_overflow_of_some_ranks_experts_skips_the_step_of_all(
     pool4.run(_scaled, dense_shape, expert_ranks, dense_first)
 
 
+def _scaled_on_turned_axes(env: RankEnv) -> None:
+    """The axes' names tell which shards: the first, against torch's order."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("a", "b"))
+    model: Any = torch.nn.Linear(4, 4)
+    hsdp.fully_shard(model, mesh=mesh, dp_mesh_dims=hsdp.DataParallelMeshDims(shard="a", replicate="b"))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+    for step in range(2):
+        before = full(model.weight)
+        scaler.scale(model(torch.ones(2, 4)).sum()).backward()
+        if step == 0 and env.rank == 2:
+            model.weight.grad.to_local().fill_(torch.inf)
+        scaler.step(optimizer)
+        scaler.update()
+        optimizer.zero_grad()
+        assert torch.equal(full(model.weight), before) == (step == 0)
+    assert scaler.get_scale() == 4.0
+
+
+def test_ranks_skip_steps_together_on_axes_in_another_order(pool4: Pool) -> None:
+    pool4.run(_scaled_on_turned_axes)
+
+
 def _clipped(env: RankEnv, different: bool) -> None:
     """Experts that differ between ranks, or copies of them."""
     sparse = init_device_mesh("cpu", (2, 2), mesh_dim_names=("copy", "rows"))["rows"]

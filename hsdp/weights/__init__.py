@@ -7,7 +7,7 @@
     replica_check.py     ranks begin with the same parameters, or are told that they do not
     drift.py             `check_replicas`: they still have the same ones
     whole_loads.py       whole tensors in `load_state_dict`: what to do instead
-    whole_draws.py       random numbers of tensor-parallel parameters
+    random_numbers.py    equal ones on all ranks; whole_draws.py: those of tensor-parallel parameters
     module_buffers.py    modules' buffers, of which each rank has all
 
 May import `schedule` and what is below it. Nothing here runs inside a forward or a backward.

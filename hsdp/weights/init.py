@@ -2,8 +2,8 @@
 
     sharded on the meta device --> unit 1: whole, initialised, cut, freed --> unit 2: ... --> every rank has its shards
 
-Every rank draws the random numbers of the mesh's first rank, so that nothing but a check is communicated. What is not
-written yet is nan, so that a parameter which the init function forgot is found, and named.
+Every rank draws the random numbers of the mesh's first rank (random_numbers.py), so that nothing but a check is
+communicated. What is not written yet is nan, so that a parameter which the init function forgot is found, and named.
 """
 
 from __future__ import annotations
@@ -13,7 +13,6 @@ from contextlib import contextmanager
 from typing import Any, NamedTuple
 
 import torch
-import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
@@ -29,7 +28,6 @@ from hsdp.unit.unit import Unit
 from hsdp.weights.full_params import visit
 from hsdp.weights.gather import (
     Loan,
-    broadcast,
     broadcast_all,
     check_idle,
     gather,
@@ -39,6 +37,7 @@ from hsdp.weights.gather import (
     write_first,
 )
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units, widest
+from hsdp.weights.random_numbers import RandomNumbers
 from hsdp.weights.replica_check import check_structures, unequal_values
 from hsdp.weights.whole_draws import WholeDraws
 
@@ -55,9 +54,11 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
 
     Modules are visited children first, as `torch.nn.Module.apply` does. Meanwhile the parameters of a module's unit, and
     of the units around it, are whole, plain and on `device`; then each rank keeps its shards of them. The values are
-    those that one process would draw with the random state of the mesh's first rank, on every shard and replica and on
-    every mesh (where units have several, the largest one's). That rank's generators go on from there, and so do those of
-    ranks that were in the same state; others keep theirs. Units that are not on the meta device keep their values.
+    those that one process would draw with the random state of the mesh's first rank, on every shard and replica. That
+    rank's generators go on from there, and so do those of ranks that were in the same state; others keep theirs. Of
+    several meshes it is the largest one's first rank; where those of smaller meshes are in other states, units there draw
+    numbers of their own (experts that each rank seeds for itself). Units that are not on the meta device keep their
+    values.
 
     Args:
         model: the whole model, sharded on the meta device; every rank must call it.
@@ -95,17 +96,27 @@ def init_sharded(model: nn.Module, fn: InitFn | None = None, *, device: torch.de
     if fn is None:
         _check_resets(model, names)
     where = units[0].axes.device if device is None else torch.device(device)
-    with leaving_word(units), _random_state_of_first(units, where), _loose_tensors(model, widest(units), where):
-        _run(model, on_meta, names, fn, where)
+    numbers = RandomNumbers(units, where)
+    with leaving_word(units), numbers.of_first(), _loose_tensors(model, widest(units), where):
+        _run(model, on_meta, names, fn, where, numbers)
     return model
 
 
-def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn | None, device: torch.device) -> None:
+def _run(
+    model: nn.Module,
+    units: list[Unit],
+    names: dict[int, str],
+    fn: InitFn | None,
+    device: torch.device,
+    numbers: RandomNumbers,
+) -> None:
     loans: dict[Unit, Loan] = {}
     blanks: dict[Unit, list[Tensor]] = {}
+    entered: list[Unit] = []
     below = {id(m) for m in model.modules() if any(id(child) in names for child in m.modules())}
 
     def enter(unit: Unit) -> None:
+        entered.append(unit)
         if unit in units:
             blanks[unit] = [_blank(p.spec.shape, p.dtype, device) for p in unit.params]
             loans[unit] = Loan(unit, blanks[unit])
@@ -117,6 +128,7 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
         loans[unit].show()
 
     def leave(unit: Unit) -> None:
+        entered.remove(unit)
         if (loan := loans.get(unit)) is not None:
             loan.hide()
             loan.refuse_lost("init_sharded")
@@ -126,11 +138,12 @@ def _run(model: nn.Module, units: list[Unit], names: dict[int, str], fn: InitFn 
             del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 
     def initialise(module: nn.Module) -> None:
-        if fn is not None:
-            if id(module) in below:
-                fn(module)
-        elif id(module) in names:
-            _reset_of(module)()
+        with numbers.of(entered[-1] if entered else None):
+            if fn is not None:
+                if id(module) in below:
+                    fn(module)
+            elif id(module) in names:
+                _reset_of(module)()
 
     with hiding(loans), WholeDraws():  # type: ignore[no-untyped-call]
         visit(model, units, initialise, enter, leave)
@@ -339,49 +352,6 @@ def _is_untouched(tensor: Tensor) -> bool:
 
 def _is_blank(tensor: Tensor) -> bool:
     return _shows_blanks(tensor.dtype) and bool(tensor.isnan().any())
-
-
-# -- equal random numbers ----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def _random_state_of_first(units: Sequence[Unit], device: torch.device) -> Iterator[None]:
-    """Draws the random numbers of the mesh's first rank, on tensor-parallel ranks too: what they all hold is to be equal.
-
-    Ranks in one state stay in one state, so that what users expect to be equal on all ranks stays equal. Ranks in other
-    states get them back: they were made different on purpose, for dropout or for data.
-    """
-    own = _random_state(device)
-    first = [state.clone() for state in own]
-    params = [param for unit in units for param in unit.params]
-    inner = [param.inner for param in params if param.inner is not None and param.inner.visible]
-    unit = widest(units)
-    for state in first:
-        broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
-        data = state.to(unit.axes.device)
-        for mesh in dict.fromkeys(one.mesh for one in inner):
-            for axis in range(mesh.ndim):
-                dist.broadcast(data, group=mesh.get_group(axis), group_src=0)
-        state.copy_(data)
-    _set_random_state(first, device)
-    try:
-        yield
-    finally:
-        if not all(map(torch.equal, own, first)):
-            _set_random_state(own, device)
-
-
-def _random_state(device: torch.device) -> list[Tensor]:
-    states = [torch.get_rng_state()]
-    if device.type != "cpu":
-        states.append(torch.get_device_module(device).get_rng_state(device))
-    return states
-
-
-def _set_random_state(states: list[Tensor], device: torch.device) -> None:
-    torch.set_rng_state(states[0])
-    if device.type != "cpu":
-        torch.get_device_module(device).set_rng_state(states[1], device)
 
 
 # -- equal values ------------------------------------------------------------------------------------------------------

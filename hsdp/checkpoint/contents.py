@@ -25,7 +25,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import as_dtensor, spec_of
-from hsdp.params.local import local_of
+from hsdp.params.local import beside_local, local_of
 from hsdp.params.subclass import data_of, is_composite
 from hsdp.torch_private import stands_for_zeros
 
@@ -53,10 +53,15 @@ _UNSIZED = re.compile(r"torch\.(u?int[1-7]|bits\w+)")
 
 @dataclass(frozen=True)
 class Entry:
-    """One item of a model's state dict: its name there, and its value (a detached tensor, or a module's extra state)."""
+    """One item of a model's state dict: its name there, and its value (a detached tensor, or a module's extra state).
+
+    Attributes:
+        beside: the parameter of which it is a scalar beside the data, that no state dict has; None of all others.
+    """
 
     raw_name: str
     value: Any
+    beside: str | None = None
 
 
 def model_entries(model: nn.Module) -> dict[str, Entry]:
@@ -81,6 +86,23 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
                 "leaves out what torch.compile and activation checkpointing put into names; rename one of the modules"
             )
         entries[name] = Entry(raw_name, plain(value, raw_name))
+    return entries
+
+
+def with_scalars(model: nn.Module) -> dict[str, Entry]:
+    """The same, and the scalars that parameters keep beside their data, a scale say: `<parameter>.<name>`.
+
+    A parameter has no modules below it, so that nothing else has such a name.
+
+    Raises:
+        CheckpointError: as above.
+    """
+    entries = model_entries(model)
+    for raw_name, param in model.named_parameters(remove_duplicate=False):
+        if clean_name(raw_name) in entries:
+            for name, scalar in beside_local(param).items():
+                inner = f"{raw_name}.{name}"
+                entries[clean_name(inner)] = Entry(inner, plain(scalar.detach(), inner), clean_name(raw_name))
     return entries
 
 

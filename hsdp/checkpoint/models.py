@@ -16,9 +16,9 @@ from hsdp.checkpoint.contents import (
     clean_name,
     is_extra_state,
     listing,
-    model_entries,
     staging_like,
     state_staging,
+    with_scalars,
 )
 from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
@@ -67,7 +67,7 @@ class ModelReading:
         self._model = model
         self._where = where
         self._choice = choice
-        everything = model_entries(model)
+        everything = with_scalars(model)
         sources = choice.sources(list(saved))
         below = {key[len(prefix) :]: data for key, data in structures.items() if key.startswith(prefix)}
         renamed = choice.sources(list(below))
@@ -78,7 +78,7 @@ class ModelReading:
             for name, entry in everything.items()
             if name in values and choice.wants(name)
         }
-        entries = {name: entry for name, entry in everything.items() if name not in values and choice.wants(name)}
+        entries = {name: entry for name, entry in everything.items() if name not in values and self._wants(name, entry)}
         self.report = self._compare(everything, entries, sources, saved)
         self._keys = {name: prefix + sources[name] for name in entries if name in sources}
         self._staged: dict[str, Tensor] = {}
@@ -99,9 +99,12 @@ class ModelReading:
         missing = [name for name in entries if name not in sources]
         missing += [name for name, extra in self._extras.items() if extra.missing]
         left = [source for name, source in sources.items() if name not in known]
-        unwanted = [name for name in everything if not self._choice.wants(name)]
+        unwanted = [name for name, entry in everything.items() if not self._wants(name, entry)]
         unexpected = [
-            source for name, source in sources.items() if name not in known and self._choice.wants(_whole_name(name))
+            source
+            for name, source in sources.items()
+            # The model says by which kind of tensor it computes: a plain one has nothing to keep a scale in.
+            if name not in known and self._choice.wants(_whole_name(name)) and name.rpartition(".")[0] not in entries
         ]
         if missing and self._choice.strict:
             problems.append(f"the model has {listing(missing)}, which the checkpoint does not have")
@@ -126,6 +129,9 @@ class ModelReading:
             )
         return Report(tuple(loaded), tuple(missing), tuple(unwanted), tuple(left), tuple(converted))
 
+    def _wants(self, name: str, entry: Entry) -> bool:
+        return self._choice.wants(entry.beside or name)  # data without its scale would be other numbers
+
     def _ask(self, entries: Mapping[str, Entry]) -> None:
         """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""
         for name, entry in entries.items():
@@ -136,7 +142,9 @@ class ModelReading:
                     f"{name!r} cannot be loaded: in the model several of its elements are one place in memory, as expand() "
                     "makes them; give the model a copy of it (.contiguous())"
                 )
-            if not self._handed.writes_to(target):
+            if entry.beside is not None:
+                pass  # it is in no state dict: it is read into where it is
+            elif not self._handed.writes_to(target):
                 target = self._staged[entry.raw_name] = staging_like(target)
             elif self._handed.is_watched:
                 self._staged[entry.raw_name] = target

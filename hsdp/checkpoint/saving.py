@@ -38,7 +38,7 @@ from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.commits import commits_in
-from hsdp.checkpoint.contents import EXTRA_STATE, model_entries, refuse_unsized
+from hsdp.checkpoint.contents import EXTRA_STATE, refuse_unsized, with_scalars
 from hsdp.checkpoint.handles import SaveHandle, raise_untold, settled
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
 from hsdp.checkpoint.made import kind_of
@@ -203,7 +203,7 @@ def _plan(
     def mine() -> tuple[bytes, bytes, bytes, bytes]:
         if not commits_in(target.directory).is_seen(target.name):
             raise CheckpointError(f"{target.path}, which rank 0 made, is not there: all ranks must share the directory")
-        state: dict[str, Any] = {"model": {name: entry.value for name, entry in model_entries(model).items()}}
+        state: dict[str, Any] = {"model": {name: entry.value for name, entry in with_scalars(model).items()}}
         if optimizer is not None:
             state["optimizer"] = optimizer_state(model, optimizer)
             pack_added(state["optimizer"])

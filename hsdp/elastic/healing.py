@@ -28,7 +28,7 @@ from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
 from hsdp.format import dotted
-from hsdp.params.local import local_of
+from hsdp.params.local import local_of, parts_beside
 from hsdp.params.subclass import is_composite
 
 Shards = dict[str, Any]
@@ -80,6 +80,13 @@ class HealedState:
                         "before zero_grad(), or a replica that joins in this step would use another value"
                     )
 
+    def _shards(self) -> Shards:
+        """What this rank has of the parameters, the scalars that subclasses keep beside their data too."""
+        shards = {name: local_of(param.detach()) for name, param in self._params.items()}
+        for name, param in self._params.items():
+            shards.update((f"{name}.{inner}", part) for inner, part in parts_beside(param))
+        return shards
+
     def take(self) -> Shards:
         """This rank's part of the state: local tensors that share memory with the model and the optimizer.
 
@@ -87,7 +94,7 @@ class HealedState:
             CheckpointError, TypeError: the optimizer keeps state that could not be given.
         """
         refuse_unnamed_state(self._optimizer)
-        model = {name: local_of(param.detach()) for name, param in self._params.items()}
+        model = self._shards()
         # Those that modules hold now: a forward may assign new ones.
         held = {name: module._buffers.get(leaf) for name, (module, leaf) in self._buffers.items()}
         buffers = {name: None if buffer is None else local_of(buffer.detach()) for name, buffer in held.items()}
@@ -105,8 +112,7 @@ class HealedState:
 
     def digest(self) -> int:
         """Of this rank's shards of the parameters."""
-        shards = map(local_of, self._params.values())
-        return hash(tuple(fingerprint(shard) for shard in shards))
+        return hash(tuple(fingerprint(shard) for shard in self._shards().values()))
 
     @torch.no_grad()
     def give(self, shards: Shards) -> None:
@@ -116,7 +122,7 @@ class HealedState:
             StateError: it is the state of another model, or of another part of it.
             CheckpointError: it is the state of another optimizer.
         """
-        own = {name: local_of(param) for name, param in self._params.items()}
+        own = self._shards()
         buffers = _buffer_places(self._model)  # with those that the forward of this step has registered
         _check(own, shards["model"])
         _check_names(buffers, shards["buffers"])

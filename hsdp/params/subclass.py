@@ -13,7 +13,8 @@ Everything in hsdp that reads, writes or moves shards deals with what is inside;
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
+from enum import Enum
 from typing import Any
 
 import torch
@@ -86,16 +87,49 @@ def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
             f"{where} is a {kind}, whose gather extension is incomplete; the class needs {PRE}, {POST}, "
             "__tensor_flatten__ and __tensor_unflatten__"
         )
-    names, context = tensor.__tensor_flatten__()
-    data = _data_name(tensor)
-    others = {} if data is None else {name: getattr(tensor, name) for name in names if name != data}
-    return Wrapper(type(tensor), data, others, context)
+    _, context = tensor.__tensor_flatten__()
+    return Wrapper(type(tensor), _data_name(tensor), beside(tensor), context)
 
 
 def data_of(tensor: Tensor) -> Tensor:
     """The plain tensor inside one with a gather extension; any other tensor, or a composite, is its own data."""
     name = _data_name(tensor) if extends(tensor) else None
     return tensor if name is None else getattr(tensor, name)
+
+
+def beside(tensor: Tensor) -> dict[str, Tensor]:
+    """The scalars beside the data of a tensor with a gather extension, by name; none of other tensors, composites too."""
+    data = _data_name(tensor) if extends(tensor) else None
+    if data is None:
+        return {}
+    names, _ = tensor.__tensor_flatten__()  # type: ignore[attr-defined]
+    return {name: getattr(tensor, name) for name in names if name != data}
+
+
+def make_of(tensor: Tensor) -> str:
+    """What a subclass is but for the values of its tensors, in words that are equal on ranks that have equal ones.
+
+    Numbers in the context (a scale that is a float, say) are values as those in tensors are, and gathers reckon with them.
+    """
+    if not is_traceable_wrapper_subclass(tensor):
+        return f"{tensor.dtype} {tuple(tensor.shape)}"
+    names, context = tensor.__tensor_flatten__()
+    inner = ", ".join(f"{name}: {make_of(getattr(tensor, name))}" for name in names)
+    return f"{type(tensor).__name__}({inner}; {_words(context)})"
+
+
+def _words(value: Any) -> str:
+    """A context in words. Of objects that are no plain data it tells the class: their `repr` may tell addresses."""
+    if isinstance(value, (bool, int, float, complex, str, bytes, torch.dtype, type(None))) and not isinstance(value, Enum):
+        return repr(value)
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_words(key)}: {_words(held)}" for key, held in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "(" + ", ".join(map(_words, value)) + ")"
+    if is_dataclass(value) and not isinstance(value, type):
+        held = {one.name: getattr(value, one.name, None) for one in fields(value)}
+        return type(value).__name__ + _words(held)
+    return str(value) if isinstance(value, (Enum, torch.layout, torch.memory_format)) else type(value).__name__
 
 
 def extends(tensor: object) -> bool:

@@ -11,6 +11,7 @@ what is trained then is none of them. What one replica holds is the control of w
 
 from __future__ import annotations
 
+import zlib
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any, NamedTuple
@@ -24,7 +25,7 @@ from hsdp.buffers.fingerprints import fingerprints
 from hsdp.comm.collectives import Comm
 from hsdp.errors import DivergenceError
 from hsdp.format import ranks_of
-from hsdp.params.local import local_of
+from hsdp.params.local import local_of, make_of_local, parts_beside
 from hsdp.params.subclass import parts_of
 from hsdp.unit.lookup import units_below
 from hsdp.unit.unit import Unit
@@ -98,6 +99,9 @@ def _params_and_states(unit: Unit, names: dict[int, str], states: Any) -> Iterat
             continue
         for part in parts_of(local_of(sharded)):
             yield _Value(fqn, part.detach(), param.replicated)
+        yield from (_Value(f"{name} of {fqn}", part, True) for name, part in parts_beside(sharded))
+        if (made := make_of_local(sharded)) is not None:
+            yield _Value(f"what is around {fqn}", torch.tensor(zlib.crc32(made.encode())), param.replicated)
         for key, value in (states.get(sharded) or {}).items():
             name = f"{key} of {fqn}"
             if isinstance(value, DTensor):

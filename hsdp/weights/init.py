@@ -20,7 +20,7 @@ from hsdp.buffers.fingerprints import as_bytes, fingerprint
 from hsdp.errors import StateError
 from hsdp.format import dotted
 from hsdp.params.dtensors import as_dtensor
-from hsdp.params.local import local_of
+from hsdp.params.local import local_of, parts_beside
 from hsdp.params.param import put_into, rows_of
 from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import unit_of, units_below
@@ -38,7 +38,7 @@ from hsdp.weights.gather import (
 )
 from hsdp.weights.module_buffers import buffers_by_unit, modules_with_units, widest
 from hsdp.weights.random_numbers import RandomNumbers
-from hsdp.weights.replica_check import check_structures, unequal_values
+from hsdp.weights.replica_check import check_makes, check_structures, unequal_values
 from hsdp.weights.whole_draws import WholeDraws
 
 InitFn = Callable[[nn.Module], object]
@@ -376,13 +376,16 @@ def sync_module_states(model: nn.Module) -> nn.Module:
         TypeError: `model` is not a module.
         ValueError: nothing is sharded.
         StateError: in the middle of a forward or backward, or something is on the meta device.
-        DivergenceError: ranks hold buffers of different names, shapes or dtypes.
+        DivergenceError: ranks hold buffers of different names, shapes or dtypes, or tensor subclasses with other numbers in
+            them that are no tensors.
     """
     units = units_below(model, True, "sync_module_states")
     check_idle(units, "sync_module_states")
     meta = [name for name, t in (*model.named_parameters(), *model.named_buffers()) if t.is_meta]
     if meta:
         raise StateError(f"sync_module_states: {meta} are on the meta device; call hsdp.init_sharded(model) first")
+    for unit in units:
+        check_makes("sync_module_states", unit)
     for unit in units:
         spread(unit)
     for unit, tensors in _whole_everywhere(model, widest(units)):
@@ -397,6 +400,8 @@ def _whole_everywhere(model: nn.Module, default: Unit) -> Iterator[tuple[Unit, l
     found: dict[Unit, list[tuple[str, Tensor]]] = {default: []}
     for unit, buffers in buffers_by_unit(model, default).items():
         found[unit] = [(buffer.fqn, part) for buffer in buffers for part in buffer.parts]
+        for param in unit.params:
+            found[unit] += [(f"{name} of {param.fqn}", part) for name, part in parts_beside(param.sharded)]
     found[default] += [(name, p.detach()) for name, p in model.named_parameters() if not isinstance(p, DTensor)]
     alike: dict[tuple[Any, ...], tuple[Unit, list[tuple[str, Tensor]]]] = {}
     for unit, tensors in found.items():

@@ -7,12 +7,12 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.errors import DivergenceError
 from hsdp.format import ranks_of
-from hsdp.params.local import local_of
+from hsdp.params.local import local_of, make_of_local, parts_beside
 from hsdp.params.subclass import parts_of
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import broadcast, broadcast_all
@@ -32,7 +32,7 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
         DivergenceError: they do not, or the values differ and the unit's `replica_policy` is "check".
     """
     buffers = own_buffers(modules, unit)
-    blocks = [parts_of(local_of(param.sharded)) for param in unit.params]
+    blocks = [_values_of(param.sharded) for param in unit.params]
     values = blocks + [buffer.parts for buffer in buffers]
     names = [param.fqn for param in unit.params] + [buffer.fqn for buffer in buffers]
     trusted = unit.replica_policy == "trust"
@@ -62,7 +62,7 @@ def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
             p.replicated,
             p.sharded.requires_grad,
             len(p.places),
-            None if p.wrapper is None else p.wrapper.kind.__name__,
+            make_of_local(p.sharded),
         )
         for p in unit.params
     ]
@@ -70,6 +70,31 @@ def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
     reshard = repr(unit.settings.reshard_after_forward)
     policies = (repr(unit.mp_policy), repr(unit.comm_policy), reshard, unit.replica_policy)
     return [*params, *held, policies]
+
+
+def _values_of(param: Tensor) -> list[Tensor]:
+    return [*parts_of(local_of(param)), *(part for _, part in parts_beside(param))]
+
+
+def check_makes(what: str, unit: Unit) -> None:
+    """All replicas have the same around the data of tensor subclasses, which is no tensor and cannot be sent.
+
+    Counterparts alone are compared: what a shard is may tell of its rows, which are others on the next shard rank.
+
+    Raises:
+        DivergenceError: they have not; on every rank of the unit's mesh, with the names.
+    """
+    names = [param.fqn for param in unit.params if param.wrapper is not None]
+    if not names:
+        return
+    makes = [make_of_local(param.sharded) for param in unit.params if param.wrapper is not None]
+    told = unit.shard_comm.exchange(unit.replicate_comm.differing(makes, unit), unit)
+    if odd := sorted({index for some in told for index in some}):
+        raise DivergenceError(
+            f"{what}: unit {unit.name!r}: {', '.join(repr(names[index]) for index in odd)} differ between replicas in what "
+            f"__tensor_flatten__ tells beside the tensors (this rank has {makes[odd[0]]}), and that is no tensor which "
+            "could be sent; build the subclass of the same numbers on all ranks, or have it keep them as 0-dim tensors"
+        )
 
 
 def kind_of(buffer: Buffer) -> tuple[tuple[tuple[int, ...], str], ...]:

@@ -16,7 +16,7 @@ from hsdp.buffers.layout import NEVER
 from hsdp.comm import backends
 from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
 from hsdp.comm.compare import digest_of, guard_of
-from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, reduce_scatter_by
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, Staging, all_reduce_by, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
 from hsdp.comm.host_meeting import host_memory_of
@@ -153,8 +153,8 @@ class Comm:
         works: list[Any] = []
         if self.custom_all_gather is not None:
             assert not uneven, "users' collectives know equal parts only"
-            works, then = gather_by(self.custom_all_gather, outputs, inputs, group, not self.context.streams.active)
-            return CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(then, finish))
+            works, own = gather_by(self.custom_all_gather, owner, outputs, inputs, group, not self.context.streams.active)
+            return own.used_by(CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(own.then, finish)))
         if inputs and (memory := self._shared()) is not None:
             works, then = memory.all_gather(owner, key, outputs, inputs)
             finish = in_turn(then, finish)
@@ -191,10 +191,11 @@ class Comm:
         assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
         group, key = self._ready(key, "reduce-scatter", owner, self.custom_reduce_scatter)
         works: list[Any] = []
+        own: Staging | None = None
         if self.custom_reduce_scatter is not None:
             by_host = not self.context.streams.active
-            works, then = reduce_scatter_by(self.custom_reduce_scatter, outputs, inputs, group, by_host)
-            finish = in_turn(then, finish)
+            works, own = reduce_scatter_by(self.custom_reduce_scatter, owner, outputs, inputs, group, by_host)
+            finish = in_turn(own.then, finish)
         elif inputs and (memory := self._shared()) is not None:
             works, then = memory.reduce_scatter(owner, key, outputs, inputs)
             finish = in_turn(then, finish)
@@ -204,13 +205,14 @@ class Comm:
             for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else backends.by_dtype(outputs, inputs):
                 works += _start_scatter(group, outs, ins, self._sum_of(factor))
         if uneven:
-            started, then = start_reductions(group, self.backend, uneven, self._sum_of(factor))
+            started, put = start_reductions(group, self.backend, uneven, self._sum_of(factor))
             works += started
-            finish = in_turn(then, finish)
+            finish = in_turn(put, finish)
             outputs, inputs = outputs + [one.own for one in uneven], inputs + [one.whole for one in uneven]
         if replicated:
             self._sum_in_place(group, works, replicated)
-        return CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
+        work = CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
+        return work if own is None else own.used_by(work)
 
     @labels
     def all_reduce(

@@ -4,22 +4,37 @@
 
 The copies are there only for a `comm` that has `allocate`, as FSDP2's have: it wants memory of its own (registered with a
 network card, say). One without it works on hsdp's buffers where they are.
+
+That memory may be the same every time, one buffer for each size or one for all. So the transfers of a call share what is
+allocated once, and a call that gets memory of an earlier one, perhaps of another unit, has that one end first: its results
+are copied out before anything is written. This is up to the rank: what is started, and in which order, does not change.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Sequence
 from datetime import timedelta
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import ProcessGroup
 
+from hsdp.comm.divergence import described
+from hsdp.comm.labels import Named
+from hsdp.errors import StateError
+
 
 class AllGather(Protocol):
-    """An all-gather. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own."""
+    """An all-gather. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own.
+
+    `allocate` is called once for a gather of a unit, with the size of all of its transfers, which get parts of what it
+    returns: a 1-D, contiguous tensor. It may return the same memory every time, for all units too. A gather that gets
+    memory in which an earlier one is under way waits for that first, so that gathers ahead (`prefetch`) then hide nothing:
+    memory of its own for each unit lets them overlap.
+    """
 
     def __call__(
         self, output_tensor: Tensor, input_tensor: Tensor, group: ProcessGroup, async_op: bool = False
@@ -37,6 +52,9 @@ class AllGather(Protocol):
 
 class ReduceScatter(Protocol):
     """A reduce-scatter. It may have `allocate(size, *, dtype, device) -> Tensor`, for memory of its own.
+
+    It is as for `AllGather`, but for what is allocated in one call: once for inputs and once for outputs, of each dtype.
+    These must lie in different memory (they have different sizes), or it is a StateError.
 
     With an attribute `exact`, which is true, it says that it keeps sums of 0 and 1 apart from 0, as this one and
     `ReplicaReduce` need not: one that rounds to a share of the largest value does not. Where it has none, what tells which
@@ -103,50 +121,129 @@ def is_exact(comm: object) -> bool:
     return bool(getattr(comm, "exact", False))
 
 
+class UnderWay(Protocol):
+    """A collective, as far as the memory that it works on is concerned."""
+
+    def vacate(self) -> None:
+        """Somebody is about to write there: its results are copied out before."""
+        ...
+
+
+WorkT = TypeVar("WorkT", bound=UnderWay)
+
+_Span = tuple[torch.device, int, int]
+
+_ALIGN = 256
+"""Bytes: where each transfer begins in memory that several share, as a device's allocator would have it."""
+
+_used: list[tuple[weakref.ref[UnderWay], list[_Span]]] = []
+"""Collectives that somebody may wait for yet, with the users' memory that they work on."""
+
+
+class Staging:
+    """Memory of a user's collective for the transfers of one call.
+
+    Args:
+        comm: the collective; without `allocate` there is no such memory, and hsdp's own is used.
+        kind, owner: whose call it is, for errors.
+
+    Attributes:
+        apart: there is.
+        then: what follows the call: copies its results out.
+    """
+
+    def __init__(self, comm: object, kind: str, owner: Named) -> None:
+        self._allocate = getattr(comm, "allocate", None)
+        self._told = type(comm).__name__, kind, owner
+        self._spans: list[_Span] = []
+        self.apart = self._allocate is not None
+        self.then: Callable[[], object] | None = None
+
+    def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """A 1-D tensor for each of `tensors`, which nobody uses; or these themselves.
+
+        Raises:
+            StateError: it is memory that this call has already.
+            CollectiveError: a collective that was under way there failed.
+        """
+        if self._allocate is None:
+            return list(tensors)
+        found: dict[int, Tensor] = {}
+        for kind in dict.fromkeys((one.dtype, one.device) for one in tensors):
+            alike = [(at, one) for at, one in enumerate(tensors) if (one.dtype, one.device) == kind]
+            starts, end = [], 0
+            for _, one in alike:
+                step = _ALIGN // one.itemsize
+                starts.append(-(-end // step) * step)
+                end = starts[-1] + one.numel()
+            memory = self._take(end, *kind)
+            found.update((at, memory.narrow(0, start, one.numel())) for start, (at, one) in zip(starts, alike, strict=True))
+        return [found[at] for at in range(len(tensors))]
+
+    def _take(self, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+        assert self._allocate is not None, "there is memory apart"
+        memory: Tensor = self._allocate((size,), dtype=dtype, device=device)
+        span = memory.device, memory.data_ptr(), memory.data_ptr() + memory.nbytes
+        if _meet([span], self._spans):
+            name, kind, owner = self._told
+            raise StateError(
+                f"the {described(kind, owner.name)}: {name}.allocate({(size,)}, dtype={dtype}) returned memory that it has "
+                "returned within this call before, for an input perhaps, whose values would be lost; keep a buffer for "
+                "each size and dtype, or make one anew every time"
+            )
+        self._spans.append(span)
+        for ref, spans in _used[:]:  # at once: models in other threads add to it
+            if (work := ref()) is not None and _meet([span], spans):
+                work.vacate()
+        return memory
+
+    def copies(self, sources: list[Tensor], to: list[Tensor]) -> None:
+        """Has results copied from where they arrive, once they are there."""
+        if self.apart:
+            self.then = lambda: torch._foreach_copy_(to, sources)
+
+    def used_by(self, work: WorkT) -> WorkT:
+        """Notes whose the memory is from now on; returns `work`."""
+        if self._spans:
+            _used[:] = [(ref, spans) for ref, spans in _used if ref() is not None]
+            _used.append((weakref.ref(work), self._spans))
+        return work
+
+
+def _meet(some: list[_Span], others: list[_Span]) -> bool:
+    return any(a[0] == b[0] and a[1] < b[2] and b[1] < a[2] for a in some for b in others)
+
+
 def gather_by(
-    comm: AllGather, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
-) -> tuple[list[Any], Callable[[], object] | None]:
-    """Starts the gathers; returns their works, and what has to follow them."""
-    allocate = getattr(comm, "allocate", None)
-    works: list[Any] = []
-    to: list[Tensor] = []
-    sources: list[Tensor] = []
-    rank = group.rank()
-    for output, mine in zip(outputs, inputs, strict=True):
-        if allocate is not None:
-            to.append(output)
-            output = allocate((output.numel(),), dtype=output.dtype, device=output.device)
-            sources.append(output)
-            # In place, as FSDP2 has it: the input is this rank's part of the output.
-            mine = output.narrow(0, rank * mine.numel(), mine.numel()).copy_(mine)
-        works.append(_as_work(comm(output_tensor=output, input_tensor=mine, group=group, async_op=async_op)))
-    return works, _copies(to, sources)
+    comm: AllGather, owner: Named, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
+) -> tuple[list[Any], Staging]:
+    """Starts the gathers; returns their works, and the memory that they use, with what has to follow them."""
+    staging, works, rank = Staging(comm, "all-gather", owner), [], group.rank()
+    arrivals = staging.like(outputs)
+    for whole, mine in zip(arrivals, inputs, strict=True):
+        if staging.apart:  # in place, as FSDP2 has it: the input is this rank's part of the output
+            mine = whole.narrow(0, rank * mine.numel(), mine.numel()).copy_(mine)
+        works.append(_as_work(comm(output_tensor=whole, input_tensor=mine, group=group, async_op=async_op)))
+    staging.copies(arrivals, outputs)
+    return works, staging
 
 
 def reduce_scatter_by(
-    comm: ReduceScatter, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
-) -> tuple[list[Any], Callable[[], object] | None]:
-    """Starts the reduce-scatters; returns their works, and what has to follow them."""
-    allocate = getattr(comm, "allocate", None)
-    works: list[Any] = []
-    to: list[Tensor] = []
-    sources: list[Tensor] = []
-    for output, whole in zip((o.view(-1) for o in outputs), (i.view(-1) for i in inputs), strict=True):
-        if allocate is not None:
-            to.append(output)
-            whole = allocate((whole.numel(),), dtype=whole.dtype, device=whole.device).copy_(whole)
-            output = allocate((output.numel(),), dtype=output.dtype, device=output.device)
-            sources.append(output)
-        op = dist.ReduceOp.SUM
-        works.append(_as_work(comm(output_tensor=output, input_tensor=whole, group=group, op=op, async_op=async_op)))
-    return works, _copies(to, sources)
+    comm: ReduceScatter, owner: Named, outputs: list[Tensor], inputs: list[Tensor], group: ProcessGroup, async_op: bool
+) -> tuple[list[Any], Staging]:
+    """Starts the reduce-scatters; returns their works, and the memory that they use, with what has to follow them."""
+    staging, works, op = Staging(comm, "reduce-scatter", owner), [], dist.ReduceOp.SUM
+    flat, to = [one.view(-1) for one in inputs], [one.view(-1) for one in outputs]
+    wholes, results = staging.like(flat), staging.like(to)
+    if staging.apart:
+        torch._foreach_copy_(wholes, flat)
+    for whole, result in zip(wholes, results, strict=True):
+        works.append(_as_work(comm(output_tensor=result, input_tensor=whole, group=group, op=op, async_op=async_op)))
+    staging.copies(results, to)
+    return works, staging
 
 
 def all_reduce_by(comm: ReplicaReduce, tensors: list[Tensor], group: ProcessGroup, async_op: bool) -> list[Any]:
     """Starts the all-reduces; returns their works."""
     op = dist.ReduceOp.SUM
     return [_as_work(comm(tensor=tensor, group=group, op=op, async_op=async_op)) for tensor in tensors]
-
-
-def _copies(to: list[Tensor], sources: list[Tensor]) -> Callable[[], object] | None:
-    return (lambda: torch._foreach_copy_(to, sources)) if to else None

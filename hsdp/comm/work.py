@@ -155,6 +155,17 @@ class CommWork:
         if self._in_use is not None:
             self._in_use.used = None
 
+    def vacate(self) -> None:
+        """Somebody is about to write into the memory of users' collectives that it works on: its results are put in place.
+
+        Raises:
+            CollectiveError, DivergenceError: as `wait`.
+        """
+        if self._comm.context.streams.active:
+            self._comm.context.streams.join(self._event)  # and no more: the compute stream has not waited
+        elif self._works is not None:
+            self.wait()
+
     def traffic(self) -> tuple[list[Tensor], list[Tensor]]:
         """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until somebody waited."""
         keep = self._keep

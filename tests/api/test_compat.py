@@ -527,13 +527,13 @@ class Allocating:
 
 class AllocatingGather(Allocating, Gather):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, async_op: bool = False) -> None:
-        assert output_tensor.data_ptr() in self.made
+        assert output_tensor.untyped_storage().data_ptr() in self.made
         super().__call__(output_tensor, input_tensor, group)
 
 
 class AllocatingScatter(Allocating, Scatter):
     def __call__(self, output_tensor: Tensor, input_tensor: Tensor, group: Any, op: Any, async_op: bool = False) -> None:
-        assert {output_tensor.data_ptr(), input_tensor.data_ptr()} <= set(self.made)
+        assert {one.untyped_storage().data_ptr() for one in (output_tensor, input_tensor)} <= set(self.made)
         super().__call__(output_tensor, input_tensor, group, op)
 
 

@@ -26,6 +26,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
@@ -167,9 +168,11 @@ def train(zoo: Zoo, model: Any, ranks: Sequence[int], share: float) -> list[floa
     return losses
 
 
-def twin_of(zoo: Zoo, model: Any, ranks: int) -> Any:
+def twin_of(zoo: Zoo, model: Any, ranks: int, checkpoints: bool) -> Any:
     """A copy of the model that was trained on one device."""
     twins = [copy.deepcopy(model) for _ in range(2)]
+    if checkpoints:
+        zoo.checkpoint(twins[1])
     losses = [train(zoo, twin, range(ranks), 1.0 / ranks) for twin in twins]
     if not all(map(math.isfinite, losses[0])):
         raise NotRunError("its losses are not finite")
@@ -184,7 +187,8 @@ def shard(model: nn.Module, env: RankEnv, shape: tuple[int, ...], units: str) ->
         chosen = {id(m) for m in model.modules() if not list(m.children()) and next(m.parameters(), None) is not None}
     else:
         lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
-        chosen = {id(block) for blocks in lists for block in blocks if type(block).forward is not nn.Module.forward}
+        members = [block for blocks in lists for block in blocks if block is not None]
+        chosen = {id(block) for block in members if type(block).forward is not nn.Module.forward}
         if not chosen:  # vision models have theirs in sequences
             stages = [module for module in model.modules() if isinstance(module, nn.Sequential)]
             chosen = {id(block) for blocks in stages for block in blocks if list(block.children())}
@@ -218,7 +222,10 @@ def play(
     """On a worker: trains a model and its twin; returns how it ended, and what is to be told."""
     try:
         model = zoo.made(kind, cls)
-        twin = twin_of(zoo, model, env.world_size)
+        for tensor in (*model.parameters(), *model.buffers()):
+            if tensor.is_floating_point():  # some models leave what they do not use as memory had it
+                dist.broadcast(tensor.detach(), 0)
+        twin = twin_of(zoo, model, env.world_size, checkpoints)
         if checkpoints:
             zoo.checkpoint(model)
     except Exception as error:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import functools
 import warnings
-import weakref
 from typing import Any
 
 import torch
@@ -35,15 +34,17 @@ _WRITES_BY_INDEX = (
     _aten.index_add_.default,
 )
 
-_meshes: dict[int, weakref.ref[DeviceMesh]] = {}
-"""By identity, as meshes that are equal may die one by one: those that parameters are sharded on."""
+_meshes: set[int] = set()
+"""The hashes of meshes that parameters are sharded on.
+
+Of equal meshes DTensor gives what it computes the one that it saw first, somebody else's perhaps, and a copied tensor has a
+copy of its mesh: all of them are meant. Numbers, as meshes would keep process groups alive.
+"""
 
 
 def watch_operators(mesh: DeviceMesh) -> None:
-    """Does these operators of DTensors on this mesh as hsdp does them, from now on."""
-    key = id(mesh)
-    if key not in _meshes:
-        _meshes[key] = weakref.ref(mesh, lambda _: _meshes.pop(key, None))
+    """Does these operators of DTensors on this mesh, and on those that are equal, as hsdp does them, from now on."""
+    _meshes.add(hash(mesh))
     _register()
 
 
@@ -123,7 +124,7 @@ def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_watched(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and id(tensor._spec.mesh) in _meshes
+    return isinstance(tensor, DTensor) and hash(tensor._spec.mesh) in _meshes
 
 
 def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

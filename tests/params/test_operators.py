@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor, nn
+from torch.distributed import fsdp
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 
 import hsdp
@@ -95,6 +97,39 @@ def _write_all(env: RankEnv, shape: tuple[int, ...], columns: bool) -> None:
 @pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=mesh_id)
 def test_writes_are_those_of_one_device(request: pytest.FixtureRequest, shape: tuple[int, ...], columns: bool) -> None:
     pool_for(request, shape).run(_write_all, shape, columns)
+
+
+def _beside(env: RankEnv, whose: str) -> None:
+    """DTensor gives what it computes the first of equal meshes that it saw, and copies of tensors have copies of theirs."""
+    # Of names that no other test uses: ranks run one test behind the other, and DTensor remembers meshes for good.
+    meshes = [init_device_mesh("cpu", (2,), mesh_dim_names=(whose,)) for _ in range(2)]
+    if whose == "torch":
+        fsdp.fully_shard(_model(), mesh=meshes[0])(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    else:
+        hsdp.fully_shard(_model(), mesh=meshes[0])
+    del meshes[0]
+    plain, model = _model(), _model()
+    hsdp.fully_shard(model, mesh=meshes[0])
+    for m in (plain, model):
+        m(torch.ones(4, 4, dtype=torch.float64)).square().sum().backward()
+        weight: Any = m[2].weight
+        weight.grad.data[:2] = 1.0
+        with torch.no_grad():
+            for one in (weight, weight.data, weight.detach()):
+                one[1:3].mul_(2.0)
+        copies = [torch.zeros_like(weight), weight.detach().clone(), weight.detach() * 2.0, copy.deepcopy(weight.detach())]
+        for one in copies:
+            one[1:3].fill_(7.0)
+        m.copies = copies
+    assert_same(full_params(model), dict(plain.named_parameters()))
+    assert_same(full_grads(model), {name: param.grad for name, param in plain.named_parameters()})
+    for mine, expected in zip(model.copies, plain.copies, strict=True):
+        torch.testing.assert_close(mine.full_tensor(), expected)
+
+
+@pytest.mark.parametrize("whose", ["torch", "hsdp"])
+def test_equal_meshes_are_one(pool2: Pool, whose: str) -> None:
+    pool2.run(_beside, whose)
 
 
 def _between(env: RankEnv) -> None:

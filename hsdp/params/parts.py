@@ -28,8 +28,6 @@ from hsdp.errors import StateError
 from hsdp.params.dtensors import part_of_whole
 from hsdp.torch_private import storage_key
 
-_aten = torch.ops.aten
-
 
 def after_write(source: DTensor, write: Callable[[Tensor], object]) -> Tensor:
     """This rank's shard as it is behind a write to the whole tensor; the shard itself is not written to.
@@ -127,6 +125,10 @@ class Part(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         return self.value.__reduce_ex__(protocol)
 
+    def view_as(self, other: Tensor) -> Tensor:
+        """A plain tensor: `to_local` and `full_tensor` make what they hand out by this method, and operators do not."""
+        return self.value.view(other.shape)
+
     @classmethod
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
@@ -146,9 +148,8 @@ class Part(Tensor):
         def again(tensor: Tensor) -> Tensor:
             if id(tensor) in same:
                 return same[id(tensor)]
-            if memory_of(tensor) not in memory or (func is _aten.view.default and tensor.shape == parts[0].shape):
-                return tensor  # the second is what `to_local` and `full_tensor` hand out
-            return Part(tensor, memory[memory_of(tensor)])
+            at = memory_of(tensor)
+            return Part(tensor, memory[at]) if at in memory else tensor
 
         return tree_map_only(Tensor, again, found)
 

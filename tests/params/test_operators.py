@@ -55,6 +55,12 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "index_copy_": lambda t: t.index_copy_(0, torch.tensor([2]), torch.ones(1, t.shape[1]).double()),
     "index_add_": lambda t: t.index_add_(0, torch.tensor([2, 2]), torch.ones(2, t.shape[1]).double(), alpha=0.5),
     "some of the rows": lambda t: t[1:4].__setitem__([0, 2], 0.0),
+    "a row, flat": lambda t: t[0].view(-1).fill_(3.0),
+    "rows as rows": lambda t: t[:2].view_as(t[:2]).mul_(2.0),
+    "a row of a row": lambda t: t[1].reshape(-1)[:2].zero_(),
+    "rows in their shape": lambda t: t[1:3].view(2, -1).mul_(5.0),
+    "rows, flattened": lambda t: t[:2].flatten().unflatten(0, (2, -1)).sub_(1.0),
+    "rows, expanded": lambda t: t[1:3].expand_as(t[1:3]).contiguous().add_(1.0),
     "normal": lambda t: t[:2].masked_fill_(t[:2] > 0, 0.0),
 }
 

@@ -69,7 +69,8 @@ def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     for at, part in enumerate(found if several else [found]):
         local = part._local_tensor
         if type(local) is Tensor and memory_of(local) != memory:
-            part._local_tensor = Part(local, Origin(source, op, args[1:], kwargs or {}, at if several else None, local))
+            origin = Origin(source, op, args[1:], kwargs or {}, at if several else None, part._spec, local)
+            part._local_tensor = Part(local, origin)
     return found
 
 

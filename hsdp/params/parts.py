@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Replicate, Shard
 from torch.utils._pytree import tree_iter, tree_map_only
 
@@ -61,6 +62,7 @@ class Origin:
 
     Attributes:
         source: the sharded tensor; `cut`, `args`, `kwargs`: what was done to it; `at`: which of the results this is.
+        spec: how that result is distributed: a dim that was not cut may be shared by ranks yet.
         copy: what DTensor made of it on this rank.
     """
 
@@ -69,6 +71,7 @@ class Origin:
     args: tuple[Any, ...]
     kwargs: dict[str, Any] = field(repr=False)
     at: int | None
+    spec: DTensorSpec
     copy: Tensor
 
     def check_fresh(self) -> None:
@@ -91,7 +94,7 @@ class Origin:
 
         def write(whole: Tensor) -> None:
             found = self.cut(whole, *self.args, **self.kwargs)
-            (found if self.at is None else found[self.at]).copy_(self.copy)
+            part_of_whole(found if self.at is None else found[self.at], self.spec).copy_(self.copy)
 
         return after_write(self.source, write)
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import warnings
+from collections import Counter
 from typing import Any
 
 import torch
@@ -34,8 +35,8 @@ _WRITES_BY_INDEX = (
     _aten.index_add_.default,
 )
 
-_meshes: set[int] = set()
-"""The hashes of meshes that parameters are sharded on.
+_meshes: Counter[int] = Counter()
+"""The hashes of meshes that parameters are sharded on, and how often each is meant.
 
 Of equal meshes DTensor gives what it computes the one that it saw first, somebody else's perhaps, and a copied tensor has a
 copy of its mesh: all of them are meant. Numbers, as meshes would keep process groups alive.
@@ -44,8 +45,13 @@ copy of its mesh: all of them are meant. Numbers, as meshes would keep process g
 
 def watch_operators(mesh: DeviceMesh) -> None:
     """Does these operators of DTensors on this mesh, and on those that are equal, as hsdp does them, from now on."""
-    _meshes.add(hash(mesh))
+    _meshes[hash(mesh)] += 1
     _register()
+
+
+def unwatch_operators(mesh: DeviceMesh) -> None:
+    """Takes back one `watch_operators`, of whatever equal mesh."""
+    _meshes[hash(mesh)] -= 1
 
 
 @functools.cache
@@ -125,7 +131,7 @@ def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 def _is_watched(tensor: Any) -> bool:
-    return isinstance(tensor, DTensor) and hash(tensor._spec.mesh) in _meshes
+    return isinstance(tensor, DTensor) and _meshes.get(hash(tensor._spec.mesh), 0) > 0
 
 
 def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

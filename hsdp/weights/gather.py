@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from hsdp.buffers.layout import Piece
 from hsdp.comm.collectives import Comm
 from hsdp.errors import StateError
 from hsdp.params.local import local_of
+from hsdp.params.operators import unwatch_operators, watch_operators
 from hsdp.params.param import ManagedParam, ParamName, refresh_flat_weights, rows_of, shown
 from hsdp.params.subclass import data_of
 from hsdp.policies import is_castable
@@ -239,10 +240,16 @@ class Loan:
         self._now: list[list[Any]] = [[] for _ in self.params]
         self._gradients: list[Tensor | None] = []  # those that the full ones had got, when these were hidden
         self._before: list[tuple[int, ParamName, Any, Any]] = []
+        self._watches = ExitStack()
 
     def show(self) -> None:
         """Registers the full parameters."""
         self.unit.lend(self._writes_back)
+        for full in self.params:
+            if isinstance(full, DTensor):
+                # Not before or behind: in forwards, activations on that mesh are the user's.
+                watch_operators(full.device_mesh)
+                self._watches.callback(unwatch_operators, full.device_mesh)
         for slot, param in enumerate(self.unit.params):
             for place in param.places:
                 module = place.module()
@@ -259,6 +266,7 @@ class Loan:
         if not self._gradients:
             three = zip(self.params, self.unit.params, self._stood_in, strict=True)
             self._gradients = [hand_on(*each) for each in three]
+        self._watches.close()
         for full in self.params:
             drop(full)
         for full, param in zip(self.params, self.unit.params, strict=True):

@@ -1,0 +1,128 @@
+"""Parameters of tensor parallelism that are lent whole: DTensors yet, which init functions and users' code write to."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
+
+import hsdp
+from hsdp.params.operators import _is_watched
+from tests.support.rig import Pool, RankEnv
+from tests.support.twin import assert_same, full_params
+
+NAMES = ("replicate", "shard", "tp")
+
+
+class Net(nn.Module):
+    """A vocabulary and features in parts, of which one row, that of padding, is zero."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.emb = nn.Embedding(10, 8, padding_idx=0)
+        self.up = nn.Linear(8, 12)
+        self.down = nn.Linear(12, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down(torch.tanh(self.up(self.emb(x))))  # type: ignore[no-any-return]
+
+
+def model_of(env: RankEnv, device: str = "cpu") -> Net:
+    """Sharded, with tensor parallelism inside."""
+    mesh = env.mesh((1, 2, 2), NAMES)
+    torch.manual_seed(0)
+    with torch.device(device):
+        model = Net().double()
+    plan = {"emb": RowwiseParallel(input_layouts=Replicate()), "up": ColwiseParallel(), "down": RowwiseParallel()}
+    parallelize_module(model, mesh["tp"], plan)
+    hsdp.fully_shard(model.up, mesh=mesh["shard"])
+    hsdp.fully_shard(model, mesh=mesh["shard"])
+    return model
+
+
+def applied(fn: Callable[[nn.Module], object]) -> Net:
+    """What one process has of it."""
+    torch.manual_seed(0)
+    plain = Net().double()
+    torch.manual_seed(1)
+    plain.apply(fn)
+    return plain
+
+
+def _reset(module: Any) -> None:
+    if hasattr(module, "reset_parameters"):
+        module.reset_parameters()
+
+
+@torch.no_grad()
+def _edit(module: nn.Module) -> None:
+    for param in module.parameters(recurse=False):
+        param[0].mul_(3.0)
+        param[:3].normal_()
+        for at, piece in enumerate(param.chunk(2)):
+            piece.add_(at)
+        param[torch.arange(param.shape[0]) % 3 == 1] = 0.5
+        param[-1] = param[1] * 2.0
+
+
+WRITES = {"reset": _reset, "edit": _edit}
+
+
+def _apply(env: RankEnv, how: str, write: str) -> None:
+    model = model_of(env, "meta" if how == "init_sharded" else "cpu")
+    torch.manual_seed(1)
+    hsdp.init_sharded(model) if how == "init_sharded" else hsdp.gathered_apply(model, WRITES[write])
+    assert_same(full_params(model), dict(applied(WRITES[write]).named_parameters()))
+
+
+@pytest.mark.parametrize(
+    ("how", "write"), [("init_sharded", "reset"), ("gathered_apply", "reset"), ("gathered_apply", "edit")]
+)
+def test_parts_of_lent_parameters_are_written_to(pool4: Pool, how: str, write: str) -> None:
+    pool4.run(_apply, how, write)
+
+
+def _in_full_params(env: RankEnv) -> None:
+    plain, model = applied(lambda module: None), model_of(env)
+    with hsdp.full_params(model, writeback="local"), torch.no_grad():
+        for m in (plain, model):
+            m.emb.weight[3] = 7.0
+            m.up.weight[:4].zero_()
+            m.up.weight[[5, 6]] = 1.0
+            m.down.weight.t()[2:9].mul_(2.0)
+        with pytest.warns(UserWarning, match="gives this rank's part of it"):
+            assert model.up.weight.norm().item() < plain.up.weight.norm().item()
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            norm: Any = model.up.weight.norm()
+            model.up.weight.div_(norm.full_tensor().item())
+            plain.up.weight.div_(plain.up.weight.norm().item())
+    assert_same(full_params(model), dict(plain.named_parameters()))
+
+
+def test_parts_are_written_to_inside_of_full_params(pool4: Pool) -> None:
+    pool4.run(_in_full_params)
+
+
+def _until_hidden(env: RankEnv) -> None:
+    """Outside, DTensors on the mesh of tensor parallelism are the user's: activations."""
+    model = model_of(env)
+    with hsdp.full_params(model.up):
+        weight = model.up.weight
+        with pytest.raises(ZeroDivisionError), hsdp.full_params(model.emb):
+            raise ZeroDivisionError
+        assert isinstance(weight, DTensor) and _is_watched(weight)
+    assert not _is_watched(weight)
+    with pytest.raises(ZeroDivisionError):
+        hsdp.gathered_apply(model, lambda module: 1 // 0)
+    assert not _is_watched(weight)
+
+
+def test_operators_on_the_mesh_of_tensor_parallelism_are_torch_s_again(pool4: Pool) -> None:
+    pool4.run(_until_hidden)

@@ -2,28 +2,28 @@
 
     uniform_ of (16, 8), Shard(0) over tp=2     each rank draws all 16 rows, and keeps 8
 
-For CUDA, DTensor sets each rank's generator forward. Where it cannot, each rank draws its block with its own generator:
-those in one state draw the same, so that the blocks of a weight are equal, and train alike for good. Functions that draw
-again until all elements are within bounds (`trunc_normal_`) ask a DTensor whether they are, and each rank is told of its
-block. Here ranks are told of all blocks: else one would draw more often than others.
+For CUDA, DTensor sets each rank's generator forward, for the operators that it knows. Where not, each rank draws its
+block with its own generator: those in one state draw the same, so that the blocks of a weight are equal, and train alike
+for good; and blocks of unequal sizes leave them in unequal states. Functions that draw again until all elements are within
+bounds (`trunc_normal_`) ask a DTensor whether they are, and each rank is told of its block. Here ranks are told of all
+blocks: else one would draw more often than others.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter, tree_map_only
 
-from hsdp.params.dtensors import as_dtensor, part_of_whole, with_dtype
+from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
 
 _aten = torch.ops.aten
-_IN_PLACE = {_aten.normal_.default, _aten.uniform_.default, _aten.bernoulli_.float}
-_LIKE = {_aten.rand_like.default, _aten.randn_like.default}
 _ASK = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
@@ -34,20 +34,49 @@ class WholeDraws(TorchDispatchMode):
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        tensor = args[0] if args else None
-        if isinstance(tensor, DTensor) and func in _ASK:
-            return func(tensor.full_tensor())
-        if func not in _IN_PLACE | _LIKE or not isinstance(tensor, DTensor) or _draws_parts(tensor.device_mesh):
-            return func(*args, **kwargs)
-        whole: Tensor = torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor._local_tensor.device)
-        whole = func(whole, *args[1:], **kwargs)
-        part = part_of_whole(whole, tensor._spec)
-        if func in _LIKE:
-            return as_dtensor(part.clone(), with_dtype(tensor._spec, part.dtype))
-        tensor._local_tensor.copy_(part)
-        return tensor
+        if func in _ASK and isinstance(args[0], DTensor):
+            return func(args[0].full_tensor())
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            given = [one for one in tree_iter((args, kwargs)) if isinstance(one, DTensor)]
+            if given and not _draws_parts(func, given[0]):
+                return _draw(func, args, kwargs, given[0]._spec)
+        return func(*args, **kwargs)
 
 
-def _draws_parts(mesh: DeviceMesh) -> bool:
+def _draw(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], spec: DTensorSpec) -> Any:
+    """Does an operator to whole tensors, and distributes what comes out as `spec` does."""
+    names = [argument.name for argument in func._schema.arguments]
+    given = dict(zip(names, args, strict=False)) | kwargs
+    written = [one.name for one in func._schema.arguments if one.alias_info is not None and one.alias_info.is_write]
+    wholes = dict(given)
+    first = given.get(names[0])
+    if isinstance(first, DTensor) and (written == names[:1] or func._schema.name.endswith("_like")):
+        wholes[names[0]] = _blank(first)  # filled, or asked for its shape: no rank waits for what another has of it
+    wholes = tree_map_only(DTensor, full_tensor, wholes)
+    found = func(**wholes)
+    targets = {id(wholes[name]): given[name] for name in written if name in given}
+    for name in written:
+        if isinstance(target := given.get(name), DTensor):
+            target._local_tensor.copy_(part_of_whole(wholes[name], target._spec))
+    return tree_map_only(
+        Tensor, lambda whole: targets[id(whole)] if id(whole) in targets else _distribute(whole, spec), found
+    )
+
+
+def _blank(tensor: DTensor) -> Tensor:
+    """Memory for the whole of a tensor, laid out as that is: it decides which element gets which number."""
+    return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor._local_tensor.device)
+
+
+def _distribute(whole: Tensor, like: DTensorSpec) -> DTensor:
+    """A whole tensor, the same on all ranks, as one that is cut as `like` if that has its shape; else each keeps all."""
+    alike = whole.shape == like.shape
+    placements = tuple(p if alike and not p.is_partial() else Replicate() for p in like.placements)
+    spec = spec_of(like.mesh, placements, whole.shape, whole.dtype)
+    return as_dtensor(part_of_whole(whole, spec).clone(memory_format=torch.contiguous_format), spec)
+
+
+def _draws_parts(func: Any, tensor: DTensor) -> bool:
     """Whether DTensor itself draws each rank's part, by setting the device's generator."""
-    return hasattr(torch.get_device_module(mesh.device_type), "set_rng_state")
+    known: Collection[Any] = getattr(DTensor._op_dispatcher, "_random_ops", ())
+    return func in known and hasattr(torch.get_device_module(tensor.device_mesh.device_type), "set_rng_state")

@@ -88,6 +88,50 @@ def test_parts_of_lent_parameters_are_written_to(pool4: Pool, how: str, write: s
     pool4.run(_apply, how, write)
 
 
+DRAWS: dict[str, Callable[[Any], object]] = {
+    "exponential_": lambda p: p.exponential_(2.0),
+    "random_": lambda p: p.random_(0, 5),
+    "log_normal_": lambda p: p.log_normal_(),
+    "cauchy_": lambda p: p.cauchy_(),
+    "geometric_": lambda p: p.geometric_(0.3),
+    "bernoulli_ by a tensor": lambda p: p.bernoulli_(torch.full_like(p, 0.5)),
+    "bernoulli": lambda p: p.copy_(torch.bernoulli(p.sigmoid())),
+    "poisson": lambda p: p.copy_(torch.poisson(p.abs())),
+    "normal": lambda p: p.copy_(torch.normal(p, 1.0)),
+    "normal, spread": lambda p: p.copy_(torch.normal(0.0, p.abs())),
+    "randint_like": lambda p: p.copy_(torch.randint_like(p, 9)),
+    "rand_like": lambda p: p.copy_(torch.rand_like(p, dtype=torch.float32)),
+    "into": lambda p: torch.bernoulli(p.sigmoid(), out=p),
+    "dropout": lambda p: p.copy_(nn.functional.dropout(p, 0.5, training=True)),
+    "a part": lambda p: p[:3].exponential_(),
+    "columns": lambda p: p[..., 1:3].normal_(),
+    "transposed": lambda p: p.t().normal_(),
+    "sparse_": lambda p: nn.init.sparse_(p, 0.3) if p.ndim > 1 else None,
+}
+
+
+def _draw(env: RankEnv) -> None:
+    for name, draw in DRAWS.items():
+
+        def fn(module: nn.Module, draw: Callable[[Any], object] = draw) -> None:
+            for param in module.parameters(recurse=False):
+                with torch.no_grad():
+                    draw(param)
+                    param.mul_(torch.rand(()).item())  # generators are where one process's is
+
+        model = model_of(env)
+        torch.manual_seed(1)
+        hsdp.gathered_apply(model, fn)
+        try:
+            assert_same(full_params(model), dict(applied(fn).named_parameters()))
+        except AssertionError as error:
+            raise AssertionError(f"{name}: {error}") from None
+
+
+def test_whatever_is_drawn_is_what_one_process_draws(pool4: Pool) -> None:
+    pool4.run(_draw)
+
+
 def _in_full_params(env: RankEnv) -> None:
     plain, model = applied(lambda module: None), model_of(env)
     with hsdp.full_params(model, writeback="local"), torch.no_grad():

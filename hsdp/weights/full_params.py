@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Literal
 
 import torch
 from torch import nn
+from torch.distributed.tensor import DTensor
 
 from hsdp.unit.lookup import unit_of_module, units_below
 from hsdp.unit.unit import Unit
@@ -71,7 +72,10 @@ def full_params(
                     loans[unit] = Loan(unit, wholes, writes_back=writeback is not None)
                     loans[unit].show()
                 del wholes
-            yield model
+            # One rank may edit alone, so that nothing is asked of others there.
+            drawn = any(isinstance(whole, DTensor) for loan in loans.values() for whole in loan.params)
+            with WholeDraws(asks=False) if drawn else nullcontext():
+                yield model
         for loan in loans.values():
             loan.refuse_lost("full_params")
         values = {unit: loan.values("full_params") for unit, loan in loans.items()} if writeback is not None else {}
@@ -144,7 +148,7 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loan.keep_marks()
         del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 
-    with leaving_word(units), hiding(loans), WholeDraws():  # type: ignore[no-untyped-call]
+    with leaving_word(units), hiding(loans), WholeDraws():
         visit(model, units, fn, enter, leave)
     return model
 

@@ -145,7 +145,7 @@ def _run(
             elif id(module) in names:
                 _reset_of(module)()
 
-    with hiding(loans), WholeDraws():  # type: ignore[no-untyped-call]
+    with hiding(loans), WholeDraws():
         visit(model, units, initialise, enter, leave)
 
 

@@ -28,13 +28,22 @@ _ASK = {_aten._local_scalar_dense.default, _aten.is_nonzero.default}
 
 
 class WholeDraws(TorchDispatchMode):
-    """Inside it random functions give a DTensor the block of what they would give one process."""
+    """Inside it, DTensors are filled with the part of this rank of what one process would draw.
+
+    Args:
+        asks: `.item()`, `float()` and `bool()` of a DTensor tell of the whole. It is gathered for that, so that all ranks
+            have to ask.
+    """
+
+    def __init__(self, asks: bool = True) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._asks = asks
 
     def __torch_dispatch__(
         self, func: Any, types: Sequence[type], args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         kwargs = kwargs or {}
-        if func in _ASK and isinstance(args[0], DTensor):
+        if self._asks and func in _ASK and isinstance(args[0], DTensor):
             return func(args[0].full_tensor())
         if torch.Tag.nondeterministic_seeded in func.tags:
             given = [one for one in tree_iter((args, kwargs)) if isinstance(one, DTensor)]

@@ -154,6 +154,22 @@ def test_parts_are_written_to_inside_of_full_params(pool4: Pool) -> None:
     pool4.run(_in_full_params)
 
 
+def _drawn_in_full_params(env: RankEnv) -> None:
+    """Each rank draws, all alike: what is initialised again there is what one process has."""
+    plain, model = applied(lambda module: None), model_of(env)
+    with hsdp.full_params(model, writeback="local"), torch.no_grad():
+        for m in (plain, model):
+            torch.manual_seed(3)
+            m.emb.reset_parameters()
+            m.up.weight.exponential_()
+            m.down.bias.normal_()
+    assert_same(full_params(model), dict(plain.named_parameters()))
+
+
+def test_draws_inside_of_full_params_are_those_of_one_process(pool4: Pool) -> None:
+    pool4.run(_drawn_in_full_params)
+
+
 def _until_hidden(env: RankEnv) -> None:
     """Outside, DTensors on the mesh of tensor parallelism are the user's: activations."""
     model = model_of(env)

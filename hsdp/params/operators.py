@@ -28,7 +28,6 @@ _CUTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_w
 _ASKS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default)
 _WRITES_BY_INDEX = (
     _aten.index_put_.default,
-    _aten._index_put_impl_.default,
     _aten.index_fill_.int_Scalar,
     _aten.index_fill_.int_Tensor,
     _aten.index_copy_.default,

@@ -132,8 +132,12 @@ def test_whatever_is_drawn_is_what_one_process_draws(pool4: Pool) -> None:
     pool4.run(_draw)
 
 
+def _twins(env: RankEnv) -> tuple[Net, Net]:
+    return applied(lambda module: None), model_of(env)
+
+
 def _in_full_params(env: RankEnv) -> None:
-    plain, model = applied(lambda module: None), model_of(env)
+    plain, model = _twins(env)
     with hsdp.full_params(model, writeback="local"), torch.no_grad():
         for m in (plain, model):
             m.emb.weight[3] = 7.0
@@ -156,7 +160,7 @@ def test_parts_are_written_to_inside_of_full_params(pool4: Pool) -> None:
 
 def _drawn_in_full_params(env: RankEnv) -> None:
     """Each rank draws, all alike: what is initialised again there is what one process has."""
-    plain, model = applied(lambda module: None), model_of(env)
+    plain, model = _twins(env)
     with hsdp.full_params(model, writeback="local"), torch.no_grad():
         for m in (plain, model):
             torch.manual_seed(3)

@@ -27,7 +27,7 @@ from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.made import is_of_weights
-from hsdp.checkpoint.models import Handover
+from hsdp.checkpoint.models import Handover, unwritable
 from hsdp.checkpoint.optimizers import OptimizerStaging, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
@@ -163,8 +163,15 @@ def load_full_state_dict(
     """
     ranks = Ranks(process_group)
     what = "load_full_state_dict"
-    begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), model_entries(model)), {"src_rank": src_rank})
-    source, entries = begun
+
+    def begun() -> tuple[int, dict[str, Entry]]:
+        source, entries = ranks.rank_of(src_rank), model_entries(model)
+        for name, entry in entries.items():
+            if isinstance(entry.value, Tensor) and (told := unwritable(entry.value)) is not None:
+                raise CheckpointError(f"{name!r} cannot be loaded: {told}")
+        return source, entries
+
+    source, entries = ranks.agree(what, begun, {"src_rank": src_rank})
     agree_on_sizes(ranks, what, {name: entry.value for name, entry in entries.items()})
     here = ranks.rank == source
     given: Mapping[str, Any] = (state or {}) if here else {}

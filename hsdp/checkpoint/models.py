@@ -136,12 +136,8 @@ class ModelReading:
         """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""
         for name, entry in entries.items():
             target = entry.value
-            block = local_of(target)
-            if any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True)):
-                raise CheckpointError(
-                    f"{name!r} cannot be loaded: in the model several of its elements are one place in memory, as expand() "
-                    "makes them; give the model a copy of it (.contiguous())"
-                )
+            if (told := unwritable(target)) is not None:
+                raise CheckpointError(f"{name!r} cannot be loaded: {told}")
             if entry.beside is not None:
                 pass  # it is in no state dict: it is read into where it is
             elif not self._handed.writes_to(target):
@@ -180,6 +176,17 @@ def _whole_name(name: str) -> str:
     """The name itself; of a part of an extra state the extra state's."""
     above, found, _ = name.partition(f"{EXTRA_STATE}.")
     return above + EXTRA_STATE if found else name
+
+
+def unwritable(target: Tensor) -> str | None:
+    """Why nothing can be loaded into the memory of a tensor; None: it can."""
+    block = local_of(target)
+    if any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True)):
+        return (
+            "in the model several of its elements are one place in memory, as expand() makes them; give the model a copy "
+            "of it (.contiguous())"
+        )
+    return None
 
 
 class Handover:

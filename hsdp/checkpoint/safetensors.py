@@ -35,7 +35,7 @@ from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
 from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
 from hsdp.checkpoint.full import first_names, tell_units
 from hsdp.checkpoint.handles import when_settled
-from hsdp.checkpoint.models import Handover
+from hsdp.checkpoint.models import Handover, unwritable
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
@@ -315,6 +315,8 @@ def _check(
             and not torch.equal(_read(places[first], value), _read(places[name], value))
         ):
             problems.append(f"{first!r} and {name!r} are one parameter in the model, but differ in the files")
+        elif (told := unwritable(value)) is not None:
+            problems.append(f"{name!r} cannot be loaded: {told}")
         if dtype != value.dtype:
             converted.append(name)
     loaded = tuple(name for name in wanted if name not in missing)

@@ -301,16 +301,29 @@ def test_numbered_state_is_refused_with_the_way_to_name_it(pool2: Pool) -> None:
     pool2.run(_refused)
 
 
-def test_an_expanded_buffer_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
+@pytest.mark.parametrize("function", ["load", "load_full_state_dict", "load_safetensors"])
+def test_an_expanded_buffer_is_refused_before_anything_is_loaded(tmp_path: Path, function: str) -> None:
     model = nn.Linear(2, 2)
     model.register_buffer("scale", torch.full((1,), 3.0).expand(4))
-    checkpoint.save(tmp_path, model, step=1)
+    checkpoint.save(tmp_path / "own", model, step=1)
+    checkpoint.save_safetensors(tmp_path / "safetensors", model)
+    state = {name: value.clone() for name, value in model.state_dict().items()}
     before = model.weight.detach().zero_().clone()
+
+    def load() -> None:
+        if function == "load":
+            checkpoint.load(tmp_path / "own", model)
+        elif function == "load_safetensors":
+            checkpoint.load_safetensors(tmp_path / "safetensors", model)
+        else:
+            checkpoint.load_full_state_dict(model, state)
+
     with pytest.raises(CheckpointError, match=r"'scale' cannot be loaded: .* give the model a copy of it"):
-        checkpoint.load(tmp_path, model)
+        load()
     assert torch.equal(model.weight, before)
     model.scale = model.scale.contiguous()
-    checkpoint.load(tmp_path, model)
+    load()
+    assert torch.equal(model.weight, state["weight"])
 
 
 def _tied(env: RankEnv) -> None:

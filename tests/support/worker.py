@@ -104,9 +104,8 @@ class _Worker:
         if dist.is_initialized():
             dist.destroy_process_group()
             forget_meshes()
-            # Frozen with the imports: no collection would see them.
-            gc.unfreeze()
-            self._frozen = 0
+            gc.unfreeze()  # groups and meshes were frozen with the imports: no collection would see them
+            self._freeze()  # here, or the collections behind this command and before the next call would see everything
         self.env = RankEnv(self.env.rank, self.env.world_size, self.env.device)
         backends = use_device(self.env.device, self.env.rank, self.env.world_size)
         if not self.grouped:
@@ -136,9 +135,12 @@ class _Worker:
         A module is no garbage, and with the tests' modules in sight the collection behind each run takes 40 to 100 ms.
         """
         if len(sys.modules) != self._frozen:
-            gc.collect()  # first: what is frozen is never collected
-            gc.freeze()
-            self._frozen = len(sys.modules)
+            self._freeze()
+
+    def _freeze(self) -> None:
+        gc.collect()  # first: what is frozen is never collected
+        gc.freeze()
+        self._frozen = len(sys.modules)
 
     def check(self) -> int:
         """Raise if the last run left global state changed, or the process groups out of step; count the groups."""

@@ -27,6 +27,11 @@ def some(cases: Collection[Any]) -> list[Any]:
     return list(cases) if FULL else list(cases)[::5]
 
 
+def dealt(cases: Collection[Any], part: int, parts: int) -> list[Any]:
+    """Of `cases`, those that the test number `part` of `parts` similar ones runs now: each is run by one of them."""
+    return list(cases) if FULL else list(cases)[part::parts]
+
+
 def each_value_once(cases: Sequence[tuple[Hashable, ...]]) -> list[int]:
     """Of the combinations `cases`, one value per parameter each, some that have every value: their indices, in order.
 

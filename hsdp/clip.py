@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Iterator
+from itertools import chain
 
 import torch
 import torch.distributed as dist
@@ -26,7 +27,7 @@ from hsdp.comm.divergence import CLIP, note_event_of
 from hsdp.errors import StateError
 from hsdp.schedule.optimizer_hooks import check_communicated
 from hsdp.schedule.runtime import await_failure
-from hsdp.unit.lookup import unit_of, unit_of_module
+from hsdp.unit.lookup import place_of, unit_of, unit_of_module
 from hsdp.unit.unit import Unit
 
 Groups = tuple[ProcessGroup, ...]
@@ -79,6 +80,8 @@ def clip_grad_norm_(
     order, limit = _check_numbers(max_norm, norm_type)
     params = _distinct(parameters)
     units = _join(params)
+    if not isinstance(parameters, nn.Module):
+        params = _in_one_order(params, units)
     in_tree = any(unit.in_tree for unit in units)
     if in_tree and order not in (1.0, 2.0, math.inf):
         raise ValueError(
@@ -178,6 +181,16 @@ def _join(params: list[Tensor]) -> list[Unit]:
         units.append(unit)
     note_event_of(CLIP, (comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)))
     return units
+
+
+def _in_one_order(params: list[Tensor], units: list[Unit]) -> list[Tensor]:
+    """The parameters in an order that all ranks have, though they list them in others, as they do the elements of a set.
+
+    Replicas are to add up their gradients alike to the last bit, and ranks of several meshes to reduce over these in turn.
+    """
+    in_turn = sorted(units, key=lambda unit: place_of(unit.params[0].sharded))
+    places = {id(param.sharded): place for place, param in enumerate(chain(*(unit.params for unit in in_turn)))}
+    return sorted(params, key=lambda param: places.get(id(param), len(places)))
 
 
 def _agreed(norm: Tensor, units: list[Unit]) -> Tensor:

@@ -259,13 +259,13 @@ class Member(Protocol):
 
 
 def note_event_of(event: int, members: Iterable[Member]) -> None:
-    """Notes an event with the guards of these members, and which members of each group it is about."""
+    """Notes an event with the guards of these members, and which members of each group it is about, in whatever order."""
     numbers: dict[DivergenceGuard, list[int]] = {}
     for member in members:
         if member.divergence_guard is not None:
             numbers.setdefault(member.divergence_guard, []).append(member.number)
     for divergence_guard, of in numbers.items():
-        divergence_guard.note_event(hash((event, *of)))
+        divergence_guard.note_event(hash((event, *sorted(of))))
 
 
 _clients: weakref.WeakKeyDictionary[ProcessGroup, dict[int, tuple[Any, bool]]] = weakref.WeakKeyDictionary()

@@ -27,7 +27,7 @@ from hsdp.params.shares import Share, share_of
 from hsdp.params.subclass import is_composite
 from hsdp.params.tensor_parallel import same_sharding
 from hsdp.schedule.optimizer_hooks import check_communicated
-from hsdp.unit.lookup import memory_of, unit_of
+from hsdp.unit.lookup import memory_of, place_of, unit_of
 from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.replica_gather import ReplicaGather
 from hsdp.unit.sharing import share_gradients
@@ -88,7 +88,7 @@ class ReplicaGathers:
 
     def __init__(self, pairs: Sequence[tuple[Any, Share]]) -> None:
         units: dict[Unit, list[tuple[Any, Share]]] = {}
-        for param, share in pairs:
+        for param, share in sorted(pairs, key=lambda pair: place_of(pair[0])):
             unit = unit_of(param)
             assert unit is not None, "only units have replicas"
             units.setdefault(unit, []).append((param, share))

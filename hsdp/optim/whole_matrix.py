@@ -30,7 +30,7 @@ from hsdp.optim.replicas import STEPPED, part_of_grad, share_gradients_of, share
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
 from hsdp.params.tensor_parallel import same_sharding
-from hsdp.unit.lookup import name_of
+from hsdp.unit.lookup import name_of, place_of
 
 BUCKET_BYTES = 32 * 1024 * 1024
 
@@ -189,10 +189,12 @@ class WholeMatrix(torch.optim.Optimizer):
     def _plan(self, pairs: list[tuple[Tensor, dict[str, Any]]]) -> list[_Plan]:
         known: dict[Any, Held] = {}
         by_ranks: dict[tuple[int, ...], list[MatrixParam]] = {}
-        for param, group in pairs:
+        for param, group in sorted(pairs, key=lambda pair: place_of(pair[0])):
             target = MatrixParam(param, group, known, share_of_param(param) if self._over_replicas else None)
             by_ranks.setdefault(target.ranks, []).append(target)
-        return [self._plan_among(ranks, targets) for ranks, targets in by_ranks.items()]
+        # Ranks of several meshes (dense layers, experts) step those in one order, or they would wait for each other.
+        order = sorted(by_ranks, key=lambda ranks: (-len(ranks), ranks))
+        return [self._plan_among(ranks, by_ranks[ranks]) for ranks in order]
 
     def _plan_among(self, ranks: tuple[int, ...], targets: list[MatrixParam]) -> _Plan:
         """The plan for the parameters that these ranks hold together; without ranks, for plain tensors."""
@@ -211,7 +213,8 @@ class WholeMatrix(torch.optim.Optimizer):
         for bucket in buckets:
             bucket.route(me)
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
-        told = repr((matrices, [target.param.grad is not None for target in targets], self._over_replicas, self._stopped))
+        given = [(name_of(target.param), target.param.grad is not None) for target in targets]
+        told = repr((matrices, given, self._over_replicas, self._stopped))
         behind = "" if self._stopped is None else f", behind a step that failed after {self._stopped} changes"
         label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters{behind}")
         key = zlib.crc32(told.encode()) << 16

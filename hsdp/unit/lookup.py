@@ -45,6 +45,19 @@ def name_of(param: Tensor) -> str:
     return f"parameter {fqn!r} of unit {unit.name!r}"
 
 
+def place_of(param: Tensor) -> tuple[int | str, ...]:
+    """Sorts parameters alike on all ranks, in whatever order these list them (a set of parameters has another on each).
+
+    Those of units come first, by the numbers of their units; of others nobody knows how other ranks call them: they stay in
+    the order in which they are.
+    """
+    unit = unit_of(param)
+    if unit is None:
+        return (1,)
+    slot = next(at for at, managed in enumerate(unit.params) if managed.sharded is param)
+    return (0, unit.shard_comm.number, unit.replicate_comm.number, unit.name, slot)
+
+
 def class_name(module: nn.Module) -> str:
     """The name of a module's class, or of the class that it had before `fully_shard`."""
     name = type(module).__name__

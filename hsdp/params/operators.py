@@ -4,20 +4,25 @@ select, slice, split, ...    parts along the sharded dim are copies, to which wr
 fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
-item, float, bool            of a sum over ranks that is still to come: this rank's part, which is warned of
+item, float, bool            of a sum over ranks that is still to come: of the whole sum in an optimizer's step, in which all
+                             ranks are; elsewhere this rank's part, which is warned of
+pow_, clamp_, ...            of such a sum, which DTensor refuses as its placements change; it is added up first
 """
 
 from __future__ import annotations
 
 import functools
+import sys
 import warnings
 from collections import Counter
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
+from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.params.dtensors import as_dtensor, full_tensor, spec_of
@@ -33,6 +38,19 @@ _WRITES_BY_INDEX = (
     _aten.index_copy_.default,
     _aten.index_add_.default,
 )
+
+_IN_PLACE = (
+    _aten.pow_.Scalar,
+    _aten.clamp_.default,
+    _aten.clamp_min_.default,
+    _aten.sqrt_.default,
+    _aten.rsqrt_.default,
+    _aten.reciprocal_.default,
+)
+"""Of those that are not the same of a sum as of its parts, those that optimizers do to norms and means."""
+
+CLOSURE = "closure_of_step"
+"""The function that calls a user's closure in an optimizer's step has this name."""
 
 _meshes: Counter[int] = Counter()
 """The hashes of meshes that parameters are sharded on, and how often each is meant.
@@ -59,6 +77,7 @@ def _register() -> None:
     handlers.update(dict.fromkeys(_CUTS, _cut))
     handlers.update(dict.fromkeys(_ASKS, _ask))
     handlers.update(dict.fromkeys(_WRITES_BY_INDEX, _write_by_index))
+    handlers.update(dict.fromkeys(_IN_PLACE, _in_place))
     handlers[_aten.index_put.default] = _with_index_written
     handlers[_aten.index.Tensor] = _read_by_index
     handlers[_aten.fill_.Tensor] = _fill
@@ -119,14 +138,43 @@ def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 
 def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     tensor = args[0]
-    if _is_watched(tensor) and any(placement.is_partial() for placement in tensor.placements):
-        # Not gathered here: who logs on one rank alone would wait for the others.
-        warnings.warn(
-            "hsdp: item(), float() or bool() of a DTensor that is still to be reduced over ranks (a norm, sum or maximum "
-            "of sharded tensors) gives this rank's part of it; call .full_tensor() first, on all ranks",
-            stacklevel=2,
-        )
+    if not _is_watched(tensor) or not _is_partial(tensor):
+        return _as_torch_does(op, args, kwargs)
+    if _is_stepping():
+        return op(full_tensor(tensor), *args[1:])
+    # Not gathered here: who logs on one rank alone would wait for the others.
+    warnings.warn(
+        "hsdp: item(), float() or bool() of a DTensor that is still to be reduced over ranks (a norm, sum or maximum "
+        "of sharded tensors) gives this rank's part of it; call .full_tensor() first, on all ranks",
+        stacklevel=2,
+    )
     return _as_torch_does(op, args, kwargs)
+
+
+def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """The tensor gets other placements, in its own object: nobody has a copy of what was still to be added up."""
+    tensor = args[0]
+    if isinstance(tensor, DTensor) and _is_watched(tensor) and _is_partial(tensor):
+        whole = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
+        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
+    return _as_torch_does(op, args, kwargs)
+
+
+def _is_partial(tensor: DTensor) -> bool:
+    return any(placement.is_partial() for placement in tensor.placements)
+
+
+def _is_stepping() -> bool:
+    """Whether an optimizer's step asks: on all ranks. Its closure is the user's, who may look at a loss on one rank."""
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        name = frame.f_code.co_name
+        if name == CLOSURE:
+            return False
+        if name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+            return True
+        frame = frame.f_back
+    return False
 
 
 def _is_watched(tensor: Any) -> bool:

@@ -191,7 +191,7 @@ def _before_optimizer_step(
         return None
 
     @functools.wraps(closure)
-    def ready(*args: Any, **kwargs: Any) -> Any:
+    def closure_of_step(*args: Any, **kwargs: Any) -> Any:  # by this name operators.py knows it
         _closure_begins(optimizer)
         told = closure(*args, **kwargs)
         with torch.no_grad():
@@ -200,8 +200,8 @@ def _before_optimizer_step(
         return told
 
     if place is None:
-        return args, {**kwargs, "closure": ready}
-    return (*args[:place], ready, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "closure": closure_of_step}
+    return (*args[:place], closure_of_step, *args[place + 1 :]), kwargs
 
 
 def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -> int | None:

@@ -63,9 +63,8 @@ def be_late(env: RankEnv, steps: int) -> tuple[str, str]:
 def test_a_late_rank_is_named_once(pool4: Pool, steps: int) -> None:
     outcomes = pool4.run(be_late, steps)
     printed = "".join(text for text, _ in outcomes)
-    assert printed.count("HSDP_SLOW=0.5") == 1
+    assert printed.count(f"for rank(s) [{LATE}] in ") == 1  # on a busy machine others may be late, too
     assert printed.startswith("hsdp: 3 rank(s) have waited 0.")
-    assert f"for rank(s) [{LATE}] in " in printed
     assert "unit" in printed
     traced = [summary for text, summary in outcomes if text]
     assert steps == 0 or printed.removeprefix("hsdp: ").split(" (HSDP")[0] in traced[0]

@@ -4,8 +4,8 @@ select, slice, split, ...    parts along the sharded dim are copies, to which wr
 fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
-item, float, bool            of a sum over ranks that is still to come: in an optimizer's step, which all ranks make, of the whole
-                             sum; elsewhere of this rank's part, which is warned of
+item, float, bool            of a sum over ranks that is still to come: in an optimizer's step, which all ranks make, of the
+                             whole sum; elsewhere of this rank's part, which is warned of
 pow_, clamp_, ...            of such a sum, which DTensor refuses as its placements change; it is added up first
 """
 

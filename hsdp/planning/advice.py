@@ -57,13 +57,15 @@ def _memory(plan: PlanData) -> Diagnosis:
         f"it does not fit: the peak is {bytes_of(plan.memory.total)} of {bytes_of(limit)}, "
         f"of which {bytes_of(largest)} are {term}"
     )
+    if plan.memory.step > plan.memory.total:
+        trouble = f"it does not fit: the optimizer's step takes {bytes_of(plan.memory.step)} of {bytes_of(limit)}"
     for options in (_single_remedies(plan), _double_remedies(plan)):
         fitting = [(plan.changed(**one), one) for one in options]
         found = [(_rate(other), other, one) for other, one in fitting if other.fits]
         if found:
             best = sorted(found, key=lambda item: -item[0])[:2]
             advice = tuple(
-                Advice(f"{_in_words(plan, one)} (a peak of {bytes_of(other.memory.total)})", one, "fits")
+                Advice(f"{_in_words(plan, one)} (a peak of {bytes_of(other.memory.most)})", one, "fits")
                 for _, other, one in best
             )
             return Diagnosis(trouble, advice, "")
@@ -202,13 +204,13 @@ def _offers(plan: PlanData, options: Iterator[dict[str, Any]]) -> tuple[Advice, 
         key = tuple(one)
         if gain <= 1 + HIDDEN or not _affordable(plan, other) or (key in best and best[key].gain >= gain):
             continue
-        told = f"{gain - 1:.0%} more tokens/s, a peak of {bytes_of(other.memory.total)}"
-        best[key] = Advice(f"{_in_words(plan, one)} ({told} instead of {bytes_of(plan.memory.total)})", one, "speed", gain)
+        told = f"{gain - 1:.0%} more tokens/s, a peak of {bytes_of(other.memory.most)}"
+        best[key] = Advice(f"{_in_words(plan, one)} ({told} instead of {bytes_of(plan.memory.most)})", one, "speed", gain)
     return tuple(sorted(best.values(), key=lambda advice: -advice.gain))
 
 
 def _affordable(plan: PlanData, other: PlanData) -> bool:
-    return other.memory.total <= (plan.assumptions.memory or _MOST_MEMORY * plan.memory.total)
+    return other.memory.most <= (plan.assumptions.memory or _MOST_MEMORY * plan.memory.most)
 
 
 def _rate(plan: PlanData) -> float:

@@ -61,8 +61,8 @@ def plan(
 
     Bytes and numbers of collectives are those of a backend, exactly: they come from the planner that `fully_shard` uses,
     and from the order in which the library works. (Ranks that share memory make fewer calls.) Memory is that of parameters,
-    gradients, communication and activations, without what the allocator, CUDA and NCCL take. Times are those of a roofline:
-    see `Machine`, `Link` and `flops`. All parameters are used in the step. `print(plan)` says what was assumed.
+    gradients, communication, activations and, nearly, the optimizer's step, without what the allocator, CUDA and NCCL take.
+    Times are those of a roofline: see `Machine`, `Link` and `flops`. All parameters are used. `print(plan)` says the rest.
 
     Args:
         model: the model, sharded already or not yet. It may be on the meta device, where it takes no memory.

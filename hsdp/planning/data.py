@@ -155,7 +155,7 @@ class PlanData(ABC):
     @property
     def fits(self) -> bool:
         """Whether the peak fits the device's memory, if that is known."""
-        return self.assumptions.memory is None or self.memory.total <= self.assumptions.memory
+        return self.assumptions.memory is None or self.memory.most <= self.assumptions.memory
 
     @property
     def tokens_per_second(self) -> float:
@@ -281,7 +281,7 @@ def _optimizer(units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> Op
 def _memory(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> MemoryPlan:
     stepping = _optimizer(units, wires, told)
     held = _activations(units, told)
-    return replay(events, units, stepping.state_bytes, held, told.backend, told.over_replicas)
+    return replay(events, units, stepping.state_bytes, held, told.backend, told.over_replicas, stepping.step_bytes)
 
 
 def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> TimePlan:

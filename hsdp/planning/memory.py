@@ -34,17 +34,24 @@ class MemoryPlan:
         at: what happens at that moment, and to which unit.
         largest: the largest that each term gets at any moment.
         host: bytes in host memory, or files, of units that are offloaded: shards, optimizer state and gradients.
+        step: bytes alive at most in the optimizer's step: shards, states, gradients, and what the step makes beside them.
     """
 
     peak: dict[str, int]
     at: str
     largest: dict[str, int]
     host: int = 0
+    step: int = 0
 
     @property
     def total(self) -> int:
-        """The peak."""
+        """The peak of forward and backward."""
         return sum(self.peak.values())
+
+    @property
+    def most(self) -> int:
+        """The peak, the optimizer's step included: what has to fit."""
+        return max(self.total, self.step)
 
     @property
     def persistent(self) -> int:
@@ -64,6 +71,7 @@ def replay(
     activations: Sequence[UnitActivations],
     backend: str,
     over_replicas: bool = False,
+    step_bytes: int = 0,
 ) -> MemoryPlan:
     """The peak of a step.
 
@@ -74,6 +82,7 @@ def replay(
         activations: of each unit.
         backend: "gloo" receives reduce-scatters beside their inputs.
         over_replicas: replicas share gradients out.
+        step_bytes: what the optimizer's step makes beside what it steps.
     """
     ledger = _Ledger(units, backend, over_replicas)
     ledger.now["parameters"] = sum(unit.total("device_bytes") for unit in units)
@@ -92,7 +101,8 @@ def replay(
     for event in events:
         for index in event.units:
             ledger.play(event.verb, index)
-    return MemoryPlan(ledger.peak, ledger.at, ledger.largest, host)
+    stepped = sum(ledger.now[term] for term in ("parameters", "optimizer", "gradients"))
+    return MemoryPlan(ledger.peak, ledger.at, ledger.largest, host, stepped + step_bytes)
 
 
 class _Ledger:

@@ -88,6 +88,41 @@ class OptimizerPlan:
     def _head(self) -> UnitPlan | None:
         return head_of(self.units)
 
+    @property
+    def step_bytes(self) -> int:
+        """What the step makes beside what it steps: Muon's matrices, or behind them one tensor of each other shard's size.
+
+        That is what foreach implementations make, PyTorch's default on devices. Fused ones make nothing, and the loops that
+        are the default on CPUs a tensor at a time.
+        """
+        resident = [(unit, group) for unit in self.units for group in unit.dtype_groups if not group.offloaded]
+        local = [self._local_bytes(unit, group, self.wires.over_replicas) for unit, group in resident]
+        return max(self._matrix_bytes, sum(others for _, others in local))
+
+    @property
+    def _matrix_bytes(self) -> int:
+        """Of the bucket that an owner iterates and of those before and behind it: see `hsdp.optim.exchange`."""
+        if not self._matrices:
+            return 0
+        replicas, buckets = self.wires.replicas, self._buckets
+        ranks = replicas * self.wires.shards
+        elements = sum(param.numel for param in self._matrices) / ranks / buckets  # of an owner, in a bucket
+        owned = WIRE_BYTES * elements
+        sent = owned * (ranks - 1) / ranks  # to owners, and as much comes from others
+        back = replicas * sent
+        sides = max(min(shape) / max(shape) for shape in map(_flat, self._matrices))
+        # The gradients with momentum, in fp32, are cut; matrices are kept until all are iterated, beside two of x and two
+        # Gram matrices of the last iteration; what comes out travels to all that hold it.
+        starting = elements * 4 * replicas / self.sharers + owned + 2 * sent
+        iterating = owned * (3 + 2 * sides) + sent
+        returning = 2 * owned + sent + 2 * back
+        beside = 0.0
+        if buckets > 1:  # the next one has been sent
+            beside += owned + 2 * sent
+        if buckets > 2:  # of the one before the updates come
+            beside += owned + 2 * back
+        return math.ceil(max(starting, iterating, returning) + beside)
+
     # -- bytes ---------------------------------------------------------------------------------------------------
 
     def arriving(self, unit: UnitPlan) -> list[Collective]:
@@ -168,6 +203,12 @@ def _most(ranks: int, costs: tuple[float, ...]) -> float:
     for rank, cost in zip(owners_of(tuple(loads), costs, [[]] * len(costs)), costs, strict=True):
         loads[rank] += cost
     return max(loads.values())
+
+
+def _flat(param: ParamFacts) -> tuple[int, int]:
+    """Rows and columns of each of a parameter's matrices."""
+    shape = param.shape
+    return (shape[0], math.prod(shape[1:])) if param.convolution else (shape[-2], shape[-1])
 
 
 def _costs(param: ParamFacts) -> list[float]:

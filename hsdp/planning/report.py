@@ -190,6 +190,12 @@ def _memory_rows(plan: PlanData) -> Iterable[Row]:
         "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}, as far as it is counted"
     )
     yield "total", bytes_of(plan.memory.total), "", told
+    made = (
+        "matrices on their way"
+        if plan.assumptions.optimizer == "muon"
+        else "a tensor of a shard's size (none with fused=True)"
+    )
+    yield "its step", bytes_of(plan.memory.step), "", f"the optimizer's: shards, states, gradients and {made}"
     if plan.memory.host:
         yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
 
@@ -222,7 +228,7 @@ def _comparison_row(plan: PlanData, best: bool) -> Row:
         f"{plan.replicas} x {plan.shards}",
         bytes_of(plan.memory.persistent),
         bytes_of(plan.memory.peak["activations"]),
-        bytes_of(plan.memory.total) + ("" if plan.fits else " (does not fit)"),
+        bytes_of(plan.memory.most) + ("" if plan.fits else " (does not fit)"),
         bytes_of(slow["all-gather"] + slow["reduce-scatter"]),
         bytes_of(slow["all-reduce"]),
         seconds_of(plan.time.step),
@@ -343,7 +349,7 @@ def comparison_as_csv(comparison: ComparisonData) -> str:
             int(plan is comparison.best),
             int(plan.fits),
             plan.memory.persistent,
-            plan.memory.total,
+            plan.memory.most,
             plan.time.step,
             plan.time.compute,
             plan.time.optimizer,

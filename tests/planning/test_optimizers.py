@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 from dataclasses import dataclass
 from typing import Any
@@ -16,10 +17,12 @@ from hsdp.format import seconds_of
 from hsdp.optim import Muon, local
 from hsdp.optim.matrices import Bucket, MatrixParam, deal
 from hsdp.optim.replicas import share_of_param
+from hsdp.params.local import local_of
 from hsdp.planning import Link, Plan, compare
 from hsdp.planning.command import main
 from hsdp.planning.schedule import Event, Verb, rehearse
 from hsdp.planning.timing import clock
+from tests.support.counting import LiveBytes
 from tests.support.rig import fake_world
 from tests.support.sharded import mesh_id
 
@@ -236,3 +239,50 @@ def test_matrices_without_elements_are_planned(shape: tuple[int, int]) -> None:
     model = nn.Sequential(nn.Linear(4, 4, bias=False), nn.Linear(4, 4, bias=False))
     model[0].extra = nn.ParameterList([nn.Parameter(torch.empty(shape))])
     assert plan_of(model, mesh=(2, 2)).time.optimizer > 0.0
+
+
+class Pairs(nn.Module):
+    """Matrices of two shapes."""
+
+    def __init__(self, width: int, pairs: int) -> None:
+        super().__init__()
+        made = (nn.Linear(256, width, bias=False), nn.Linear(width, 256, bias=False))
+        self.blocks = nn.ModuleList(nn.Sequential(*copy.deepcopy(made)) for _ in range(pairs))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        for block in self.blocks:
+            x = block(x)
+        return x
+
+
+@pytest.mark.parametrize("shares", [False, True])
+@pytest.mark.parametrize("kind", ["foreach", "muon"])
+@pytest.mark.parametrize(
+    ("mesh", "width", "pairs"), [((1, 8), 256, 10), ((2, 4), 256, 10), ((2, 4), 768, 10), ((2, 1), 768, 60)]
+)
+def test_the_memory_of_its_step_is_about_as_planned(
+    mesh: tuple[int, int], width: int, pairs: int, kind: str, shares: bool
+) -> None:
+    shares = shares and mesh[0] > 1
+    with fake_world(math.prod(mesh)) as env:
+        model = Pairs(width, pairs)
+        named: Any = "muon" if kind == "muon" else "elementwise"
+        plan = hsdp.plan(model, mesh=mesh, tokens_per_rank=4, optimizer=named, over_replicas=shares)
+        hsdp.shard_units(model, "blocks.*", mesh=env.mesh(mesh))
+        if kind == "muon":
+            optimizer: Any = Muon(model.parameters(), over_replicas=shares)
+        else:
+            optimizer = local(torch.optim.AdamW(model.parameters(), foreach=True), over_replicas=shares)
+        for _ in range(2):
+            model(torch.ones(4, 256)).sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        model(torch.ones(4, 256)).sum().backward()
+        with LiveBytes() as live:
+            optimizer.step()
+        gradients = sum(local_of(param.grad).numel() * 4 for param in model.parameters())
+        measured = plan.memory.persistent + gradients + live.peak
+        assert plan.memory.step == pytest.approx(measured, rel=0.1)
+        assert plan.memory.most == max(plan.memory.step, plan.memory.total)
+        tight = plan.changed(memory=max(plan.memory.total, plan.memory.step) - 1)
+        assert not tight.fits and plan.changed(memory=plan.memory.most).fits

@@ -21,6 +21,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
+from hsdp.torch_private import storage_key
+
 
 def _function(kind: type[Tensor]) -> Any:
     """The `__torch_function__` of a class, without the class that it is bound to."""
@@ -28,6 +30,7 @@ def _function(kind: type[Tensor]) -> Any:
 
 
 _PLAIN = (_function(Tensor), _function(nn.Parameter))
+_LOST = object()
 PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 
@@ -95,6 +98,27 @@ def data_of(tensor: Tensor) -> Tensor:
     """The plain tensor inside one with a gather extension; any other tensor, or a composite, is its own data."""
     name = _data_name(tensor) if extends(tensor) else None
     return tensor if name is None else getattr(tensor, name)
+
+
+def around_other(tensor: Tensor, data: Tensor) -> Tensor:
+    """The subclass of a tensor with a gather extension around other `data`: with more rows, or on another device.
+
+    What was set on the tensor later and rebuilding loses (torchao's precomputed scales) comes along: else ranks whose
+    tensor is rebuilt would compute otherwise than the rest, and perhaps communicate otherwise. What rebuilding makes of the
+    data itself, its number of rows say, does not.
+    """
+    wrapper = wrapper_of(tensor, "a shard")
+    assert wrapper is not None, "parameters with a gather extension have one"
+    own = data_of(tensor)
+    made, again = wrapper.around(data), wrapper.around(own)
+    for name, value in vars(tensor).items():
+        rebuilt = vars(again).get(name, _LOST)
+        if isinstance(value, Tensor):
+            if value is not rebuilt and storage_key(value.untyped_storage()) != storage_key(own.untyped_storage()):
+                setattr(made, name, value.to(data.device))
+        elif value is not rebuilt and _words(value) != _words(rebuilt):
+            setattr(made, name, value)
+    return made
 
 
 def beside(tensor: Tensor) -> dict[str, Tensor]:

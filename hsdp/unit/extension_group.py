@@ -31,7 +31,7 @@ from hsdp.errors import ExtensionError, HSDPError
 from hsdp.offload import OffloadPolicy
 from hsdp.params.local import local_of
 from hsdp.params.param import ManagedParam, rows_of, share_marks
-from hsdp.params.subclass import POST, PRE, data_of, parts_of, wrapper_of
+from hsdp.params.subclass import POST, PRE, around_other, data_of, parts_of
 from hsdp.policies import MixedPrecisionPolicy
 from hsdp.torch_private import keeping_versions, storage_key
 from hsdp.unit.dtype_group import U8, DtypeGroup, GroupKey
@@ -109,10 +109,8 @@ class ExtensionGroup(DtypeGroup):
         piece = self.layout.pieces[index]
         if piece.rows(self.rank) == piece.chunk and self.shard.device == self.device:
             return local
-        wrapper = wrapper_of(local, "a shard")
-        assert wrapper is not None, "parameters of this dtype group have one"
         rows = self.shard.data[piece.offset : piece.offset + piece.numel].to(self.device, non_blocking=True)
-        return wrapper.around(rows.view(piece.chunk, *piece.spec.shape[1:]))
+        return around_other(local, rows.view(piece.chunk, *piece.spec.shape[1:]))
 
     def guarded(self, index: int) -> list[Tensor]:
         """What the unsharded parameter consists of, but for what the subclass keeps beside it: a table for all, say."""

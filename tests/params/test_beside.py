@@ -15,6 +15,7 @@ from torch.utils._pytree import tree_map_only
 import hsdp
 from hsdp.elastic.healing import HealedState
 from hsdp.examples.int8_gather import Int8Weight
+from hsdp.params.subclass import around_other
 from tests.support.rig import Pool, RankEnv
 
 SHAPES = [(2, 1), (1, 2)]
@@ -79,6 +80,29 @@ class InContext(Scaled):
     @classmethod
     def __tensor_unflatten__(cls, inner: dict[str, Tensor], context: Any, size: Any, stride: Any) -> Any:
         return cls(inner["rows"], context["made"].scale)
+
+
+class SetLater(Int8Weight):
+    """The same with a factor that somebody sets later, and that rebuilding loses: torchao's precomputed scales are so."""
+
+    factor: Any = None
+
+    def __init__(self, rows: Tensor, _: Any = None) -> None:
+        super().__init__(rows)
+        self.count, self.alias = len(rows), rows.view(-1)
+
+    def fsdp_pre_all_gather(self, mesh: Any) -> Any:  # type: ignore[override]
+        assert self.count == len(self.rows) == len(self.alias) // 8, "what is made of the data is that of these rows"
+        return (self.rows if self.factor is None else self.rows * self.factor,), None
+
+    def fsdp_post_all_gather(  # type: ignore[override]
+        self, gathered: tuple[Tensor, ...], metadata: None, param_dtype: torch.dtype, *, out: Tensor | None = None
+    ) -> Any:
+        if out is None:
+            whole = gathered[0].clone()
+            return whole, (whole,)
+        out.data.copy_(gathered[0][: len(out)])
+        return None
 
 
 def _model(env: RankEnv, shape: tuple[int, int], kind: Any, scale: Any = None, **options: Any) -> Any:
@@ -176,3 +200,28 @@ def check_given(env: RankEnv) -> None:
 
 def test_a_replica_that_joins_gets_them(pool2: Pool) -> None:
     pool2.run(check_given)
+
+
+def check_set_later(env: RankEnv) -> None:
+    """Ranks with fewer rows than the first, whose tensor is rebuilt before it is asked, compute as the others do."""
+    torch.manual_seed(0)
+    model: Any = nn.Linear(8, 3, bias=False)
+    weight = model.weight.detach().clone()
+    model.weight = nn.Parameter(SetLater(weight))
+    hsdp.fully_shard(model, mesh=env.mesh((1, 2)))
+    local = model.weight._local_tensor
+    for factor in (2.0, torch.tensor(3.0)):
+        local.factor = factor
+        with torch.no_grad():
+            torch.testing.assert_close(model(X), X @ (weight * factor).T)
+
+
+def test_what_is_set_later_stays_where_rows_are_uneven(pool2: Pool) -> None:
+    pool2.run(check_set_later)
+
+
+def test_what_is_set_later_goes_along_to_another_device() -> None:
+    tensor: Any = SetLater(torch.ones(1, 8))
+    tensor.factor = torch.tensor(3.0)
+    made: Any = around_other(tensor, torch.ones(2, 8, device="meta"))
+    assert made.factor.is_meta and made.count == 2 and made.alias.shape == (16,)

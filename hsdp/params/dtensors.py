@@ -1,4 +1,4 @@
-"""DTensors around local tensors as they are: nothing is copied, checked or communicated."""
+"""DTensors around local tensors as they are: making them copies, checks and communicates nothing."""
 
 from __future__ import annotations
 
@@ -81,6 +81,15 @@ def replicates_implicitly() -> bool:
     return bool(getattr(DTensor._op_dispatcher, "_allow_implicit_replication", False))
 
 
+def largest(numbers: Tensor, mesh: DeviceMesh) -> Tensor:
+    """Of each number the largest that a rank of the mesh has; all of them ask."""
+    for axis in range(mesh.ndim):  # one by one: DTensor flattens several, and cannot where the mesh's are turned
+        placements: list[Placement] = [Replicate()] * mesh.ndim
+        placements[axis] = Partial("max")
+        numbers = as_dtensor(numbers, spec_of(mesh, tuple(placements), numbers.shape, numbers.dtype)).full_tensor()
+    return numbers
+
+
 @functools.cache
 def find_infs_on_all_axes() -> None:
     """Has `GradScaler` learn of overflows in any of the gradients, on all ranks; once per process.
@@ -97,11 +106,7 @@ def find_infs_on_all_axes() -> None:
         # reduction on every rank: those that have no gradients on a smaller mesh do not know of it.
         meshes = dict.fromkeys(grad.device_mesh for grad in grads if isinstance(grad, DTensor))
         for mesh in sorted(meshes, key=lambda mesh: mesh.size()):
-            for axis in range(mesh.ndim):  # one by one: DTensor flattens several, and cannot where the mesh's are turned
-                placements: list[Placement] = [Replicate()] * mesh.ndim
-                placements[axis] = Partial("max")
-                spec = spec_of(mesh, tuple(placements), found.shape, found.dtype)
-                found.copy_(as_dtensor(found, spec).full_tensor())
+            found.copy_(largest(found, mesh))
 
     handlers[torch.ops.aten._amp_foreach_non_finite_check_and_unscale_.default] = of_all
 

@@ -9,10 +9,13 @@ import weakref
 from collections.abc import Iterable
 from typing import Protocol
 
-from torch import nn
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from hsdp.errors import StateError
 from hsdp.params.param import ManagedParam
+from hsdp.params.parts import memory_of, name_by, span
+from hsdp.params.pending import landed
 
 
 class Owner(Protocol):
@@ -59,6 +62,30 @@ def owner_of(param: object) -> Owner | None:
 def owners() -> list[Owner]:
     """All units of the process."""
     return list(dict.fromkeys(unit for ref in list(_managed.values()) if (unit := ref()) is not None))
+
+
+def name_of(tensor: DTensor) -> str | None:
+    """Names the sharded parameter that a tensor is or is a view of, or whose gradient; None if it is none of a unit's."""
+    for owner in owners():
+        for param in owner.params:
+            for what, one in (("parameter", param.sharded), ("the gradient of parameter", param.sharded.grad)):
+                if isinstance(one, DTensor) and _is_view(tensor, one):
+                    return f"{what} {param.fqn!r} of unit {owner.name!r}"
+    return None
+
+
+name_by(name_of)
+
+
+def _is_view(tensor: DTensor, other: DTensor) -> bool:
+    """Whether a tensor is another one, or a view of it: autograd knows of most, and by its memory one knows `.data`."""
+    if tensor is other or tensor._base is other:
+        return True
+    view, local = landed(tensor._local_tensor), landed(other._local_tensor)
+    if not (type(view) is type(local) is Tensor and view.numel()):
+        return False
+    (start, end), (first, last) = span(view), span(local)
+    return memory_of(view) == memory_of(local) and first <= start and end <= last
 
 
 def refuse_tied(param: ManagedParam, unit_name: str) -> None:

@@ -7,7 +7,8 @@ it is lost there. Here it goes on to this rank's shard:
     a write to a `Part`           of the gathered copy, and then of what this rank has of it
     index_put_, index_fill_, ...  (`grad[mask] = 0`) are done to a whole of which this rank's part is kept (operators.py)
 
-All ranks write, each the same: they all hold the copy. Nothing is communicated for a write.
+All ranks write, each the same: they all hold the copy. What they communicate for a write is whether it may be done: a rank
+sees by its own rows alone that a copy is of former values, and all of them have to refuse it.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.buffers.fingerprints import same_bits
 from hsdp.errors import StateError
-from hsdp.params.dtensors import part_of_whole
+from hsdp.params.dtensors import largest, part_of_whole
 from hsdp.torch_private import storage_key
 
 
@@ -50,9 +51,9 @@ def refuse_stripes(source: DTensor) -> None:
     spec = source._spec
     if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
         raise StateError(
-            f"a write to a part of a DTensor of shape {tuple(spec.shape)} with placements {spec.placements}, which "
-            "torch would lose; multiply the whole tensor by a mask that is sharded as it is, or write to a parameter "
-            "inside hsdp.full_params(model, writeback='rank0')"
+            f"a write to a part of {_told(source)} with placements {spec.placements}, which torch would lose; multiply the "
+            "whole tensor by a mask that is sharded as it is, or write to a parameter inside hsdp.full_params(model, "
+            "writeback='rank0')"
         )
 
 
@@ -74,16 +75,10 @@ class Origin:
     spec: DTensorSpec
     copy: Tensor
 
-    def check_fresh(self) -> None:
-        """Raises StateError if a write is not to reach the shard, or has another one there since the part was cut."""
-        spec = self.source._spec
-        refuse_stripes(self.source)
-        mine, local = self._merged(), self.source._local_tensor
-        if not same_bits(mine, local.value if isinstance(local, Part) else local):
-            raise StateError(
-                f"a write to a part of a DTensor of shape {tuple(spec.shape)}, to which somebody has written since: the "
-                "part is a copy, of the values of then; take it anew"
-            )
+    def stale(self) -> bool:
+        """Whether another write has reached what this rank has of the part, since it was cut."""
+        local = self.source._local_tensor
+        return not same_bits(self._merged(), local.value if isinstance(local, Part) else local)
 
     def write_back(self) -> None:
         """Puts what this rank has of the copy into its shard."""
@@ -97,6 +92,43 @@ class Origin:
             part_of_whole(found if self.at is None else found[self.at], self.spec).copy_(self.copy)
 
         return after_write(self.source, write)
+
+
+def _check_fresh(origins: list[Origin]) -> None:
+    """Raises StateError on all ranks if a write is not to reach a shard, or another one has since its part was cut."""
+    for origin in origins:
+        refuse_stripes(origin.source)
+    for mesh in dict.fromkeys(origin.source.device_mesh for origin in origins):
+        asked = [origin for origin in origins if origin.source.device_mesh == mesh]
+        stale = torch.tensor([origin.stale() for origin in asked], dtype=torch.int32, device=asked[0].copy.device)
+        for origin, found in zip(asked, largest(stale, mesh).tolist(), strict=True):
+            if found:
+                raise StateError(
+                    f"a write to a part of {_told(origin.source)}, to which somebody has written since: the part is a "
+                    "copy, of the values of then; take it anew"
+                )
+
+
+def _told(source: DTensor) -> str:
+    """Names the tensor that parts were cut from."""
+    shape = f"a DTensor of shape {tuple(source._spec.shape)}"
+    while isinstance(local := source._local_tensor, Part):
+        source = local.origin.source
+    name = _name_of(source)
+    return shape if name is None else f"{name} ({shape})"
+
+
+def _unknown(source: DTensor) -> str | None:
+    return None
+
+
+_name_of: Callable[[DTensor], str | None] = _unknown
+
+
+def name_by(find: Callable[[DTensor], str | None]) -> None:
+    """Has errors name tensors as `find` does: ownership.py, which stands on this file, knows parameters' names."""
+    global _name_of
+    _name_of = find
 
 
 class Part(Tensor):
@@ -138,9 +170,8 @@ class Part(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(Part, lambda part: part.value, (args, kwargs))
-        written = {id(part.origin): part.origin for part in _written(func, args, kwargs)}.values()
-        for origin in written:
-            origin.check_fresh()
+        written = list({id(part.origin): part.origin for part in _written(func, args, kwargs)}.values())
+        _check_fresh(written)
         found = func(*plain_args, **plain_kwargs)
         for origin in written:
             origin.write_back()
@@ -168,3 +199,10 @@ def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterat
 def memory_of(tensor: Tensor) -> int:
     """Tells the memory of a local tensor from others."""
     return storage_key(tensor.untyped_storage()) if not isinstance(tensor, Part) else memory_of(tensor.value)
+
+
+def span(tensor: Tensor) -> tuple[int, int]:
+    """Where in its storage the elements of a tensor begin and end."""
+    start = int(tensor.storage_offset())
+    steps = zip(tensor.shape, tensor.stride(), strict=True)
+    return start, start + (1 + sum((size - 1) * stride for size, stride in steps) if tensor.numel() else 0)

@@ -155,21 +155,53 @@ def test_writes_between_forward_and_backward_are_seen(pool2: Pool) -> None:
 
 
 def _stale(env: RankEnv, write: str) -> None:
-    """A part is a copy: who writes to the tensor meanwhile writes past it."""
+    """A part is a copy: who writes to the tensor meanwhile writes past it. All ranks say so, whoever has the rows."""
     model: Any = _model()
-    hsdp.fully_shard(model, mesh=env.mesh(2))
+    hsdp.fully_shard(model, mesh=env.mesh(env.world_size))
     weight = model[2].weight
+    before = weight.full_tensor()
     with torch.no_grad():
-        rows = weight[1:5]
-        weight.mul_(2.0) if write == "whole" else weight[2:4].mul_(2.0)
-        with pytest.raises(hsdp.StateError, match="take it anew"):
-            rows.add_(1.0)
+        for rows in (weight[0], weight[-2:], weight.t()[:, 0], weight[1:5][3]):
+            if write == "whole":
+                weight.mul_(2.0)
+            elif write == "data":
+                weight.data.mul_(2.0)
+            elif write == "foreach":
+                torch._foreach_mul_([weight], 2.0)
+            elif write == "to_local":
+                weight.to_local().mul_(2.0)
+            else:
+                for row in (0, 4, 5):
+                    weight[row].mul_(2.0)
+            with pytest.raises(hsdp.StateError, match=r"^a write to a part of parameter '2\.weight' .*take it anew"):
+                rows.add_(1.0)
+            del rows
+        after = weight.full_tensor()
+        assert torch.equal(after[0], before[0] * 16.0) and torch.equal(after[-2:], before[-2:] * 16.0)
         assert torch.equal(weight[1:5][1:3].add_(1.0).full_tensor(), weight.full_tensor()[2:4])
 
 
-@pytest.mark.parametrize("write", ["whole", "another part"])
-def test_writes_to_parts_that_are_stale_are_refused(pool2: Pool, write: str) -> None:
-    pool2.run(_stale, write)
+@pytest.mark.parametrize("write", ["whole", "another part", "data", "foreach", "to_local"])
+@pytest.mark.parametrize("world", [2, 4])
+def test_writes_to_parts_that_are_stale_are_refused(request: pytest.FixtureRequest, world: int, write: str) -> None:
+    pool_for(request, (world,)).run(_stale, write)
+
+
+def _stale_grad(env: RankEnv) -> None:
+    model: Any = _model()
+    hsdp.fully_shard(model, mesh=env.mesh((2, 2)))
+    model(torch.ones(2, 4, dtype=torch.float64)).sum().backward()
+    grad = model[2].weight.grad
+    row = grad[0]
+    grad.mul_(2.0)
+    with pytest.raises(
+        hsdp.StateError, match=r"^a write to a part of the gradient of parameter '2\.weight' .*take it anew"
+    ):
+        row.zero_()
+
+
+def test_writes_to_parts_of_gradients_that_are_stale_are_refused(pool4: Pool) -> None:
+    pool4.run(_stale_grad)
 
 
 def _pending(env: RankEnv) -> None:

@@ -16,7 +16,7 @@ from __future__ import annotations
 import copy
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -57,6 +57,10 @@ def refuse_stripes(source: DTensor) -> None:
         )
 
 
+_Layer: TypeAlias = "tuple[Tensor, Origin | None]"
+"""Memory that a write reaches: all of a tensor, or those elements of it of which a part has a copy."""
+
+
 @dataclass(eq=False)
 class Origin:
     """Where a part was cut from.
@@ -80,33 +84,90 @@ class Origin:
         local = self.source._local_tensor
         return not same_bits(self._merged(), local.value if isinstance(local, Part) else local)
 
+    def layers(self) -> list[_Layer]:
+        """What a write reaches: the copy, and what that was cut from; a copy too, perhaps, and then what is below."""
+        local = self.source._local_tensor
+        below = local.origin.layers()[1:] if isinstance(local, Part) else []
+        return [(self.copy, None), (local.value if isinstance(local, Part) else local, self), *below]
+
+    def covered(self) -> Tensor:
+        """Of which elements of this rank's shard it has a copy."""
+        spec = self.source._spec
+        whole = torch.zeros(spec.shape, dtype=torch.bool, device=self.copy.device)
+        self._of(whole).fill_(True)
+        return part_of_whole(whole, spec)
+
     def write_back(self) -> None:
         """Puts what this rank has of the copy into its shard."""
         self.source._local_tensor.copy_(self._merged())
 
     def _merged(self) -> Tensor:
         """This rank's shard with what it has of the copy in it."""
+        return after_write(self.source, lambda whole: self._of(whole).copy_(self.copy))
 
-        def write(whole: Tensor) -> None:
-            found = self.cut(whole, *self.args, **self.kwargs)
-            part_of_whole(found if self.at is None else found[self.at], self.spec).copy_(self.copy)
+    def _of(self, whole: Tensor) -> Tensor:
+        """What this rank's copy is one of, in a tensor of the whole's shape: a view."""
+        found = self.cut(whole, *self.args, **self.kwargs)
+        return part_of_whole(found if self.at is None else found[self.at], self.spec)
 
-        return after_write(self.source, write)
 
+def _check_write(origins: list[Origin], others: list[Tensor]) -> None:
+    """Raises StateError on all ranks if a write is not to reach a shard, or cannot be put there rightly.
 
-def _check_fresh(origins: list[Origin]) -> None:
-    """Raises StateError on all ranks if a write is not to reach a shard, or another one has since its part was cut."""
+    Args:
+        origins: those of the parts that an operator writes to.
+        others: local tensors that it writes to as they are.
+    """
     for origin in origins:
         refuse_stripes(origin.source)
+    clashing = _clashing(origins, others)
     for mesh in dict.fromkeys(origin.source.device_mesh for origin in origins):
         asked = [origin for origin in origins if origin.source.device_mesh == mesh]
-        stale = torch.tensor([origin.stale() for origin in asked], dtype=torch.int32, device=asked[0].copy.device)
-        for origin, found in zip(asked, largest(stale, mesh).tolist(), strict=True):
-            if found:
+        faults = [2 if origin in clashing else int(origin.stale()) for origin in asked]
+        told = largest(torch.tensor(faults, dtype=torch.int32, device=asked[0].copy.device), mesh)
+        for origin, fault in zip(asked, told.tolist(), strict=True):
+            if fault == 2:
+                raise StateError(
+                    f"one operator writes to several parts of {_told(origin.source)} that overlap, or to a part and to the "
+                    "tensor itself: a part is a copy of all that was cut first, and one of the writes would be lost; take "
+                    "a part, write to it, and only then take the next"
+                )
+            if fault == 1:
                 raise StateError(
                     f"a write to a part of {_told(origin.source)}, to which somebody has written since: the part is a "
                     "copy, of the values of then; take it anew"
                 )
+
+
+def _clashing(origins: list[Origin], others: list[Tensor]) -> list[Origin]:
+    """The parts whose copies share elements of this rank's shard with other parts' copies, or with other tensors."""
+    written: list[tuple[Origin | None, list[_Layer]]] = [(origin, origin.layers()) for origin in origins]
+    written += [(None, [(one, None)]) for one in others]
+    return [
+        origin
+        for origin, layers in written
+        if origin is not None and any(_overlap(layers, found) for other, found in written if other is not origin)
+    ]
+
+
+def _overlap(ones: list[_Layer], others: list[_Layer]) -> bool:
+    """Whether two writes reach the same elements of the first memory that both of them reach."""
+    for one, covered in ones:
+        for other, covered_too in others:
+            if memory_of(one) == memory_of(other):
+                (start, end), (first, last) = span(one), span(other)
+                if min(end, last) <= max(start, first):
+                    return False
+                low, high = min(start, first), max(end, last)
+                painted = torch.zeros(high - low, dtype=torch.bool, device=one.device)
+                painted.as_strided(one.shape, one.stride(), start - low).copy_(_mask(one, covered))
+                seen = painted.as_strided(other.shape, other.stride(), first - low)
+                return bool((seen & _mask(other, covered_too)).any())
+    return False
+
+
+def _mask(tensor: Tensor, origin: Origin | None) -> Tensor:
+    return torch.ones((), dtype=torch.bool, device=tensor.device) if origin is None else origin.covered()
 
 
 def _told(source: DTensor) -> str:
@@ -170,8 +231,10 @@ class Part(Tensor):
     ) -> Any:
         kwargs = kwargs or {}
         plain_args, plain_kwargs = tree_map_only(Part, lambda part: part.value, (args, kwargs))
-        written = list({id(part.origin): part.origin for part in _written(func, args, kwargs)}.values())
-        _check_fresh(written)
+        targets = list(_written(func, args, kwargs))
+        written = list({id(one.origin): one.origin for one in targets if isinstance(one, Part)}.values())
+        if written:
+            _check_write(written, [one for one in targets if not isinstance(one, Part)])
         found = func(*plain_args, **plain_kwargs)
         for origin in written:
             origin.write_back()
@@ -188,12 +251,12 @@ class Part(Tensor):
         return tree_map_only(Tensor, again, found)
 
 
-def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Part]:
-    """The parts that an operator writes to."""
+def _written(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Iterator[Tensor]:
+    """The tensors that an operator writes to."""
     for at, argument in enumerate(func._schema.arguments):
         if argument.alias_info is not None and argument.alias_info.is_write:
             given = args[at] if at < len(args) else kwargs.get(argument.name)
-            yield from (one for one in tree_iter(given) if isinstance(one, Part))
+            yield from (one for one in tree_iter(given) if isinstance(one, Tensor))
 
 
 def memory_of(tensor: Tensor) -> int:

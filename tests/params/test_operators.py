@@ -34,6 +34,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "a row of rows": lambda t: t[1:5][2].sub_(4.0),
     "chunks": lambda t: [piece.mul_(at) for at, piece in enumerate(t.chunk(3))],
     "foreach": lambda t: torch._foreach_mul_(list(t.split(2)), 3.0),
+    "foreach of a row": lambda t: torch._foreach_mul_(list(t[1].split(2)), 3.0),
     "split by sizes": lambda t: t.split([1, t.shape[0] - 1])[1].clamp_(-0.1, 0.1),
     "narrow": lambda t: t.narrow(0, 1, 2).copy_(t.narrow(0, 2, 2) * 2.0),
     "diagonal": lambda t: t.diagonal().fill_(1.0),
@@ -202,6 +203,55 @@ def _stale_grad(env: RankEnv) -> None:
 
 def test_writes_to_parts_of_gradients_that_are_stale_are_refused(pool4: Pool) -> None:
     pool4.run(_stale_grad)
+
+
+OVERLAPS: dict[str, Callable[[Any], list[Any]]] = {
+    "whole and row": lambda t: [t, t[0]],
+    "row and whole": lambda t: [t[0], t],
+    "a row twice": lambda t: [t[5], t[5]],
+    "a row of rows": lambda t: [t[0], t[0:2]],
+    "row and column": lambda t: [t[3], t[:, 1]],
+    "turned": lambda t: [t.t()[:, 2], t[1:3]],
+    "data": lambda t: [t.data[4], t[4]],
+    "blocks of the same rows": lambda t: [t[:3, :2], t[:3, 2:]],
+}
+APART: dict[str, Callable[[Any], list[Any]]] = {
+    "rows": lambda t: [t[0], t[2:4], t[5]],
+    "rows of steps": lambda t: [t[::2], t[1::2]],
+    "columns": lambda t: [t[:, 0], t[:, 2:4]],
+    "rows of one copy": lambda t: list(t[1:4].unbind()),
+    "one copy and a row of it": lambda t: [rows := t[1:4], rows[1]],
+}
+
+
+def _foreach(env: RankEnv, shape: tuple[int, ...], columns: bool) -> None:
+    """One operator that writes to several parts: each is a copy of its own, and what they share would be lost."""
+    options: dict[str, Any] = {"mesh": env.mesh(shape), "shard_placement_fn": _on_columns if columns else None}
+    plain, model = _model(), _model()
+    hsdp.fully_shard(model, **options)
+    weight: Any = model[2].weight
+    with torch.no_grad():
+        for name, parts in APART.items():
+            for m in (plain, model):
+                torch._foreach_mul_([m[4].weight[1], *parts(m[2].weight)], 3.0)
+            torch.testing.assert_close(weight.full_tensor(), plain[2].weight, msg=name)
+        for name, parts in OVERLAPS.items():
+            if not columns or name == "row and column":
+                with pytest.raises(hsdp.StateError, match="only then take the next"):
+                    torch._foreach_mul_([model[4].weight[1], *parts(weight)], 2.0)
+            else:  # rows are views there, and columns two copies that do not overlap
+                for m in (plain, model):
+                    torch._foreach_mul_([m[4].weight[1], *parts(m[2].weight)], 2.0)
+            torch.testing.assert_close(weight.full_tensor(), plain[2].weight, msg=name)
+    torch.testing.assert_close(model[4].weight.full_tensor(), plain[4].weight)
+
+
+@pytest.mark.parametrize("columns", [False, True])
+@pytest.mark.parametrize("shape", [(2,), (4,), (2, 2)], ids=mesh_id)
+def test_lists_of_parts_that_overlap_are_refused(
+    request: pytest.FixtureRequest, shape: tuple[int, ...], columns: bool
+) -> None:
+    pool_for(request, shape).run(_foreach, shape, columns)
 
 
 def _pending(env: RankEnv) -> None:

@@ -2,6 +2,7 @@
 
 select, slice, split, ...    parts along the sharded dim are copies, to which writes are lost: see parts.py
 fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
+copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to parts only: loads have checks of their own
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
 item, float, bool            of a sum over ranks that is still to come: in an optimizer's step, which all ranks make, of the
@@ -25,7 +26,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
-from hsdp.params.dtensors import as_dtensor, full_tensor, spec_of
+from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
 from hsdp.params.parts import Origin, Part, after_write, memory_of, refuse_stripes
 
 _aten = torch.ops.aten
@@ -81,6 +82,7 @@ def _register() -> None:
     handlers[_aten.index_put.default] = _with_index_written
     handlers[_aten.index.Tensor] = _read_by_index
     handlers[_aten.fill_.Tensor] = _fill
+    handlers[_aten.copy_.default] = _copy
 
 
 def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -105,6 +107,18 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _as_torch_does(op, args, kwargs)
     op(tensor._local_tensor, value)
     return tensor
+
+
+def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`weight[1:4] = rows`: a plain tensor counts as a whole part, and is the same on all ranks."""
+    target, source, *others = args
+    is_part = _is_watched(target) and (isinstance(target._local_tensor, Part) or target._base is not None)
+    if not is_part or isinstance(source, DTensor):
+        return _as_torch_does(op, args, kwargs)
+    refuse_stripes(target)
+    spec = target._spec
+    op(target._local_tensor, part_of_whole(source.expand(spec.shape), spec), *others, **(kwargs or {}))
+    return target
 
 
 def _write_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import io
+import math
 import operator
 import warnings
 from collections.abc import Callable
@@ -22,6 +23,12 @@ from tests.support.sharded import mesh_id, pool_for
 from tests.support.share import dealt
 from tests.support.twin import assert_same, full_grads, full_params
 
+
+def _counted(*shape: int) -> Tensor:
+    """A plain tensor whose elements differ."""
+    return torch.arange(1.0, 1.0 + math.prod(shape), dtype=torch.float64).view(shape)
+
+
 WRITES: dict[str, Callable[[Any], object]] = {
     "row": lambda t: t[0].fill_(3.0),
     "last row": lambda t: t[-1].mul_(2.0),
@@ -29,6 +36,12 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "set rows": lambda t: t.__setitem__(slice(0, 3), 0.0),
     "set an element": lambda t: t.__setitem__((2, 1), 7.0),
     "set a column": lambda t: t.__setitem__((slice(None), 0), 5.0),
+    "plain rows": lambda t: t.__setitem__(slice(1, 4), _counted(3, t.shape[1])),
+    "a plain row": lambda t: t.__setitem__(4, _counted(t.shape[1])),
+    "plain columns": lambda t: t.__setitem__((slice(None), slice(1, 3)), _counted(t.shape[0], 2)),
+    "a plain block": lambda t: t.__setitem__((slice(0, 4, 2), slice(0, 3)), _counted(2, 3)),
+    "one plain row for several": lambda t: t.__setitem__(slice(1, None), _counted(t.shape[1]).float()),
+    "a plain copy": lambda t: t.data.narrow(1, 1, 2).t().copy_(_counted(2, 1)),
     "steps": lambda t: t[::2].add_(1.0),
     "rows of rows": lambda t: t[1:5][1:3].mul_(-1.0),
     "a row of rows": lambda t: t[1:5][2].sub_(4.0),
@@ -252,6 +265,21 @@ def test_lists_of_parts_that_overlap_are_refused(
     request: pytest.FixtureRequest, shape: tuple[int, ...], columns: bool
 ) -> None:
     pool_for(request, shape).run(_foreach, shape, columns)
+
+
+def _whole(env: RankEnv) -> None:
+    """To a tensor itself, which torch takes `weight[:]` for, no plain one is copied: loads have checks of their own."""
+    model: Any = _model()
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    with torch.no_grad():
+        with pytest.raises(RuntimeError, match="mixed"):
+            model[2].weight.copy_(torch.zeros(6, 6))
+        with pytest.raises(RuntimeError, match="mixed"):
+            model[2].weight[:] = torch.zeros(6, 6)
+
+
+def test_plain_tensors_are_copied_to_parts_only(pool2: Pool) -> None:
+    pool2.run(_whole)
 
 
 def _pending(env: RankEnv) -> None:

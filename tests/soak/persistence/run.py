@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 import fnmatch
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import Any
 
@@ -167,9 +167,9 @@ class Snapshot:
     """A twin's state at a moment, and how it gets it back; `alias`: with tensors in which shows what comes later."""
 
     def __init__(self, twin: Run, alias: bool = False) -> None:
-        copied = (lambda state: state) if alias else copy.deepcopy
-        self.model = copied(twin.model.state_dict())
-        self.optimizer = copied(twin.optimizer.state_dict())
+        self._copied: Callable[[Any], Any] = (lambda state: state) if alias else copy.deepcopy
+        self.model = self._copied(twin.model.state_dict())
+        self.optimizer = self._copied(twin.optimizer.state_dict())
         self.schedule = twin.schedule()
 
     def give(self, twin: Run) -> None:
@@ -179,7 +179,7 @@ class Snapshot:
 
     def give_states(self, twin: Run) -> None:
         """Puts the optimizer's state and the scheduler's into a twin."""
-        twin.optimizer.load_state_dict(copy.deepcopy(self.optimizer))
+        twin.optimizer.load_state_dict(self._copied(self.optimizer))  # which puts the tensors of an alias into use again
         twin.put_schedule(self.schedule)
 
     def give_weights(self, twin: Run, pattern: str, extras: bool = True) -> None:

@@ -1,6 +1,6 @@
 """The manifest of a checkpoint, and the proof that the files beside it are those that it lists.
 
-{"format": ..., "version": ..., "step": 300, "sequence": 12, "world_size": 8, "earlier": [...],
+{"format": ..., "version": ..., "step": 300, "sequence": 1795920000000000000, "world_size": 8, "earlier": [...],
  "files": {name: {"bytes": ..., "crc32": ...}}, "crc32": that of all of this}
 """
 
@@ -41,7 +41,8 @@ class Manifest:
 
     Attributes:
         step: the step it was saved at.
-        sequence: 1 for the first save into its directory, one more for each later one, whatever their steps.
+        sequence: higher than that of any checkpoint saved before, whatever their steps: nanoseconds since 1970, or one more
+            than the save before it if the clock is behind that. Earlier versions counted from 1.
         world_size: number of ranks that saved it.
         files: every file but the manifest, by name.
         earlier: the names of the checkpoints that were in the directory when it was saved.

@@ -19,6 +19,7 @@ import logging
 import os
 import re
 import shutil
+import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -200,8 +201,9 @@ def publish(
             those that it replaces could not be removed.
     """
     earlier, damaged = _scan(directory)
-    # What cannot be read now, and perhaps can be later, may have the next numbers.
-    sequence = (earlier[-1][0].sequence if earlier else 0) + len(damaged) + 1
+    # Only the clock is known to be past what cannot be read now, or was moved away, and perhaps comes back. Where it lags
+    # behind that of another host, what can be read counts.
+    sequence = max(time.time_ns(), earlier[-1][0].sequence + 1 if earlier else 1)
     names = tuple(sorted({path.name for _, path in earlier} | {path.name for path, _ in damaged}))
     manifest = Manifest(step, sequence, world_size, dict(sorted(files.items())), names)
     try:

@@ -55,11 +55,10 @@ def test_retention_keeps_those_saved_last(tmp_path: Path) -> None:
 
 
 def test_saving_a_step_again_replaces_it(tmp_path: Path) -> None:
-    for content in (b"first", b"second"):
-        save(tmp_path, 5, content)
+    first, second = (manifests.read_manifest(save(tmp_path, 5, content)) for content in (b"first", b"second"))
     assert names(tmp_path) == ["step-000005"]
     assert (tmp_path / "step-000005" / "data").read_bytes() == b"second"
-    assert manifests.read_manifest(tmp_path / "step-000005").sequence == 2
+    assert first.sequence < second.sequence
 
 
 def test_what_a_dead_run_left_is_swept_by_the_next_save(tmp_path: Path) -> None:
@@ -91,15 +90,41 @@ def test_a_damaged_manifest_is_named_by_latest_but_does_not_stop_saving(tmp_path
     assert checkpoint.latest(tmp_path) == tmp_path / "step-000003"
 
 
-def test_what_was_saved_beside_one_that_could_not_be_read_stays_the_last_when_it_can(tmp_path: Path) -> None:
-    """Both got the same number in the order, and the one of the higher step was taken, and the new one pruned."""
-    save(tmp_path, 10)
-    unread = save(tmp_path, 20) / manifests.MANIFEST
-    content = unread.read_text()
-    unread.write_text("")
-    new = save(tmp_path, 15)
-    unread.write_text(content)
-    assert checkpoint.latest(tmp_path) == new
+@pytest.mark.parametrize("saves", [1, 4])
+@pytest.mark.parametrize("gone", ["unreadable", "moved-away"])
+def test_what_was_saved_beside_one_that_could_not_be_read_stays_the_last_when_it_can(
+    tmp_path: Path, saves: int, gone: str
+) -> None:
+    """The earlier one had the same number in the order, or, saved again and again, a higher one: it was taken, and the new
+    one pruned.
+    """
+    save(tmp_path / "run", 10)
+    for _ in range(saves):
+        unread = save(tmp_path / "run", 20)
+    content = (unread / manifests.MANIFEST).read_text()
+    if gone == "unreadable":
+        (unread / manifests.MANIFEST).write_text("")
+    else:
+        unread.rename(tmp_path / "away")
+    new = save(tmp_path / "run", 15)
+    if gone == "unreadable":
+        (unread / manifests.MANIFEST).write_text(content)
+    else:
+        (tmp_path / "away").rename(unread)
+    assert checkpoint.latest(tmp_path / "run") == new
+    save(tmp_path / "run", 30, keep=2)
+    assert names(tmp_path / "run") == ["step-000015", "step-000030"]
+
+
+@pytest.mark.parametrize("now", [1, 50], ids=["is-behind", "stands-still"])
+def test_saves_are_in_order_though_the_clock_is_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, now: int) -> None:
+    """The clock of another host may be behind, or that of this one be set back; earlier versions counted saves."""
+    monkeypatch.setattr(store, "time", types.SimpleNamespace(time_ns=iter([50, *[now] * 3]).__next__))
+    for step in (40, 10, 30, 20):
+        save(tmp_path, step)
+        assert checkpoint.latest(tmp_path) == tmp_path / f"step-{step:06d}"
+    sequences = {step: manifests.read_manifest(tmp_path / f"step-{step:06d}").sequence for step in (40, 10, 30, 20)}
+    assert sequences == {40: 50, 10: 51, 30: 52, 20: 53}
 
 
 def test_publishing_notices_files_that_are_not_there(tmp_path: Path) -> None:

@@ -220,6 +220,17 @@ def test_groups_may_be_cut_otherwise_unless_their_settings_differ(tmp_path: Path
     refuse(other, model, joined, "'first.weight' and 'second.weight' together.*groups that differ in 'weight_decay'")
 
 
+@pytest.mark.parametrize("marked", ["first", "second"])
+def test_a_setting_that_one_of_the_joined_groups_has_alone_is_a_difference(tmp_path: Path, marked: str) -> None:
+    """It was taken over for all of them if it was that of the first."""
+    model = Pair()
+    groups: list[dict[str, Any]] = [{"params": part.parameters()} for part in (model.first, model.second)]
+    groups[marked == "second"]["lr_scale"] = 10.0
+    path = saved(tmp_path, model, step_once(model, torch.optim.SGD(groups, lr=0.5)))
+    joined = torch.optim.SGD(model.parameters(), lr=3.0)
+    refuse(path, model, joined, "'first.weight' and 'second.weight' together.*groups that differ in 'lr_scale'")
+
+
 def test_state_keeps_its_dtype(tmp_path: Path) -> None:
     # torch's Optimizer.load_state_dict casts state to the parameter's dtype: moments in fp32 would be rounded to bf16.
     def with_fp32_moments() -> tuple[nn.Module, torch.optim.Optimizer]:

@@ -167,7 +167,8 @@ def train(job: Job, first_step: int, stop: StopSignal) -> int:
     while step < options.steps:
         share = options.share_of_lr(step)
         for group, peak_lr in zip(job.optimizer.param_groups, options.peak_lrs, strict=True):
-            group["lr"] = share * peak_lr
+            # Both as the options say: a checkpoint, or another replica, gave the groups the settings of its own run.
+            group.update(lr=share * peak_lr, weight_decay=options.weight_decay)
         rows = _rank_rows(job, _begin_step(job, step)).to(device)
         if options.trace is not None and num_attempts == attempt_to_trace:
             loss, grad_norm, took = _traced_step(job, rows, options.trace)

@@ -107,6 +107,29 @@ def test_it_goes_on_with_fewer_ranks_and_with_more(
         assert line == pytest.approx(other, rel=1e-4)  # in float32, with sums in another order
 
 
+def decays_of_steps(env: RankEnv, out: str, flags: str, stop_after: int) -> list[set[float]]:
+    """The weight decays that the groups of the optimizer had in each step."""
+    found = []
+    train_step = train_lm.train_step
+
+    def watch(model: Any, optimizer: Any, rows: torch.Tensor) -> Any:
+        found.append({group["weight_decay"] for group in optimizer.param_groups})
+        return train_step(model, optimizer, rows)
+
+    with mock.patch.object(train_lm, "train_step", watch):
+        train(env, out, flags, stop_after)
+    return found
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_a_run_goes_on_with_the_weight_decay_that_it_is_given(pool2: Pool, tmp_path: Path, optimizer: str) -> None:
+    """It was that of the checkpoint, silently."""
+    flags = f"--checkpoint-dir {tmp_path / 'checkpoints'} --optimizer {optimizer}"
+    for decay, steps in ((0.25, 2), (0.0, 1)):
+        given = f"{flags} --weight-decay {decay}"
+        assert pool2.run(decays_of_steps, str(tmp_path), given, steps) == [[{decay}] * steps] * 2
+
+
 def refused(env: RankEnv, out: str, flags: str) -> str:
     with pytest.raises(JobError) as caught:
         train(env, out, flags)

@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import nn
 
+import hsdp
 from hsdp import debug
 from hsdp.__main__ import main
 from hsdp.doctor import command as doctor
@@ -55,6 +56,10 @@ def test_ranks_of_one_node(pool4: Pool, capsys: pytest.CaptureFixture[str]) -> N
     # What it says to set is what the planner takes.
     assert plan(["--preset", "llama3-8b", "--shard", "4", *options.split()]) == 0
     assert "backend gloo" in capsys.readouterr().out
+    call = next(line.strip() for line in lines if "hsdp.plan(" in line)
+    given = call.replace("...", "nn.Linear(4, 4), mesh=(1, 4), tokens_per_rank=4")
+    planned = eval(given, {"hsdp": hsdp, "nn": nn}).assumptions
+    assert (planned.backend, planned.machine, planned.link) == ("gloo", "CPU core", link)
 
 
 def test_ranks_of_two_nodes(pool4: Pool) -> None:

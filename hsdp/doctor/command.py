@@ -273,7 +273,8 @@ def _settings(rates: Rates, device: torch.device) -> Iterator[str]:
     flops = rates.flops * TRAINING_SHARE
     known: list[LinkRates] = [link for link in (rates.fast, rates.slow) if link is not None]
     node = max(rates.nodes)
-    kind = " --machine cpu" if device.type == "cpu" else ""
+    # Told in both, as a plan without it is one for NCCL on H100.
+    machine, kind = ('machine="cpu", ', " --machine cpu") if device.type == "cpu" else ("", "")
     python, command = "", ""
     if known:
         fast, slow, latency = known[0].rate, known[-1].rate, max(link.latency for link in known)
@@ -285,7 +286,7 @@ def _settings(rates: Rates, device: torch.device) -> Iterator[str]:
             f" --fast {fast / 1e9:.3g} --slow {slow / 1e9:.3g} --ranks-per-node {node} --latency {latency * 1e6:.0f} "
             "--fast-step 0 --slow-step 0"
         )
-    yield f"hsdp.plan(..., flops={flops:.3g}, bandwidth={rates.bandwidth:.3g}{python})"
+    yield f"hsdp.plan(..., {machine}flops={flops:.3g}, bandwidth={rates.bandwidth:.3g}{python})"
     yield f"python -m hsdp plan ...{kind} --flops {flops / 1e12:.3g} --bandwidth {rates.bandwidth / 1e9:.3g}{command}"
     yield f"(flops: {TRAINING_SHARE:.0%} of the product's, which is what training achieves)"
 

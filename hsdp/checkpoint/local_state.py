@@ -38,7 +38,8 @@ def refuse_local_state(name: str, param: Tensor, entries: Mapping[str, Any], cou
         return
     shape = local_of(param).shape
     for entry, value in leaves_of(entries).items() if shape != param.shape else ():
-        plain = isinstance(value, Tensor) and not isinstance(value, DTensor)
+        # One of shape (0,) holds nothing that could be lost: optimizers keep it in the place of what they do not need.
+        plain = isinstance(value, Tensor) and not isinstance(value, DTensor) and value.shape != (0,)
         if plain and value.shape == shape and not is_number(entry, value, counts):
             raise CheckpointError(
                 f"entry {entry!r} of the optimizer's state of {name!r} is a plain tensor, which has the shape of a rank's "

@@ -402,6 +402,27 @@ def keep_own_rows(env: RankEnv, directory: str, shape: tuple[int, ...], rows: in
     return told
 
 
+def keep_empty(env: RankEnv, directory: str) -> None:
+    """The bias has one row, so that what the others hold of it is empty, too."""
+    model = fully_shard(nn.Linear(3, 1), mesh=env.mesh((1, 2)))
+    optimizer = step_once(model, OwnRows(model.parameters(), lambda param: torch.zeros(0)))
+    for param in model.parameters():
+        optimizer.state[param]["sum"] += 3.0
+    path = checkpoint.save(directory, model, optimizer, step=1).path
+    loaded = step_once(model, OwnRows(model.parameters(), lambda param: torch.zeros(0)))
+    checkpoint.load(path, model, loaded)
+    whole = checkpoint.full_optimizer_state_dict(model, optimizer, rank0_only=False)
+    assert whole["state"]["bias"]["kept"].shape == (0,) and whole["state"]["bias"]["sum"].tolist() == [3.0]
+    for param in model.parameters():
+        kept, total = loaded.state[param]["kept"], loaded.state[param]["sum"]
+        assert type(kept) is torch.Tensor and kept.shape == (0,)
+        assert torch.equal(total.to_local(), torch.full_like(param.to_local(), 3.0))
+
+
+def test_an_empty_tensor_in_the_place_of_state_is_no_ranks_own_rows(pool2: Pool, tmp_path: Path) -> None:
+    pool2.run(keep_empty, str(tmp_path))
+
+
 @pytest.mark.parametrize(("shape", "rows"), [((1, 4), 8), ((2, 2), 5), ((1, 4), 2), ((2, 2), 1)])
 def test_plain_state_of_a_ranks_own_rows_is_refused_by_all(
     pool4: Pool, tmp_path: Path, shape: tuple[int, ...], rows: int

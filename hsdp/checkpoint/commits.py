@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import logging
 import os
 import re
 import secrets
@@ -26,6 +27,8 @@ from hsdp.checkpoint.lock import LOCK, claim, lock
 from hsdp.checkpoint.manifests import MANIFEST, Manifest, has, read_file
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
+
+logger = logging.getLogger("hsdp.checkpoint")
 
 NAME = re.compile(r"step-(\d+)(?:\.old|-[0-9a-f]{8})?")
 """What a complete checkpoint may be called."""
@@ -161,7 +164,11 @@ class _ByManifest:
         claim(self._directory)
         for path in self._directory.iterdir():
             if is_unfinished(path):
-                path.remove_below()
+                try:
+                    path.remove_below()
+                except OSError as error:
+                    # What has no manifest is in nobody's way, and the next save tries again.
+                    logger.warning("%s, which a run that died has left, could not be removed: %s", path, error.strerror)
         path = self._directory / f"step-{step:06d}-{secrets.token_hex(4)}"
         path.mkdir()
         return path.name

@@ -223,6 +223,21 @@ def test_a_checkpoint_whose_retention_fails_stays() -> None:
     assert value_in(RUN) == 2
 
 
+def test_what_a_dead_run_left_and_cannot_be_removed_is_told_and_stops_no_save(caplog: pytest.LogCaptureFixture) -> None:
+    left = RemotePath(RUN) / "step-000001-0123abcd"
+    (left / "__0_0.distcp").write_bytes(b"half")
+    with (
+        mock.patch.object(Fragile, "rm_file", mock.Mock(side_effect=PermissionError("no deletion"))),
+        caplog.at_level(logging.WARNING, "hsdp.checkpoint"),
+    ):
+        for step in (2, 3):
+            checkpoint.save(RUN, valued(step), step=step)
+    assert caplog.text.count(f"{left}, which a run that died has left, could not be removed: no deletion") == 2
+    assert value_in(RUN) == 3 and left.name in names(RUN)
+    checkpoint.save(RUN, valued(4), step=4)
+    assert left.name not in names(RUN)
+
+
 KILLED = """
 import os, random, signal, sys, time
 sys.path.insert(0, sys.argv[2])

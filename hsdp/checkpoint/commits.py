@@ -80,7 +80,8 @@ class Commits(Protocol):
             The names of those that it replaces, which are still to be retired.
 
         Raises:
-            CheckpointError: its name is taken by something that hsdp did not save, or another job saves there by now.
+            CheckpointError: its name is taken by something that hsdp did not save, or another job saves there by now; or
+                the store did not keep the manifest as it was written.
         """
 
     def retire(self, name: str) -> None:
@@ -181,7 +182,16 @@ class _ByManifest:
 
     def commit(self, written: str, manifest: Manifest, earlier: Sequence[str]) -> list[str]:
         claim(self._directory)
-        write_file(self._directory / written / MANIFEST, manifest.text().encode())
+        file, text = self._directory / written / MANIFEST, manifest.text().encode()
+        write_file(file, text)
+        if (found := read_file(file)) != text:
+            # Left there, it would be that of a damaged checkpoint, the last one.
+            with contextlib.suppress(OSError):
+                file.unlink()
+            raise CheckpointError(
+                f"{file} is not what was written: {len(found)} bytes came back instead of {len(text)}; the store cut it "
+                "short, or another program writes there: save again, or to another directory"
+            )
         return list(earlier)
 
     def retire(self, name: str) -> None:

@@ -206,6 +206,24 @@ def test_what_was_half_written_is_refused_also_by_its_own_path() -> None:
     assert torch.equal(model.weight, valued(0).weight)
 
 
+def test_a_manifest_that_the_store_cuts_short_is_an_error_of_the_save() -> None:
+    """The save said that all was well, and `latest` found a damaged checkpoint."""
+    checkpoint.save(RUN, valued(1), step=1)
+    put = Fragile.pipe_file
+
+    def cut(store: Fragile, path: str, value: bytes, **more: Any) -> None:
+        put(store, path, value[: len(value) // 2] if path.endswith(manifests.MANIFEST) else value, **more)
+
+    with (
+        mock.patch.object(Fragile, "pipe_file", cut),
+        pytest.raises(CheckpointError, match=r"manifest.json is not what was written: \d+ bytes came back instead of"),
+    ):
+        checkpoint.save(RUN, valued(2), step=2, keep=1)
+    assert value_in(RUN) == 1
+    checkpoint.save(RUN, valued(3), step=3, keep=1)
+    assert value_in(RUN) == 3
+
+
 def test_a_checkpoint_whose_retention_fails_stays() -> None:
     first = checkpoint.save(RUN, valued(1), step=1).path
     remove = Fragile.rm_file

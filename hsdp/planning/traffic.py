@@ -46,7 +46,7 @@ class Link:
                 raise ValueError(f"Link({name}={value!r}): expected bytes per second, a number above 0")
         for name in ("latency", "fast_step", "slow_step"):
             value = getattr(self, name)
-            if not isinstance(value, (int, float)) or isinstance(value, bool) or value < 0:
+            if not isinstance(value, (int, float)) or isinstance(value, bool) or not value >= 0:
                 raise ValueError(f"Link({name}={value!r}): expected seconds, a number of at least 0")
 
     def in_a_node(self, world: int) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -148,6 +149,13 @@ def test_tiers_follow_the_mesh() -> None:
 def test_nodes_have_whole_ranks(ranks: Any) -> None:
     with pytest.raises(ValueError, match=r"ranks_per_node=.*an integer of at least 1"):
         Link(ranks_per_node=ranks)
+
+
+@pytest.mark.parametrize("name", ["fast", "slow", "latency", "fast_step", "slow_step"])
+@pytest.mark.parametrize("value", [math.nan, -1.0, "1", True])
+def test_rates_of_links_are_numbers(name: str, value: Any) -> None:
+    with pytest.raises(ValueError, match=rf"Link\({name}=.*, a number (above|of at least) 0"):
+        Link(**{name: value})
 
 
 def test_latency_grows_with_the_ring() -> None:

@@ -67,7 +67,8 @@ def clip_grad_norm_(
 
     Returns:
         The norm before clipping: a plain scalar tensor, the same on all ranks, in the widest dtype among the gradients
-        but at least float32, on the mesh's device.
+        but at least float32, on the mesh's device. In a step that an elastic replica will drop, as a backward failed in
+        it, that of the gradients that are left, 0 without any; they are not scaled then.
 
     Raises:
         TypeError: `parameters` is neither a module nor tensors.
@@ -99,7 +100,8 @@ def clip_grad_norm_(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
             "out which loss was not finite, or pass error_if_nonfinite=False to scale by it all the same"
         )
-    if limit < math.inf:
+    # Those of a step that will be dropped stand for pending sums in part, which no factor may change.
+    if limit < math.inf and not any(unit.settings.replica_reduce.drops for unit in units):
         _scale(shardings, limit, norm)
     return norm
 
@@ -177,7 +179,7 @@ def _join(params: list[Tensor]) -> list[Unit]:
         if id(param) in known or (unit := unit_of(param)) is None:
             continue
         known.update(id(managed.sharded) for managed in unit.params)
-        check_communicated(unit, "clip_grad_norm_")
+        check_communicated(unit, "clip_grad_norm_", may_drop=True)
         units.append(unit)
     note_event_of(CLIP, (comm for unit in units for comm in (unit.shard_comm, unit.replicate_comm)))
     return units

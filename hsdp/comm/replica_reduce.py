@@ -27,10 +27,13 @@ class AllReduceStage(ABC):
         exact: as of a `ReplicaReduce`.
         beyond_mesh: its replicas are not in the mesh (`hsdp.elastic`). It is called though the mesh has one replica, with
             a `comm` of one rank, and averages by itself, as the mesh does not tell over how many ranks.
+        drops: the step under way will be dropped, as a backward of this rank failed in it: sums of it that are pending need
+            not be communicated any more.
     """
 
     exact = False
     beyond_mesh = False
+    drops = False
 
     @abstractmethod
     def start(

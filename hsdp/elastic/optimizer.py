@@ -108,9 +108,10 @@ class ElasticOptimizer:
                     f"ElasticOptimizer.step: the all-reduce stage of unit {unit.name!r} is not that of this optimizer; "
                     "make the optimizer after all fully_shard calls, and leave set_replica_reduce to it"
                 )
-            check_communicated(unit, "ElasticOptimizer.step")
+            check_communicated(unit, "ElasticOptimizer.step", may_drop=True)
         self._healed.check_settings()
         self.manager.wait_quorum()
+        self._stage.give_up()
         step = self.manager.current_step()
         same = self._stage.compare(self._joins, self._healed.digest, self._units[0].axes.device)
         takes = self.manager.should_commit()

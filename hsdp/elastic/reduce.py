@@ -61,6 +61,7 @@ class ManagedAllReduce(AllReduceStage):
         self.reduce_op = check_reduce_op(reduce_op, "elastic.replicas")
         self._order = 0
         self._count: Tensor | None = None
+        self.drops = False
 
     def start(
         self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
@@ -78,6 +79,7 @@ class ManagedAllReduce(AllReduceStage):
             owner.mark_unused()
         works = []
         if self._count is None:
+            self.drops = False  # nothing had been sent when a backward failed: what the others get is this one's
             # The manager's own number counts replicas that are healed in the first step of all.
             self._count = torch.ones((), dtype=torch.float32, device=tensors[0].device)
             works.append(manager.allreduce(self._count, reduce_op=dist.ReduceOp.SUM))
@@ -107,14 +109,23 @@ class ManagedAllReduce(AllReduceStage):
 
         Others wait for those that were still to come. What another backward of this step sends must not meet these: behind
         an error the manager sends nothing, and the next quorum has process groups of its own.
+
+        Before the first of them another backward of the step may still bring all; if none does, `give_up` has it dropped.
         """
+        self.drops = True
         if self._count is not None:
+            self.give_up()
+
+    def give_up(self) -> None:
+        """Has the step dropped if a backward failed in it."""
+        if self.drops:
             self.manager.report_error(StateError("a backward over elastic replicas failed"))
 
     def begin(self) -> None:
         """A step begins."""
         self._order = 0
         self._count = None
+        self.drops = False
 
     def compare(self, joins: bool, digest: Callable[[], int], device: torch.device) -> bool:
         """Has the step dropped if gradients do not belong together: of other units, or of other weights.

@@ -289,8 +289,13 @@ def _warn_of_no_gradients(optimizer: torch.optim.Optimizer, units: list[Unit]) -
         )
 
 
-def check_communicated(unit: Unit, before: str) -> None:
+def check_communicated(unit: Unit, before: str, may_drop: bool = False) -> None:
     """Has the gradients of a unit ready to be used: reductions under way land, a failed backward is forgotten.
+
+    Args:
+        unit: the unit.
+        before: what is called, for errors.
+        may_drop: sums may be pending if the all-reduce stage drops the step anyway.
 
     Raises:
         StateError: the unit has pending sums, or lost some; somebody assigned to the `.data` of a gradient.
@@ -300,7 +305,8 @@ def check_communicated(unit: Unit, before: str) -> None:
         unit.runtime.settle()
     if unit.gradients.in_flight:
         ReductionPipeline.land_all_of(unit)
-    unit.gradients.refuse_pending(unit.name, before)
+    if not (may_drop and unit.settings.replica_reduce.drops):
+        unit.gradients.refuse_pending(unit.name, before)
     unit.gradients.cut_whole()
     refuse_assigned_grads(unit.params, unit.name, before)
     lend(unit.params, unit.context.streams)

@@ -260,6 +260,71 @@ def test_a_step_in_which_a_backward_failed_is_dropped(pool4: Pool) -> None:
     pool4.run(_fails_within)
 
 
+def _fails_while_sums_are_pending(env: RankEnv, clips: bool) -> None:
+    """The last micro-batch fails on all ranks of a replica, before or behind its first all-reduce; the loop goes on."""
+    alone, _ = dist.new_subgroups(1)
+    manager = ScriptedManager(alone, dist.group.WORLD)
+    net = _net(env.mesh(4))
+    optimizer = elastic.ElasticOptimizer(manager, net, _adamw(net))
+    before = _shards(net)
+    for module, sends in ((net.blocks[0], True), (net.blocks[2], False)):
+        optimizer.zero_grad()
+        with net.accumulate(last=False):
+            _pass(net, env.rank)
+        hook = module.register_full_backward_pre_hook(_raise)
+        with pytest.raises(ArithmeticError), net.accumulate(last=True):
+            _pass(net, env.rank)
+        hook.remove()
+        assert (manager.calls > 0) == sends and net.pending_gradients()
+        if clips:
+            assert hsdp.clip_grad_norm_(net, 0.1, error_if_nonfinite=True) == 0
+        assert not optimizer.step() and _equal(before, _shards(net))
+        assert net.pending_gradients() == {} and all(param.grad is None for param in net.parameters())
+    # What was not communicated is still a mistake where no backward has failed.
+    optimizer.zero_grad()
+    with net.accumulate(last=False):
+        _pass(net, env.rank)
+    for call in (lambda: hsdp.clip_grad_norm_(net, 0.1), optimizer.step):
+        with pytest.raises(StateError, match="not summed over all ranks"):
+            call()
+    with net.accumulate(last=True):
+        _pass(net, env.rank)
+    assert optimizer.step() and manager.current_step() == 1
+
+
+def _pass(net: Any, rank: int) -> None:
+    net(torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(rank))).square().mean().backward()
+
+
+@pytest.mark.parametrize("clips", [True, False])
+@pytest.mark.filterwarnings("ignore:hsdp. a backward pass")
+def test_a_step_whose_last_micro_batch_failed_is_dropped(pool4: Pool, clips: bool) -> None:
+    pool4.run(_fails_while_sums_are_pending, clips)
+
+
+def _runs_again(env: RankEnv) -> None:
+    """Nothing had been all-reduced when a backward failed, and the loop runs its micro-batch again: all is there."""
+    net, optimizer, _ = _elastic(env)
+    twin = _net(env.mesh((2, 2)))
+    adamw = _adamw(twin)
+    optimizer.zero_grad()
+    hook = net.blocks[2].register_full_backward_pre_hook(_raise)
+    if env.rank < 2:
+        with pytest.raises(ArithmeticError):
+            _pass(net, env.rank)
+    hook.remove()
+    for one in (net, twin):
+        _pass(one, env.rank)
+        hsdp.clip_grad_norm_(one, 0.1)
+    adamw.step()
+    assert optimizer.step() and _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
+
+
+@pytest.mark.filterwarnings("ignore:hsdp. a backward pass")
+def test_a_backward_that_is_run_again_before_anything_was_sent_makes_the_step(pool4: Pool) -> None:
+    pool4.run(_runs_again)
+
+
 # -- healing -----------------------------------------------------------------------------------------------------------
 
 

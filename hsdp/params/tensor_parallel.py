@@ -183,14 +183,21 @@ def placements_tell(rows: int, inner: Sequence[int], shards: int) -> bool:
         return True
     if len(inner) > 1:
         return False  # _StridedShard cuts into all blocks at once, which differs from one axis after the other
-    cuts = [_chunks(block, shards) for block in _chunks(rows, blocks)]
-    return all(list(held) == _chunks(sum(held), blocks) for held in zip(*cuts, strict=True))
+    # Full blocks, one smaller one, and empty ones behind it; ranks beyond the rows of a full one have nothing.
+    block = -(-rows // blocks)
+    full, left = divmod(rows, block)
+    for rank in range(min(shards, block)):
+        of_full, of_last = _chunk(block, shards, rank), _chunk(left, shards, rank)
+        held = full * of_full + of_last
+        if of_last > of_full or of_full != -(-held // blocks):
+            return False
+    return True
 
 
-def _chunks(rows: int, parts: int) -> list[int]:
-    """Sizes of the parts that torch.chunk makes, and zeros where it makes fewer."""
+def _chunk(rows: int, parts: int, part: int) -> int:
+    """Size of a part that torch.chunk makes, zero where it makes fewer."""
     size = -(-rows // parts)
-    return [max(0, min(size, rows - part * size)) for part in range(parts)]
+    return max(0, min(size, rows - part * size))
 
 
 def same_sharding(spec: DTensorSpec, other: DTensorSpec) -> bool:

@@ -185,7 +185,7 @@ def _is_stepping() -> bool:
         name = frame.f_code.co_name
         if name == CLOSURE:
             return False
-        if name == "step" and isinstance(frame.f_locals.get("self"), Optimizer):
+        if name == "step" and isinstance(frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")), Optimizer):
             return True
         frame = frame.f_back
     return False

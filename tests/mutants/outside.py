@@ -19,14 +19,14 @@ from tests.rules import test_rule_32_writes as writes
 from tests.weights import test_full_params as full
 
 
-@mutant(Check(operators._frozen_rows))
+@mutant(Check(operators._frozen_rows, (False,)))
 def keeps_writes_to_parts_in_the_copy() -> Any:
     return mock.patch.object(Origin, "write_back", lambda origin: None)
 
 
 @mutant(Check(operators._stale, ("another part",)), kill="DID NOT RAISE")
 def puts_back_parts_that_are_stale() -> Any:
-    return mock.patch.object(Origin, "check_fresh", lambda origin: None)
+    return mock.patch.object(Origin, "stale", lambda origin: False)
 
 
 @mutant(Check(outside.check_gathered_in_one, ("side by side",)))

@@ -23,12 +23,12 @@ class Lars(torch.optim.Optimizer):
         super().__init__(params, {"lr": lr})
 
     @torch.no_grad()
-    def step(self, closure: Any = None) -> Any:
+    def step(this, closure: Any = None) -> Any:  # noqa: N805  (whatever its name)
         loss = None
         if closure is not None:
             with torch.enable_grad():
                 loss = closure()
-        for group in self.param_groups:
+        for group in this.param_groups:
             for param in group["params"]:
                 if param.grad is not None:
                     ratio = param.norm().item() / math.sqrt(float(param.grad.square().mean().sqrt_()) + 1.0)

@@ -60,9 +60,8 @@ def merge_groups(optimizer: Optimizer, members: list[list[str]], groups: SavedGr
         found = [saved[name] for name in names] if names else [values for others, values in alike if not others]
         values = [{k: v for k, v in one.items() if k not in _NOT_TRAINING} for one in found]
         for name, value in zip(names, values, strict=False):
-            keys = value.keys() | values[0].keys()
-            shared = value.keys() & values[0].keys()
-            if differing := sorted(key for key in keys if key not in shared or not _same(value[key], values[0][key])):
+            same = {key for key in value.keys() & values[0].keys() if _same(value[key], values[0][key])}
+            if differing := sorted((value.keys() | values[0].keys()) - same):
                 raise CheckpointError(
                     f"group {index} of the optimizer has {names[0]!r} and {name!r} together, but the checkpoint has them "
                     f"in groups that differ in {listing(differing)}; group the parameters as they were when it was saved"

@@ -64,7 +64,7 @@ def owners() -> list[Owner]:
     return list(dict.fromkeys(unit for ref in list(_managed.values()) if (unit := ref()) is not None))
 
 
-def name_of(tensor: DTensor) -> str | None:
+def name_of_view(tensor: DTensor) -> str | None:
     """Names the sharded parameter that a tensor is or is a view of, or whose gradient; None if it is none of a unit's."""
     for owner in owners():
         for param in owner.params:
@@ -74,7 +74,7 @@ def name_of(tensor: DTensor) -> str | None:
     return None
 
 
-name_by(name_of)
+name_by(name_of_view)
 
 
 def _is_view(tensor: DTensor, other: DTensor) -> bool:

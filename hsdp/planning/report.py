@@ -190,12 +190,8 @@ def _memory_rows(plan: PlanData) -> Iterable[Row]:
         "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}, as far as it is counted"
     )
     yield "total", bytes_of(plan.memory.total), "", told
-    made = (
-        "matrices on their way"
-        if plan.assumptions.optimizer == "muon"
-        else "a tensor of a shard's size (none with fused=True)"
-    )
-    yield "its step", bytes_of(plan.memory.step), "", f"the optimizer's: shards, states, gradients and {made}"
+    made = "matrices on their way" if plan.assumptions.optimizer == "muon" else "one of a shard's size (none if fused)"
+    yield "in optimizer's step", bytes_of(plan.memory.step), "", f"shards, states, gradients and what it makes: {made}"
     if plan.memory.host:
         yield "host", bytes_of(plan.memory.host), "", "offloaded shards, gradients and optimizer state"
 

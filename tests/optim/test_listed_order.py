@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from functools import partial
 from typing import Any
 
 import pytest
@@ -14,7 +15,7 @@ import hsdp
 from hsdp import check_replicas, clip_grad_norm_
 from hsdp.optim import Muon, local
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import mesh_id, pool_for
+from tests.support.sharded import backward_beside, mesh_id, pool_for
 from tests.support.twin import assert_same, full_params
 
 Make = Callable[[Iterable[Any]], torch.optim.Optimizer]
@@ -64,9 +65,7 @@ def _in_any_order(env: RankEnv, shape: tuple[int, ...]) -> None:
         listed = listed[env.rank :] + listed[: env.rank] if env.rank % 2 else listed[::-1]
         optimizer, twins = way(listed), plain_way(plain.parameters())
         for step in range(3):
-            model(_batch(env.rank, step)).square().mean().backward()
-            for rank in range(env.world_size):
-                (plain(_batch(rank, step)).square().mean() / env.world_size).backward()
+            backward_beside(env, model, plain, partial(_batch, step=step))
             clip_grad_norm_(model, 0.1)
             torch.nn.utils.clip_grad_norm_(plain.parameters(), 0.1)
             for one in (optimizer, twins):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import warnings
+from functools import partial
 from typing import Any
 
 import pytest
@@ -12,7 +13,7 @@ from torch import Tensor, nn
 
 import hsdp
 from tests.support.rig import Pool, RankEnv
-from tests.support.sharded import mesh_id, pool_for
+from tests.support.sharded import backward_beside, mesh_id, pool_for
 from tests.support.twin import assert_same, full_params
 
 
@@ -65,9 +66,7 @@ def _trains(env: RankEnv, shape: tuple[int, ...]) -> None:
         hsdp.fully_shard(model, mesh=env.mesh(shape))
         optimizer, twins = way(model.parameters()), way(plain.parameters())
         for step in range(3):
-            model(_batch(env.rank, step)).square().mean().backward()
-            for rank in range(env.world_size):
-                (plain(_batch(rank, step)).square().mean() / env.world_size).backward()
+            backward_beside(env, model, plain, partial(_batch, step=step))
             for one in (optimizer, twins):
                 one.step()
                 one.zero_grad()

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
 import hsdp
-from tests.support.rig import Pool
+from tests.support.rig import Pool, RankEnv
 from tests.support.twin import assert_same, full_grads
 
 MESHES: list[tuple[int, ...]] = [(2,), (4,), (2, 2), (4, 1), (1, 4)]
@@ -53,6 +53,13 @@ def check_grads(model: nn.Module, plain: nn.Module, run: Run, rank: int, world: 
             torch.testing.assert_close(list(told), list(expected), rtol=tolerance, atol=tolerance)
     means = {name: None if p.grad is None else p.grad / world for name, p in plain.named_parameters()}
     assert_same(full_grads(model), means, tolerance, tolerance)
+
+
+def backward_beside(env: RankEnv, model: nn.Module, plain: nn.Module, batch: Callable[[int], Tensor]) -> None:
+    """A backward of this rank's batch on a sharded model, and of every rank's on the plain one, in the mean."""
+    model(batch(env.rank)).square().mean().backward()
+    for rank in range(env.world_size):
+        (plain(batch(rank)).square().mean() / env.world_size).backward()
 
 
 def check_rest(model: nn.Module) -> None:

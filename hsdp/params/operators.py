@@ -5,25 +5,20 @@ fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
 copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to parts only: loads have checks of their own
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
-item, float, bool            of a sum over ranks that is still to come: in an optimizer's step, which all ranks make, of the
-                             whole sum; elsewhere of this rank's part, which is warned of
-pow_, clamp_, ...            of such a sum, which DTensor refuses as its placements change; it is added up first
+
+Those of sums over ranks that are still to come depend on who asks: schedule/step_norms.py.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
-import warnings
 from collections import Counter
-from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Replicate
-from torch.optim import Optimizer
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
@@ -31,7 +26,6 @@ from hsdp.params.parts import Origin, Part, after_write, memory_of, refuse_strip
 
 _aten = torch.ops.aten
 _CUTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.diagonal.default)
-_ASKS = (_aten._local_scalar_dense.default, _aten.is_nonzero.default)
 _WRITES_BY_INDEX = (
     _aten.index_put_.default,
     _aten.index_fill_.int_Scalar,
@@ -39,19 +33,6 @@ _WRITES_BY_INDEX = (
     _aten.index_copy_.default,
     _aten.index_add_.default,
 )
-
-_IN_PLACE = (
-    _aten.pow_.Scalar,
-    _aten.clamp_.default,
-    _aten.clamp_min_.default,
-    _aten.sqrt_.default,
-    _aten.rsqrt_.default,
-    _aten.reciprocal_.default,
-)
-"""Of those that are not the same of a sum as of its parts, those that optimizers do to norms and means."""
-
-CLOSURE = "closure_of_step"
-"""The function that calls a user's closure in an optimizer's step has this name."""
 
 _meshes: Counter[int] = Counter()
 """The hashes of meshes that parameters are sharded on, and how often each is meant.
@@ -76,9 +57,7 @@ def unwatch_operators(mesh: DeviceMesh) -> None:
 def _register() -> None:
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     handlers.update(dict.fromkeys(_CUTS, _cut))
-    handlers.update(dict.fromkeys(_ASKS, _ask))
     handlers.update(dict.fromkeys(_WRITES_BY_INDEX, _write_by_index))
-    handlers.update(dict.fromkeys(_IN_PLACE, _in_place))
     handlers[_aten.index_put.default] = _with_index_written
     handlers[_aten.index.Tensor] = _read_by_index
     handlers[_aten.fill_.Tensor] = _fill
@@ -86,9 +65,9 @@ def _register() -> None:
 
 
 def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    found = _as_torch_does(op, args, kwargs)
+    found = as_torch_does(op, args, kwargs)
     source = args[0]
-    if not _is_watched(source):
+    if not is_watched(source):
         return found
     memory = memory_of(source._local_tensor)
     several = not isinstance(found, Tensor)
@@ -104,7 +83,7 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`part[0] = 1.0`, which DTensor has no rule for: each rank fills what it has."""
     tensor, value = args
     if not isinstance(tensor, DTensor) or isinstance(value, DTensor) or any(p.is_partial() for p in tensor.placements):
-        return _as_torch_does(op, args, kwargs)
+        return as_torch_does(op, args, kwargs)
     op(tensor._local_tensor, value)
     return tensor
 
@@ -112,9 +91,9 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`weight[1:4] = rows`: a plain tensor counts as a whole part, and is the same on all ranks."""
     target, source, *others = args
-    is_part = _is_watched(target) and (isinstance(target._local_tensor, Part) or target._base is not None)
+    is_part = is_watched(target) and (isinstance(target._local_tensor, Part) or target._base is not None)
     if not is_part or isinstance(source, DTensor):
-        return _as_torch_does(op, args, kwargs)
+        return as_torch_does(op, args, kwargs)
     refuse_stripes(target)
     spec = target._spec
     op(target._local_tensor, part_of_whole(source.expand(spec.shape), spec), *others, **(kwargs or {}))
@@ -124,8 +103,8 @@ def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def _write_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Plain tensors count as wholes, and are the same on all ranks."""
     target, *others = args
-    if not _is_watched(target):
-        return _as_torch_does(op, args, kwargs)
+    if not is_watched(target):
+        return as_torch_does(op, args, kwargs)
     refuse_stripes(target)
     rest, by_name = tree_map_only(DTensor, full_tensor, (others, kwargs or {}))
     target._local_tensor.copy_(after_write(target, lambda whole: op(whole, *rest, **by_name)))
@@ -135,67 +114,28 @@ def _write_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
 def _with_index_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """The gradient of a read by index, too."""
     target, *others = args
-    if not _is_watched(target) or all(isinstance(one, DTensor) for one in tree_iter(others) if isinstance(one, Tensor)):
-        return _as_torch_does(op, args, kwargs)
+    if not is_watched(target) or all(isinstance(one, DTensor) for one in tree_iter(others) if isinstance(one, Tensor)):
+        return as_torch_does(op, args, kwargs)
     copy = as_dtensor(target._local_tensor.clone(), target._spec)
     return _write_by_index(_aten.index_put_.default, (copy, *others), kwargs)
 
 
 def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, indices = args
-    if not _is_watched(source) or all(index is None or isinstance(index, DTensor) for index in indices):
-        return _as_torch_does(op, args, kwargs)
+    if not is_watched(source) or all(index is None or isinstance(index, DTensor) for index in indices):
+        return as_torch_does(op, args, kwargs)
     found = op(full_tensor(source), tree_map_only(DTensor, full_tensor, indices))
     spec = source._spec
     return as_dtensor(found, spec_of(spec.mesh, (Replicate(),) * spec.mesh.ndim, found.shape, found.dtype))
 
 
-def _ask(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    tensor = args[0]
-    if not _is_watched(tensor) or not _is_partial(tensor):
-        return _as_torch_does(op, args, kwargs)
-    if _is_stepping():
-        return op(full_tensor(tensor), *args[1:])
-    # Not gathered here: who logs on one rank alone would wait for the others.
-    warnings.warn(
-        "hsdp: item(), float() or bool() of a DTensor that is still to be reduced over ranks (a norm, sum or maximum "
-        "of sharded tensors) gives this rank's part of it; call .full_tensor() first, on all ranks",
-        stacklevel=2,
-    )
-    return _as_torch_does(op, args, kwargs)
-
-
-def _in_place(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor gets other placements, in its own object: nobody has a copy of what was still to be added up."""
-    tensor = args[0]
-    if isinstance(tensor, DTensor) and _is_watched(tensor) and _is_partial(tensor):
-        whole = tensor.redistribute(placements=[Replicate() if p.is_partial() else p for p in tensor.placements])
-        tensor._local_tensor, tensor._spec = whole._local_tensor, whole._spec
-    return _as_torch_does(op, args, kwargs)
-
-
-def _is_partial(tensor: DTensor) -> bool:
-    return any(placement.is_partial() for placement in tensor.placements)
-
-
-def _is_stepping() -> bool:
-    """Whether an optimizer's step asks: on all ranks. Its closure is the user's, who may look at a loss on one rank."""
-    frame: FrameType | None = sys._getframe(2)
-    while frame is not None:
-        name = frame.f_code.co_name
-        if name == CLOSURE:
-            return False
-        if name == "step" and isinstance(frame.f_locals.get(next(iter(frame.f_code.co_varnames), "")), Optimizer):
-            return True
-        frame = frame.f_back
-    return False
-
-
-def _is_watched(tensor: Any) -> bool:
+def is_watched(tensor: Any) -> bool:
+    """Whether a tensor is on a mesh on which hsdp does operators its own way."""
     return isinstance(tensor, DTensor) and _meshes.get(hash(tensor._spec.mesh), 0) > 0
 
 
-def _as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Does an operator as DTensor does."""
     handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
     ours = handlers.pop(op, None)
     try:

@@ -9,6 +9,7 @@
 
     module_hooks.py     from a module's call, and from autograd, to the runtime
     optimizer_hooks.py  what an optimizer's step means to units
+    step_norms.py       what an optimizer's step is told where it asks for norms of sharded tensors
     root.py             the units below one root, what they share, and what becomes of them when an iteration fails
     backward.py         a backward: which units it entered, which visits are over
     endings.py          what landed in a backward stays, or is undone

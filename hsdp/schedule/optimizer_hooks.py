@@ -10,7 +10,7 @@ import inspect
 import math
 import warnings
 import weakref
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from itertools import chain
 from typing import Any, NamedTuple, cast
 
@@ -25,9 +25,10 @@ from hsdp.params.ownership import changes
 from hsdp.params.param import originals, shown
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.schedule.step_norms import watch_norms
 from hsdp.torch_private import leave_out_of_graphs
 from hsdp.unit.landing import lend, refuse_assigned_grads
-from hsdp.unit.lookup import all_units, unit_of
+from hsdp.unit.lookup import all_units, place_of, unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
 from hsdp.unit.unit import Unit
@@ -75,8 +76,8 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
                 f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
             )
-        # In one order on all ranks: they may communicate.
-        units = dict.fromkeys(unit for param in params if (unit := unit_of(param)) is not None)
+        # In one order on all ranks, in whichever these list their parameters: they may communicate.
+        units = dict.fromkeys(unit for param in sorted(params, key=place_of) if (unit := unit_of(param)) is not None)
         added = _in_no_unit(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
         held = _held_by[optimizer] = _Held(ids, changes(), refs, _copied_as_reals(params), added)
@@ -191,17 +192,24 @@ def _before_optimizer_step(
         return None
 
     @functools.wraps(closure)
-    def closure_of_step(*args: Any, **kwargs: Any) -> Any:  # by this name operators.py knows it
-        _closure_begins(optimizer)
-        told = closure(*args, **kwargs)
-        with torch.no_grad():
-            _make_ready(optimizer)
-        _weights_change(optimizer)
-        return told
+    def ready(*args: Any, **kwargs: Any) -> Any:
+        return _evaluate(optimizer, closure, args, kwargs)
 
     if place is None:
-        return args, {**kwargs, "closure": closure_of_step}
-    return (*args[:place], closure_of_step, *args[place + 1 :]), kwargs
+        return args, {**kwargs, "closure": ready}
+    return (*args[:place], ready, *args[place + 1 :]), kwargs
+
+
+def _evaluate(
+    optimizer: torch.optim.Optimizer, closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> Any:
+    """A user's closure in a step, and what comes behind it. What runs below this frame is not the step's: `watch_norms`."""
+    _closure_begins(optimizer)
+    told = closure(*args, **kwargs)
+    with torch.no_grad():
+        _make_ready(optimizer)
+    _weights_change(optimizer)
+    return told
 
 
 def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -> int | None:
@@ -314,7 +322,8 @@ def check_communicated(unit: Unit, before: str, may_drop: bool = False) -> None:
 
 @functools.cache
 def watch_optimizers() -> None:
-    """Registers the hooks, once per process; and has what runs before a step, `GradScaler`, look at all gradients."""
+    """Registers the hooks, once per process; has `GradScaler` look at all gradients, and steps at whole norms."""
     register_optimizer_step_pre_hook(_before_optimizer_step)
     register_optimizer_step_post_hook(_after_optimizer_step)
     find_infs_on_all_axes()
+    watch_norms(_evaluate.__code__)

@@ -106,3 +106,24 @@ def _alone(env: RankEnv) -> None:
 
 def test_one_rank_may_ask_outside_of_a_step(pool2: Pool) -> None:
     pool2.run(_alone)
+
+
+def _in_other_orders(env: RankEnv) -> None:
+    """A norm of one parameter would be added to that of another one."""
+    for way in WAYS.values():
+        model = nn.Sequential(*(nn.Linear(6, 6, bias=False) for _ in range(3))).double()
+        hsdp.fully_shard(model, mesh=env.mesh((2,)))
+        listed: list[Any] = list(model.parameters())
+        optimizer = way(listed[::-1] if env.rank else listed)
+        for _ in range(2):
+            model(_batch(env.rank, 0)).square().mean().backward()
+            before = full_params(model)
+            with pytest.raises(hsdp.errors.StateError, match=r"step: .* list the parameters in different orders"):
+                optimizer.step()
+            assert_same(full_params(model), before)
+            optimizer.zero_grad()
+
+
+@pytest.mark.filterwarnings("ignore:hsdp. a step")
+def test_orders_that_differ_are_refused_before_anything_is_stepped(pool2: Pool) -> None:
+    pool2.run(_in_other_orders)

@@ -13,7 +13,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 import hsdp
-from hsdp.params.operators import _is_watched
+from hsdp.params.operators import is_watched
 from tests.support.rig import Pool, RankEnv
 from tests.support.twin import assert_same, full_params
 
@@ -181,11 +181,11 @@ def _until_hidden(env: RankEnv) -> None:
         weight = model.up.weight
         with pytest.raises(ZeroDivisionError), hsdp.full_params(model.emb):
             raise ZeroDivisionError
-        assert isinstance(weight, DTensor) and _is_watched(weight)
-    assert not _is_watched(weight)
+        assert isinstance(weight, DTensor) and is_watched(weight)
+    assert not is_watched(weight)
     with pytest.raises(ZeroDivisionError):
         hsdp.gathered_apply(model, lambda module: 1 // 0)
-    assert not _is_watched(weight)
+    assert not is_watched(weight)
 
 
 def test_operators_on_the_mesh_of_tensor_parallelism_are_torch_s_again(pool4: Pool) -> None:

@@ -13,11 +13,16 @@ from torch.distributed import ProcessGroup
 from hsdp.buffers.layout import NEVER
 from hsdp.torch_private import compares_arguments
 
-GATHER_ALONE_BYTES = 512 * 1024
-"""Measured: from this size per rank on, gloo gathers faster with a call per tensor than with one for all."""
+GATHER_ALONE_BYTES = 0
+"""From this size per rank on, gloo gathers with a call per tensor: all do.
+
+Gloo's two threads write the name of what each carries to one string of the group, without a lock (torch 2.11 to 2.13). A
+name of more than 15 letters has memory on the heap, which the other thread may be writing to when it is freed: of gloo's
+works that is "ALLGATHER_COALESCED" alone.
+"""
 
 REDUCE_ALONE_BYTES = 1024 * 1024
-"""The same for all-reduces."""
+"""Measured: from this size per rank on, gloo reduces faster with a call per tensor than with one for all."""
 
 UNEVEN_LISTS = frozenset({"nccl", "xccl"})
 """Backends of torch's own groups that gather and reduce lists of tensors of different sizes (uneven.py)."""

@@ -16,8 +16,11 @@ from typing import Any, TypeVar
 
 import torch
 import torch._C._distributed_c10d as c10d
+import torch._C._functorch as functorch
 import torch.distributed as dist
 from torch import Tensor
+from torch._functorch.pyfunctorch import temporarily_pop_interpreter_stack
+from torch.autograd import forward_ad
 from torch.distributed import ProcessGroup
 from torch.distributed._composable.contract import REGISTRY_KEY as REGISTRY_KEY
 from torch.distributed._composable.contract import STATE_KEY as STATE_KEY
@@ -54,6 +57,34 @@ keeping_versions: Callable[[Any], AbstractContextManager[None]] = torch.autograd
 outside_transforms: Callable[[], AbstractContextManager[None]] = torch._C._DisableFuncTorch
 """Inside it operators compute as if no transform of `torch.func` were under way: torch.fx and the random generators of
 devices rely on it. Without it a gather inside `torch.func.jvp` could not copy what came into whole parameters."""
+
+
+def hides_nodes(tensor: Tensor) -> bool:
+    """Whether gradients may enter what made `tensor` through other nodes than its own: see `tensors_behind`."""
+    return functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
+
+
+def tensors_behind(tensor: Tensor) -> list[Tensor]:
+    """The tensors through whose nodes gradients enter what made `tensor`, where a transform or a dual number hides them.
+
+    `vmap` and `jvp` of `torch.func` wrap outputs: the node is that of the tensor inside. A tangent has a node of its own,
+    and a loss may be made of it alone. What `torch.func.grad` wraps has a node that its own backward goes through.
+    """
+    layer = functorch.peek_interpreter_stack() if functorch.is_functorch_wrapped_tensor(tensor) else None
+    if layer is None or layer.key() == functorch.TransformType.Grad:
+        return [tensor, *_tangent_of(tensor)]
+    found = [tensor]
+    if layer.key() == functorch.TransformType.Jvp and functorch.maybe_get_level(tensor) == layer.level():
+        found += _tangent_of(tensor)
+    with temporarily_pop_interpreter_stack():
+        inside = [functorch.get_unwrapped(t) if functorch.maybe_get_level(t) == layer.level() else t for t in found]
+        return [behind for t in inside for behind in tensors_behind(t)]
+
+
+def _tangent_of(tensor: Tensor) -> list[Tensor]:
+    tangent = None if forward_ad._current_level < 0 else forward_ad.unpack_dual(tensor, level=0).tangent
+    return [] if tangent is None else [tangent]
+
 
 next_node: Callable[[], int] = torch._C._autograd._get_sequence_nr
 """The number of the autograd node that this thread makes next. Of nodes that one thread made, the engine runs those with

@@ -22,7 +22,7 @@ from typing import Any
 
 from torch import Tensor, nn
 
-from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, sequence_number
+from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, hides_nodes, sequence_number, tensors_behind
 from hsdp.unit.lookup import unit_of_module
 from hsdp.unit.unit import Unit
 
@@ -140,6 +140,12 @@ def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:
         tensor: an output.
         first_node: the number of the first node that the forward made.
     """
+    if hides_nodes(tensor):
+        return [node for behind in tensors_behind(tensor) for node in _nodes_of(behind, first_node)]
+    return _nodes_of(tensor, first_node)
+
+
+def _nodes_of(tensor: Tensor, first_node: int) -> Sequence[Any]:
     if (node := tensor.grad_fn) is None:
         return ()
     # An in-place operation on a view leads its gradient to the node of its base, around the view's own node.

@@ -438,8 +438,8 @@ class Unit(UnitActivity, UnshardedParams):
         """All gradients of the unit are there that the graph task makes."""
         runtime = self.runtime
         assert runtime is not None, "the root of a backward is alive"
-        # Entering a unit compares versions; one that is whole since its forward may be trained without.
-        if not runtime.has_entered(self) and self.version != self.forward_version:
+        # Entering a unit compares weights; one that is whole since its forward may be trained without.
+        if not runtime.has_entered(self) and (self.version != self.forward_version or not self.shards_unchanged()):
             raise stale(self)
         runtime.completed(self)
         if self.context.observer is not None:

@@ -11,7 +11,7 @@ import torch.distributed.nn.functional as global_ops
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, jvp, vmap
+from torch.func import functional_call, grad, jvp, vmap
 
 from tests.ordinary.program import (
     DIM,
@@ -123,6 +123,63 @@ def differentiates_forward(program: Program) -> Results:
             out, tangent = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x))))
         assert tangent is not None
         return (out + tangent).square().mean()
+
+    return _fit_transformed(program, loss)
+
+
+def _again(model: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        return model(2 * x)  # type: ignore[no-any-return]
+
+
+def maps_over_rows_and_calls_again(program: Program) -> Results:
+    """Calls the model by `vmap`, and again without gradients before the backward, as guidance without a classifier does."""
+    return _fit_transformed(program, lambda model, x: (vmap(model)(x) - _again(model, x)).square().mean())
+
+
+def derives_and_calls_again(program: Program) -> Results:
+    """Calls the model by `jvp`, and once more as it is: a mean flow's loss and a flow's."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        _, tangent = jvp(model, (x,), (torch.ones_like(x),))
+        return (tangent - _again(model, x) + model(x)).square().mean()  # type: ignore[no-any-return]
+
+    return _fit_transformed(program, loss)
+
+
+def nests_transforms(program: Program) -> Results:
+    """Has second derivatives forward, derivatives of a map, and a map of derivatives in its loss."""
+
+    def derived(call: Callable[[Tensor], Tensor]) -> Callable[[Tensor], Tensor]:
+        return lambda x: jvp(call, (x,), (torch.ones_like(x),))[1]  # type: ignore[no-any-return]
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        nested = derived(derived(model))(x) + derived(vmap(model))(x) + vmap(derived(model))(x)
+        return (nested - _again(model, x)).square().mean()
+
+    return _fit_transformed(program, loss)
+
+
+def trains_on_tangents_alone(program: Program) -> Results:
+    """Calls the model twice with dual numbers, and trains on nothing but their tangents."""
+
+    def tangent(model: nn.Module, x: Tensor) -> Tensor:
+        with forward_ad.dual_level():
+            found = forward_ad.unpack_dual(model(forward_ad.make_dual(x, torch.ones_like(x)))).tangent
+        assert found is not None
+        return found
+
+    return _fit_transformed(
+        program, lambda model, x: (tangent(model, x) * tangent(model, 2 * x) - _again(model, x)).square().mean()
+    )
+
+
+def uses_gradients_of_transforms(program: Program) -> Results:
+    """Multiplies its outputs with gradients that `torch.func.grad` made, as numbers."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        scores = grad(lambda z: model(z).square().sum())(x).detach()
+        return (scores * model(x)).mean()  # type: ignore[no-any-return]
 
     return _fit_transformed(program, loss)
 

@@ -330,6 +330,38 @@ def _step_between_backwards(env: RankEnv) -> None:
         first.backward()
 
 
+class _Hides(nn.Module):
+    """Its output leaves by a way that nobody sees: its unit stays whole, and no gradient enters it through an output."""
+
+    def __init__(self, left: list[Tensor]) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 4), nn.Linear(4, 4)
+        self._left = [lambda x: left.append(self.second(torch.tanh(self.first(x))))]
+
+    def forward(self, x: Tensor) -> None:
+        self._left[0](x)
+
+
+def _written_behind_a_hidden_output(env: RankEnv) -> None:
+    left: list[Tensor] = []
+    model = hsdp.fully_shard(_Hides(left).double(), mesh=env.mesh(2))
+    x = torch.ones(2, 4).double()
+    model(x)
+    left.pop().sum().backward()
+    model(x)
+    for param in model.parameters():
+        param.data.mul_(2)
+    with pytest.raises(StaleParametersError):
+        left.pop().sum().backward()
+    model.zero_grad()
+    model(x)
+    left.pop().sum().backward()
+
+
+def test_a_write_to_data_is_seen_though_no_gradient_enters_by_an_output(pool2: Pool) -> None:
+    pool2.run(_written_behind_a_hidden_output)
+
+
 def _moved_and_back(env: RankEnv) -> None:
     """Between a forward and its backward a pass runs at weights that are moved by `.data`, and stay whole behind it."""
     model = hsdp.fully_shard(Net().double(), mesh=env.mesh(2), reshard_after_forward=True)

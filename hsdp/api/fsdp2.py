@@ -146,8 +146,14 @@ class FSDP2Compat(fsdp.FSDPModule):
         return None
 
     def set_force_sum_reduction_for_comms(self, enable: bool) -> None:
-        """Accepted: hsdp's collectives always sum, and scale by themselves."""
-        check_flag("set_force_sum_reduction_for_comms", enable)
+        """Accepted: hsdp's collectives always sum, and scale by themselves.
+
+        There FSDP2 divides sums of micro-batches that were reduce-scattered before by the last factor, too: hsdp refuses to
+        change a divide factor while there are such sums.
+        """
+        flag = check_flag("set_force_sum_reduction_for_comms", enable)
+        for unit in self._units(recurse=False):
+            unit.settings.forces_sum = flag
 
     def _set_unshard_async_op(self, async_op: bool) -> None:
         """Accepted: hsdp's gathers are always asynchronous."""

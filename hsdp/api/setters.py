@@ -13,6 +13,7 @@ from torch.distributed.fsdp import FSDPModule
 from hsdp.api.fsdp2 import FSDP2Compat
 from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce
 from hsdp.comm.replica_reduce import DEFAULT, AllReduce, AllReduceStage, CustomAllReduce
+from hsdp.errors import StateError
 from hsdp.policies import check_flag, check_reduce_op
 from hsdp.schedule.root import Root
 from hsdp.unit.sharing import refuse_shared
@@ -99,9 +100,18 @@ class Setters(FSDP2Compat):
     # -- what sums become ------------------------------------------------------------------------------------------
 
     def set_reduce_op_type(self, reduce_op: str, *, recurse: bool = True) -> None:
-        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum"."""
+        """Chooses "avg" (the default: gradients are averaged over all ranks of the mesh) or "sum".
+
+        A backward's gradients have the op that is set then, though they may be sent later.
+
+        Raises:
+            StateError: a divide factor is set, and whole sums of micro-batches with the other op are pending.
+        """
         op = check_reduce_op(reduce_op, "set_reduce_op_type")
-        for unit in self._units(recurse):
+        units = self._units(recurse)
+        for unit in units:
+            _refuse_divisor("set_reduce_op_type", unit, op, unit.settings.divide_factor)
+        for unit in units:
             unit.settings.reduce_op = op
 
     def set_gradient_scaling_factor(self, factor: float, *, recurse: bool = True) -> None:
@@ -116,15 +126,28 @@ class Setters(FSDP2Compat):
     def set_gradient_divide_factor(self, factor: float | None, *, recurse: bool = False) -> None:
         """Divides summed gradients by `factor` instead of what the reduce op says; None: the reduce op decides again.
 
-        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it.
+        Reaches this module only, as FSDP2's does. The scaling factor multiplies on top of it. A sum over shard ranks is
+        divided by the factor that is set when it is sent, with what earlier micro-batches left on the ranks (`no_sync`): a
+        number of tokens may be set before the last backward. What was sent before keeps the factor of then.
+
+        Raises:
+            StateError: whole sums of micro-batches with several reduce ops are pending; or, where
+                `set_force_sum_reduction_for_comms(True)` was called, sums that were sent with another factor.
         """
         if factor is not None:
             _check_factor("set_gradient_divide_factor", factor, "a finite number that is not 0, or None")
-        for unit in self._units(recurse):
-            unit.settings.divide_factor = None if factor is None else float(factor)
+        units, divisor = self._units(recurse), None if factor is None else float(factor)
+        for unit in units:
+            _refuse_divisor("set_gradient_divide_factor", unit, unit.settings.reduce_op, divisor)
+        for unit in units:
+            unit.settings.divide_factor = divisor
 
     def set_reduce_scatter_divide_factor(self, factor: float) -> None:
-        """FSDP2's old name of `set_gradient_divide_factor`."""
+        """FSDP2's old name of `set_gradient_divide_factor`.
+
+        Raises:
+            StateError: as there.
+        """
         self.set_gradient_divide_factor(factor)
 
     def set_unused_param_grads(self, unused: str, *, recurse: bool = True) -> None:
@@ -349,6 +372,24 @@ def _refuse_in_tree(method: str, units: list[Unit]) -> None:
                 f"{method}: unit {unit.name!r} has CommPolicy(reduction='tree'), whose order of sums another collective "
                 "would not keep; leave the call out, or shard the module with reduction='any'"
             )
+
+
+def _refuse_divisor(method: str, unit: Unit, op: str, divisor: float | None) -> None:
+    """Raises StateError if pending sums would not become what such settings make of them elsewhere."""
+    settings, gradients = unit.settings, unit.gradients
+    if divisor is not None and gradients.has_ops_beside(op):
+        raise StateError(
+            f"{method}: unit {unit.name!r} has sums of micro-batches with another reduce op, and a divide factor takes "
+            "the place of some of these only; set the op before the first micro-batch of a step, or call model.flush() "
+            "or zero_grad() first"
+        )
+    if settings.forces_sum and divisor != settings.divide_factor and gradients.deferred and gradients.is_pending():
+        raise StateError(
+            f"{method}: unit {unit.name!r} has sums in the shard group, which keep the divide factor with which they were "
+            "sent; behind set_force_sum_reduction_for_comms(True) FSDP2 would divide them by the new one. Set the factor "
+            "before the first micro-batch of a step, or sum whole gradients in all but the last one, by "
+            'set_requires_grad_sync(False) or accumulate() under CommPolicy(accumulate="local")'
+        )
 
 
 def _check_custom(method: str, comm: Any) -> None:

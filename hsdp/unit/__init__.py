@@ -10,6 +10,7 @@
                           reads them)
     gradients.py          this rank's gradients, from autograd (arrivals.py) to `.grad` (landing.py, rollback.py,
                           zero_grad.py)
+    stash.py              whole sums of micro-batches that were not communicated: which factors they have
     deferred_sums.py      sums over the shard group whose all-reduce comes later
     write_guard.py        nobody but hsdp writes to unsharded parameters (shard_prints.py: nor to the shards behind them
                           meanwhile); readers.py: which streams read them

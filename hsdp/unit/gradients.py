@@ -47,6 +47,7 @@ from hsdp.unit.landing import (
 from hsdp.unit.reduce_plan import GroupReduction, ReducePlan, ReducePlans
 from hsdp.unit.rollback import Undo
 from hsdp.unit.settings import UnitSettings
+from hsdp.unit.stash import Stash
 from hsdp.unit.zero_grad import Sentinels, ZeroGradSentinel, local_grad
 
 DeferredSums = list[list[Tensor]]
@@ -81,8 +82,7 @@ class Gradients:
         self._mask: tuple[bool, ...] | None = None
         self._plans: list[ReducePlan] = []
         self.arrivals = Arrivals(params)
-        self._stash: dict[int, Tensor] = {}
-        self._stash_factor = 1.0
+        self._stash = Stash(settings, ranks)
         self.scatter_bytes = 0
         self.deferred_sums: DeferredSums | None = None
         self.stashed = self.deferred = self.lost = self.shared = False
@@ -151,8 +151,8 @@ class Gradients:
             self.heed_zero_grad()
         if self._owed_before is None:
             self._note_owed()
-        if self._stash:
-            self._rescale_stash()
+        if self.stashed:
+            self._stash.weigh(begun=True)
         self.stashed, self.deferred = False, not all_reduce
         taken = self.arrivals.take()
         for slot, held in self._stash.items():
@@ -174,7 +174,7 @@ class Gradients:
         """Keeps the gradients on this rank, summed with those of earlier micro-batches."""
         self.heed_zero_grad()
         self._note_owed()
-        self._rescale_stash()
+        self._stash.weigh(begun=self.stashed and bool(self.sentinels.up))
         self.stashed = True
         taken = self.arrivals.take()
         for group in self._dtype_groups:
@@ -188,17 +188,6 @@ class Gradients:
                 # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
                 if slot in self._stash or param.sharded.requires_grad:
                     self.sentinels.put_up(slot)
-
-    def _rescale_stash(self) -> None:
-        """Sums of earlier micro-batches keep the factor that was set in theirs, if somebody has set another one since.
-
-        Whoever sends them multiplies all of them with the factor of then.
-        """
-        factor, before = self._settings.factor(self.ranks), self._stash_factor
-        if factor != before:
-            for held in self._stash.values():
-                held.mul_(before / factor)
-            self._stash_factor = factor
 
     def defer(self, parts: list[GroupReduction]) -> None:
         """Keeps reduce-scattered sums, added to those of earlier micro-batches; their all-reduce comes later.
@@ -241,6 +230,10 @@ class Gradients:
         """Whether sums are pending, on any rank: the same on all of them."""
         self.heed_zero_grad()
         return bool(self.sentinels.up) and (self.stashed or self.deferred or self.lost or bool(self._running))
+
+    def has_ops_beside(self, op: str) -> bool:
+        """Whether whole sums are pending, and not all of backwards with this reduce op."""
+        return self.stashed and self.is_pending() and self._stash.has_ops_beside(op)
 
     def refuse_lost(self, unit: str, what: str) -> None:
         """Raises StateError if whole sums were lost and gradients have not been zeroed since."""

@@ -30,7 +30,8 @@ class UnitSettings(Generic[UnitT]):
         requires_grad_sync: backward communicates gradients.
         requires_all_reduce: where it does, it sums over replicas too.
         drains: the end of a backward of which the unit is the root waits for every reduction.
-        reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`.
+        reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`; of which backward, see `Stash`.
+        forces_sum: FSDP2 would divide by `divide_factor` behind the last collective of a step.
         unused_grads: what a parameter gets that no rank used: None or zeros.
         replica_reduce: the all-reduce stage.
         all_reduce_hook: called on each reduction buffer after that stage.
@@ -49,6 +50,7 @@ class UnitSettings(Generic[UnitT]):
     reduce_op: ReduceOp = "avg"
     gradient_scale: float = 1.0
     divide_factor: float | None = None
+    forces_sum: bool = False
     unused_grads: Literal["none", "zero"] = "none"
     replica_reduce: AllReduceStage = DEFAULT
     all_reduce_hook: Callable[[Tensor], None] | None = None
@@ -56,10 +58,14 @@ class UnitSettings(Generic[UnitT]):
     post_optim_event: Event = None
 
     def factor(self, ranks: int) -> float:
-        """What a sum over so many ranks is multiplied with.
+        """What a sum over so many ranks is multiplied with when it is sent.
 
         `divide_factor` replaces the division of "avg"; the scale comes on top of either.
         """
         if self.divide_factor is not None:
             return self.gradient_scale / self.divide_factor
-        return self.gradient_scale / ranks if self.reduce_op == "avg" else self.gradient_scale
+        return self.gradient_scale / self.op_divisor(ranks)
+
+    def op_divisor(self, ranks: int, op: str | None = None) -> int:
+        """What the reduce op, or another one, divides a sum over so many ranks by."""
+        return ranks if (op or self.reduce_op) == "avg" else 1

@@ -26,7 +26,7 @@ from tests.support.counting import CollectiveCounter
 from tests.support.deep import Deep, collectives, loss_of, of_kind, seeded, step
 from tests.support.models import make_case
 from tests.support.rig import Pool, RankEnv, fake_world
-from tests.support.sharded import check_grads, check_rest, shard
+from tests.support.sharded import check_grads, check_rest, mesh_id, pool_for, shard
 from tests.support.twin import assert_same, full_grads
 
 METHODS = [name for name in vars(FSDPModule) if not name.startswith("_")]
@@ -736,6 +736,54 @@ def _same_reduction(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)])
 def test_divide_factors_mean_what_they_mean_in_fsdp2(pool4: Pool, shape: tuple[int, ...]) -> None:
     pool4.run(_same_reduction, shape)
+
+
+def _divided_by_tokens(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """What to divide the sum of a step by is known before its last backward only: as in FSDP2, it divides all of it."""
+    case = make_case("mlp")
+    mesh = env.mesh(shape)
+    grads: list[dict[str, Tensor | None]] = []
+    for library in (hsdp, fsdp, None):
+        model: Any = case.model()
+        modules: list[Any] = [*model.blocks, model] if library else []
+        for module in modules:
+            library.fully_shard(module, mesh=mesh)
+            module.set_force_sum_reduction_for_comms(True)
+        for index, tokens in enumerate((3.0, 7.0, 11.0)):
+            if library:
+                model.set_requires_gradient_sync(index == 2)
+            for module in modules:
+                module.set_gradient_divide_factor(tokens)
+            for rank in [env.rank] if library else range(env.world_size):
+                case.loss(model, case.batch(index, rank)).backward()
+        grads.append(full_grads(model))
+    assert_same(*grads[:2])
+    assert_same(grads[0], {name: None if grad is None else grad / 11.0 for name, grad in grads[2].items()})
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
+def test_a_divide_factor_divides_what_was_accumulated_before_it(
+    request: pytest.FixtureRequest, shape: tuple[int, ...]
+) -> None:
+    pool_for(request, shape).run(_divided_by_tokens, shape)
+
+
+def _divided_in_the_shard_group(env: RankEnv) -> None:
+    """Where FSDP2 divides behind the last collective, it divides sums of earlier ones once more by a new factor."""
+    model: Any = hsdp.fully_shard(nn.Linear(4, 4), mesh=env.mesh((1, 2)))
+    model.set_force_sum_reduction_for_comms(True)
+    model.set_requires_all_reduce(False)
+    model.set_gradient_divide_factor(3.0)
+    model(torch.ones(1, 4)).sum().backward()
+    model.set_gradient_divide_factor(3.0)
+    with pytest.raises(hsdp.StateError, match=r"unit 'Linear.*in the shard group.*set_requires_grad_sync\(False\)"):
+        model.set_gradient_divide_factor(5.0)
+    model.zero_grad()
+    model.set_gradient_divide_factor(5.0)
+
+
+def test_no_factor_changes_behind_sums_that_fsdp2_would_divide_again(pool2: Pool) -> None:
+    pool2.run(_divided_in_the_shard_group)
 
 
 def test_custom_gathers_send_what_the_others_send() -> None:

@@ -12,6 +12,7 @@ from torch import Tensor, nn
 import hsdp
 from hsdp.comm import backends
 from hsdp.comm.collectives import Comm
+from hsdp.errors import StateError
 from tests.support.deep import Deep, floats, mean_grads, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
@@ -57,23 +58,28 @@ def test_rule_15_factors_are_applied_once(pool4: Pool, shape: tuple[int, ...], p
 
 
 def check_changed_between_micro_batches(env: RankEnv, shape: tuple[int, ...], policy: hsdp.CommPolicy) -> None:
-    """Gradients have the factor of their own backward, whenever they are sent."""
+    """Gradients have the scale and the op of their own backward, and the divisor with which they were reduce-scattered."""
     means = mean_grads(seeded(Deep), step, env.world_size)
     model: Any = shard(seeded(Deep), env.mesh(shape), comm_policy=policy)
     ranks = env.world_size
-    for levels in (("local", "local", "full"), ("local", "scatter", "full"), ("scatter", "local", "flush")):
+    own = (("avg", 2.0, None), ("sum", 1.0, None), ("avg", -0.5, None))
+    divided = (("avg", 2.0, None), ("avg", 1.0, 3.0), ("avg", -0.5, 5.0))
+    for levels, settings, total in (
+        (("local", "local", "full"), own, 2.0 + ranks - 0.5),
+        (("local", "scatter", "full"), own, 2.0 + ranks - 0.5),
+        (("scatter", "local", "flush"), own, 2.0 + ranks - 0.5),
+        (("local", "local", "full"), divided, (2.0 + 1.0 - 0.5) * ranks / 5),
+        (("local", "scatter", "full"), divided, (2.0 + 1.0) * ranks / 3 - 0.5 * ranks / 5),
+        (("scatter", "local", "flush"), divided, 2.0 + (1.0 - 0.5) * ranks / 5),
+    ):
         model.zero_grad()
-        total = 0.0
-        for level, (op, scale, divide, factor) in zip(
-            levels, (("avg", 2.0, None, 2.0), ("sum", 1.0, None, ranks), ("avg", -0.5, 3.0, -0.5 * ranks / 3)), strict=True
-        ):
+        for level, (op, scale, divide) in zip(levels, settings, strict=True):
             model.set_reduce_op_type(op)
             model.set_gradient_scaling_factor(scale)
             model.set_gradient_divide_factor(divide, recurse=True)
             model.set_requires_grad_sync(level not in ("local", "flush"))
             model.set_requires_all_reduce(level not in ("scatter", "flush"))
             step(model, env.rank)
-            total += factor
         model.set_requires_all_reduce(True)
         model.set_gradient_scaling_factor(7.0)  # of nothing: the sums below are those of before
         model.flush()
@@ -85,6 +91,35 @@ def check_changed_between_micro_batches(env: RankEnv, shape: tuple[int, ...], po
 def test_rule_15_factors_may_change_between_micro_batches(pool4: Pool, shape: tuple[int, ...], policy: str) -> None:
     policies = POLICIES | {"local": hsdp.CommPolicy(accumulate="local")}
     pool4.run(check_changed_between_micro_batches, shape, policies[policy])
+
+
+def check_refused(env: RankEnv) -> None:
+    """Sums to which no one factor is right are told of where it is set, on all ranks; nothing is lost by it."""
+    means = mean_grads(seeded(Deep), step, env.world_size)
+    model: Any = shard(seeded(Deep), env.mesh((1, 2)))
+    model.set_requires_grad_sync(False)
+    step(model, env.rank)
+    model.set_reduce_op_type("sum")
+    for others in range(2):  # the op differs from that of the sums; it differs among them
+        with pytest.raises(
+            StateError, match=r"set_gradient_divide_factor: unit '.*another reduce op.*flush\(\) or zero_grad\(\)"
+        ):
+            model.set_gradient_divide_factor(3.0)
+        if not others:
+            step(model, env.rank)
+    model.flush()
+    assert_same(full_grads(model), {n: None if g is None else g * (1 + env.world_size) for n, g in means.items()})
+    model.zero_grad()
+    model.set_gradient_divide_factor(3.0, recurse=True)
+    step(model, env.rank)
+    with pytest.raises(StateError, match=r"set_reduce_op_type: unit '"):
+        model.set_reduce_op_type("avg")
+    model.zero_grad()
+    model.set_reduce_op_type("avg")
+
+
+def test_rule_15_ops_and_divisors_of_pending_sums_do_not_mix(pool2: Pool) -> None:
+    pool2.run(check_refused)
 
 
 class OneGradient(nn.Module):

@@ -16,6 +16,7 @@ manager.py      what hsdp asks of a manager; hsdp never imports torchft, whose `
 group.py        `BoundedGroup`: the manager's process group, formed within its time-out or not at all
 reduce.py       `replicas`: the stage of the reduction pipeline whose all-reduces are the manager's
 optimizer.py    `ElasticOptimizer`: a step that is done by all who take part, or dropped without a trace
+buffers.py      what it puts back: what forwards of a dropped step wrote to buffers
 healing.py      what a replica that joins gets: each of its ranks the shards of its counterpart in another replica
 saving.py       checkpoints that one replica writes and any number of replicas loads
 """

@@ -58,7 +58,7 @@ class HealedState:
         """Notes what there is to give. Between steps: in a forward, modules have unsharded parameters for a while."""
         named = self._model.named_parameters()
         self._params = {clean_name(name): param for name, param in named if not _is_fixed(param)}
-        self._buffers = _buffer_places(self._model)
+        self._buffers = buffer_places(self._model)
         names = parameter_names(self._model)
         self._members = [group_names(names, group, i) for i, group in enumerate(self._optimizer.param_groups)]
         self._settings = settings_of(self._optimizer)
@@ -123,7 +123,7 @@ class HealedState:
             CheckpointError: it is the state of another optimizer.
         """
         own = self._shards()
-        buffers = _buffer_places(self._model)  # with those that the forward of this step has registered
+        buffers = buffer_places(self._model)  # with those that the forward of this step has registered
         _check(own, shards["model"])
         _check_names(buffers, shards["buffers"])
         staging = OptimizerStaging(self._model, self._optimizer)
@@ -206,7 +206,7 @@ def _is_tensor(value: Any) -> bool:
     return isinstance(value, dict) and value.keys() == {"local", "shape", "sharded"}
 
 
-def _buffer_places(model: nn.Module) -> dict[str, _Place]:
+def buffer_places(model: nn.Module) -> dict[str, _Place]:
     """Where buffers are, by name; one that was declared, and that some forward is to make, is None there."""
     return {
         clean_name(dotted(path, leaf)): (module, leaf)
@@ -216,11 +216,16 @@ def _buffer_places(model: nn.Module) -> dict[str, _Place]:
     }
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether some of its numbers are one in memory, so that torch lets nobody write to it in place."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def _put(place: _Place, sent: Tensor | None) -> None:
     """Has a module hold what another replica's holds: in place, or, where forwards have made buffers of their own, anew."""
     module, leaf = place
     held = module._buffers[leaf]
-    if held is not None and sent is not None and _kind(local_of(held)) == _kind(sent):
+    if held is not None and sent is not None and _kind(local_of(held)) == _kind(sent) and not is_expanded(local_of(held)):
         local_of(held).copy_(sent)
     else:
         module._buffers[leaf] = None if sent is None else sent.to(sent.device if held is None else held.device, copy=True)

@@ -10,6 +10,7 @@ from torch.optim import Optimizer
 
 from hsdp.api.module import HSDPModule
 from hsdp.comm.streams import Streams
+from hsdp.elastic.buffers import KeptBuffers
 from hsdp.elastic.healing import HealedState, Shards
 from hsdp.elastic.manager import Manager
 from hsdp.elastic.reduce import replicas
@@ -57,6 +58,7 @@ class ElasticOptimizer:
         self._begun = False
         self._joins = True
         self._healed = HealedState(model, optimizer)
+        self._buffers = KeptBuffers(model)
         try:
             manager.register_state_dict_fn("hsdp", self._give, self._take)
         except AssertionError as error:
@@ -82,11 +84,13 @@ class ElasticOptimizer:
             # Behind all that this thread did to the state since the last step, averages of weights among it.
             self._settled = self._streams.mark()
             self.manager.start_quorum()
+            self._buffers.keep()  # behind the healing of a manager that waits for it
             self._begun = True
         self.optimizer.zero_grad(set_to_none)
 
     def step(self) -> bool:
-        """Takes the step, or drops it: then gradients, pending sums and reductions are gone, and weights as before.
+        """Takes the step, or drops it: then gradients, pending sums and reductions are gone, and weights and buffers as
+        before it.
 
         A replica that is healed has the others' state before it steps. Every rank calls it, behind the last backward.
 
@@ -144,6 +148,7 @@ class ElasticOptimizer:
         self.optimizer.zero_grad(set_to_none=True)
         for unit in self._units:
             unit.gradients.heed_zero_grad()
+        self._buffers.put_back()
 
     def _take(self) -> Shards:
         """From the manager's thread: a device's streams do not order what that copies behind what came before this step."""
@@ -153,3 +158,4 @@ class ElasticOptimizer:
 
     def _give(self, shards: Shards) -> None:
         self._healed.give(shards)
+        self._buffers.forget()

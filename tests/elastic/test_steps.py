@@ -203,6 +203,59 @@ def test_a_step_with_an_error_is_dropped_without_a_trace(pool4: Pool, micros: in
     pool4.run(_dropped, micros, at)
 
 
+class _Buffered(nn.Module):
+    """Its forwards write to a buffer in place, assign one, make one that was declared, and make a table longer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+        for name, value in (("mean", torch.zeros(WIDTH)), ("last", None), ("table", torch.arange(2.0))):
+            self.register_buffer(name, value)
+        self.register_buffer("wide", torch.ones(1).expand(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.norm(self.linear(x))
+        self.mean = 0.9 * self.mean + x.detach().mean(0)
+        self.last = x.detach()
+        self.table.resize_(len(self.table) + 1).copy_(torch.arange(float(len(self.table))))
+        return x
+
+
+def _keeps_buffers(env: RankEnv, healed: bool) -> None:
+    """The third step is dropped; the second replica may be healed in it, and keeps what it was given then."""
+    mesh = env.mesh((2, 1))
+    script: Any = {"healed": (2,) if healed else (), "fails": ((2, 1),)}
+    manager = ScriptedManager(mesh.get_group("replicate"), mesh.get_group("shard"), **script)
+    torch.manual_seed(0)
+    net: Any = hsdp.fully_shard(_Buffered(), mesh=mesh["shard"])
+    optimizer = elastic.ElasticOptimizer(manager, net, torch.optim.SGD(net.parameters(), lr=0.1))
+    batch = torch.randn(4, WIDTH, generator=torch.Generator().manual_seed(env.rank))
+    for attempt in range(4):
+        before = {name: buffer.clone() for name, buffer in net.named_buffers()}
+        mine = dict(net.named_buffers())
+        optimizer.zero_grad()
+        for last in (False, True):
+            with net.accumulate(last=last):
+                net(batch).square().mean().backward()
+            if not last:
+                optimizer.zero_grad()  # begins no other step
+        assert optimizer.step() == (attempt != 2)
+        after = dict(net.named_buffers())
+        assert len(after["table"]) == (4 + 2 * attempt if attempt < 2 else 6 if attempt == 2 else 8)
+        if attempt == 2 and not (healed and env.rank == 1):
+            assert {name: buffer.tolist() for name, buffer in after.items()} == {n: b.tolist() for n, b in before.items()}
+            assert after["mean"] is mine["mean"]
+        elif attempt != 2:
+            assert after["norm.num_batches_tracked"] == before["norm.num_batches_tracked"] + 2
+    if healed:
+        assert net.norm.num_batches_tracked == 6
+
+
+@pytest.mark.parametrize("healed", [False, True])
+def test_a_dropped_step_leaves_no_trace_in_buffers(pool2: Pool, healed: bool) -> None:
+    pool2.run(_keeps_buffers, healed)
+
+
 def _in_other_order(env: RankEnv) -> None:
     net, optimizer, manager = _elastic(env)
     stage = net._units()[0].settings.replica_reduce

@@ -504,6 +504,35 @@ def test_a_scaler_is_healed_before_the_forward(pool4: Pool) -> None:
     pool4.run(_scaled)
 
 
+def _scaled_by_votes(env: RankEnv) -> None:
+    """In the second step one replica sees infinite gradients, and the other one an error in their place: as docs/elastic.md
+    has it, the scale follows from what became of the step, and not from what a replica saw."""
+    net, optimizer, manager = _elastic(env, fails=((1, 1),) if env.rank > 1 else (), waits=True)
+    scaler = torch.amp.GradScaler("cpu", init_scale=2.0**10)
+    for attempt in range(4):
+        optimizer.zero_grad()
+        random = torch.Generator().manual_seed(10 * attempt + env.rank)
+        loss = net(torch.randn(4, WIDTH, generator=random)).square().mean()
+        scaler.scale(loss * (math.inf if attempt == 1 else 1.0)).backward()
+        scaler.unscale_(optimizer)
+        norm = hsdp.clip_grad_norm_(net, 1.0)
+        if not norm.isfinite():
+            manager.report_error(OverflowError(f"gradients have the norm {norm.item()}"))
+        assert norm.isfinite() == (attempt != 1 or env.rank > 1)
+        taken = optimizer.step()
+        assert taken == (attempt != 1)
+        scaler.update(None if taken else scaler.get_scale() / 2)
+        assert scaler.get_scale() == (2.0**9 if attempt else 2.0**10)
+    mine = torch.cat([value.flatten() for value in _shards(net, optimizer.optimizer)])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine, group=manager.across)
+    assert torch.equal(*theirs)
+
+
+def test_a_scale_that_follows_from_the_vote_is_the_same_on_all_replicas(pool4: Pool) -> None:
+    pool4.run(_scaled_by_votes)
+
+
 class _Other(dict[str, Tensor]):
     """A container that hsdp cannot make again."""
 

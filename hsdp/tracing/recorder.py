@@ -150,6 +150,8 @@ class Recorder:
         if stage is None or not calls:
             return
         once, twice = comm_work.traffic()
+        if stage[1] == comm_work.kind == "reduce-scatter" and not once and twice:
+            stage = stage[0], "all-reduce"  # of scalars and parameters that every rank has whole: nothing is scattered
         sent = _sent(comm, comm_work.kind, once) + 2 * _nbytes(twice)
         share = (comm.size - 1) / comm.size
         record = WorkRecord(*stage, owner.name, start, _nbytes(once) + _nbytes(twice), share * sent)

@@ -19,7 +19,7 @@ from unittest import mock
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import hsdp
 import hsdp.optim
@@ -210,6 +210,30 @@ def test_a_1d_trace_agrees_with_counters_and_its_files(pool2: Pool, tmp_path: Pa
 
 def test_a_2d_trace_agrees_with_counters_and_its_files(pool4: Pool, tmp_path: Path) -> None:
     pool4.run(_trace_and_count, str(tmp_path), (2, 2))
+
+
+class _Scaled(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.scale
+
+
+def _trace_scalars(env: RankEnv) -> None:
+    """Sums of what every rank has whole are all-reduces, on the track of the reduce-scatters, as a plan counts them."""
+    model = hsdp.fully_shard(_Scaled(), mesh=env.mesh(2))
+    with hsdp.trace(model) as t:
+        model(torch.ones(2, 4)).sum().backward()
+    found = {kind: told.sent for kind, told in t.summary().collectives.items() if told.started}
+    planned = {one.kind: one.sent for one in hsdp.plan(model, tokens_per_rank=8, backend="gloo").collectives}
+    assert found == planned and list(found) == ["all-reduce"]
+    assert {span.track for span in t.recording.started() if span.kind == "all-reduce"} == {"scatter"}
+
+
+def test_scalars_are_all_reduced_in_a_trace_as_in_a_plan(pool2: Pool) -> None:
+    pool2.run(_trace_scalars)
 
 
 def _wait_for_a_late_rank(env: RankEnv) -> None:

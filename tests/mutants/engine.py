@@ -47,6 +47,7 @@ from hsdp.unit.extension_group import ExtensionGroup, _Member
 from hsdp.unit.gradients import Gradients
 from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.settings import UnitSettings
+from hsdp.unit.stash import Stash
 from hsdp.unit.unit import Unit
 from tests import test_offload as offload
 from tests.api import test_compat
@@ -197,7 +198,7 @@ def divides_fp16_behind_the_sum() -> Any:
 
 @mutant(Check(rule_15.check_changed_between_micro_batches, ((2,), rule_15.POLICIES["packed"])))
 def gives_sums_the_factor_of_when_they_are_sent() -> Any:
-    return mock.patch.object(Gradients, "_rescale_stash", lambda gradients: None)
+    return mock.patch.object(Stash, "weigh", lambda stash, begun: None)
 
 
 # -- clipping -------------------------------------------------------------------------------------------------------

@@ -20,6 +20,7 @@ import hsdp.clip
 import hsdp.params.param
 import hsdp.schedule.backward
 import hsdp.schedule.optimizer_hooks
+import hsdp.schedule.outputs
 import hsdp.unit.dtype_group
 import hsdp.unit.gradients
 import hsdp.weights.gather
@@ -43,6 +44,7 @@ from tests.mutants.planting import WRONG_NUMBERS, Check, mutant, replaced, trust
 from tests.optim import test_closures as closures
 from tests.ordinary import program as ordinary
 from tests.ordinary import test_changes as ordinary_changes
+from tests.ordinary import test_functions as ordinary_functions
 from tests.ordinary import test_loops as ordinary_loops
 from tests.ordinary import test_outputs as ordinary_outputs
 from tests.rules import test_rule_01_ownership as rule_01
@@ -417,3 +419,13 @@ def leaves_hooks_with_the_original_parameters() -> Any:
         return without
 
     return replaced(ManagedParam, "_register", change)
+
+
+@mutant(Check(ordinary.check, ((2,), ordinary_functions.nests_transforms)), kill="modified by an inplace operation")
+def hooks_no_nodes_behind_transforms() -> Any:
+    return mock.patch.object(hsdp.schedule.outputs, "hides_nodes", lambda tensor: False)
+
+
+@mutant(Check(freshness._written_behind_a_hidden_output, ()), kill="DID NOT RAISE")
+def trusts_weights_behind_hidden_outputs() -> Any:
+    return mock.patch.object(Unit, "shards_unchanged", return_value=True)

@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from hsdp.checkpoint.checksums import write_file
-from hsdp.checkpoint.lock import LOCK, claim, lock
+from hsdp.checkpoint.lock import LOCK, claim, lock, owner_of
 from hsdp.checkpoint.manifests import MANIFEST, Manifest, has, read_file
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
@@ -106,6 +106,12 @@ class _ByRename:
         self._directory = directory
 
     def begin(self, step: int) -> str:
+        try:
+            return self._begin(step)
+        except PermissionError as error:
+            raise _not_ours(self._directory, error) from error
+
+    def _begin(self, step: int) -> str:
         try:
             self._directory.mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError) as error:
@@ -207,13 +213,36 @@ class _ByManifest:
                 path.remove_below()
 
 
+def _not_ours(directory: Path, error: PermissionError) -> CheckpointError:
+    """What a save says where this user may not write."""
+    path = Path(error.filename or directory)
+    found = next(one for one in (path, *path.parents) if os.path.lexists(one))
+    return CheckpointError(
+        f"cannot save in {directory}: {found} belongs to {owner_of(found)}, and this process may not write there "
+        f"({error.strerror}); save to another directory, or have its owner let this user write to the directory and to all "
+        "that is in it"
+    )
+
+
+_kept_trash: set[Path] = set()
+"""What could not be deleted, and was told of: each save tries again."""
+
+
 def _delete(path: Path) -> None:
-    """Deletes a directory with everything in it, as far as that can be done; of a link to one the link alone."""
+    """Deletes a directory with everything in it; of a link to one the link alone. What cannot be deleted is told once."""
     if path.is_symlink():
         with contextlib.suppress(OSError):
             path.unlink()
     else:
         shutil.rmtree(path, ignore_errors=True)
+    if os.path.lexists(path) and path not in _kept_trash:
+        _kept_trash.add(path)
+        logger.warning(
+            "%s could not be deleted, or not all of it, and still takes its space; it belongs to %s: delete it by hand, "
+            "as a user who may",
+            path,
+            owner_of(path),
+        )
 
 
 def sync_names(directory: Path) -> None:

@@ -72,6 +72,16 @@ def lock(directory: Path) -> None:
     stream.flush()
 
 
+def owner_of(path: Path) -> str:
+    """Whose a file or directory is, for messages."""
+    try:
+        return f"user {path.owner()!r}"
+    except (KeyError, OSError, NotImplementedError):  # no such name here, as in a container; or no users at all
+        with contextlib.suppress(OSError):
+            return f"the user of number {path.lstat().st_uid}"
+        return "another user"
+
+
 def _is_same(stream: IO[str], file: Path) -> bool:
     """Whether an open file still has this name."""
     with contextlib.suppress(OSError):

@@ -390,3 +390,24 @@ def test_leftovers_of_an_interrupted_replacement_and_pruning_are_swept(tmp_path:
     shutil.copytree(path, tmp_path / ".step-000000-0a1b2c3d.0a1b.trash")  # of one that was brought from an object store
     checkpoint.save(tmp_path, model, step=2)
     assert sorted(p.name for p in tmp_path.iterdir()) == [LOCK, "step-000001", "step-000002"]
+
+
+def test_what_cannot_be_deleted_is_told_once(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    model = nn.Linear(2, 2)
+    left = tmp_path / ".step-000000.0a1b.trash"
+    left.mkdir()
+    with mock.patch("hsdp.checkpoint.commits.shutil.rmtree"), caplog.at_level(logging.WARNING, "hsdp.checkpoint"):
+        for step in range(2):
+            checkpoint.save(tmp_path, model, step=step)
+    assert caplog.text.count(f"{left} could not be deleted") == 1 and left.owner() in caplog.text
+
+
+def test_a_directory_of_another_user_is_named(tmp_path: Path) -> None:
+    """Not with real permissions: tests may run as root, who may write everywhere."""
+    file = tmp_path / LOCK
+    refused = PermissionError(errno.EACCES, "Permission denied", str(file))
+    told = (
+        f"cannot save in {tmp_path}: {tmp_path} belongs to user '{tmp_path.owner()}'.*Permission denied.*another directory"
+    )
+    with mock.patch("hsdp.checkpoint.commits.lock", side_effect=refused), pytest.raises(CheckpointError, match=told):
+        checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)

@@ -86,6 +86,13 @@ def parameter_names(model: nn.Module) -> dict[nn.Parameter, str]:
     return {param: clean_name(name) for name, param in model.named_parameters()}
 
 
+def _ties(model: nn.Module, known: Iterable[str]) -> dict[str, str]:
+    """Of each other name of these parameters, the one that they are known by."""
+    named = [(clean_name(name), id(param)) for name, param in model.named_parameters(remove_duplicate=False)]
+    first = {param: name for name, param in named if name in set(known)}
+    return {name: first[param] for name, param in named if first.get(param, name) != name}
+
+
 def group_names(names: Mapping[nn.Parameter, str], group: Mapping[str, Any], index: int) -> list[str]:
     """The names of an optimizer group's parameters.
 
@@ -129,6 +136,7 @@ class OptimizerStaging:
     """Makes places for a state that is on its way to an optimizer, and puts it together."""
 
     def __init__(self, model: nn.Module, optimizer: Optimizer) -> None:
+        self._model = model
         self._optimizer = optimizer
         names = parameter_names(model)
         self._members = [group_names(names, group, i) for i, group in enumerate(optimizer.param_groups)]
@@ -152,6 +160,13 @@ class OptimizerStaging:
             if any(isinstance(name, int) for name in unknown):
                 told = "the state has numbers in the place of parameters' names, as torch's optimizer.state_dict() has them"
                 raise CheckpointError(f"{told}; pass what full_optimizer_state_dict returned")
+            ties = _ties(self._model, self.params)
+            if tied := [name for name in unknown if name in ties]:
+                raise CheckpointError(
+                    f"there is optimizer state of {tied[0]!r}, which in this model is tied to {ties[tied[0]]!r}: in the "
+                    "saved one they were two parameters. Untie them before fully_shard, by a copy under one name, and "
+                    "make the optimizer from both; or load the model without the optimizer, which begins with new states"
+                )
             raise CheckpointError(
                 f"there is optimizer state of {listing(unknown)}, which the optimizer does not have; make it from all "
                 "parameters that the saved one had, load, and then drop from its groups what is frozen by now: parameters "

@@ -183,6 +183,21 @@ def test_an_optimizer_of_what_is_trained_by_now(tmp_path: Path) -> None:
     assert {int(state["step"]) for state in part.state.values()} == {1}
 
 
+def test_state_of_weights_that_are_tied_by_now_names_the_tie(tmp_path: Path) -> None:
+    models = [Pair(), Pair(tied=True)]
+    with torch.no_grad():
+        for mine, other in zip(models[0].second.parameters(), models[0].first.parameters(), strict=True):
+            mine.copy_(other)  # the loss of a tie left equal values
+    optimizers = [torch.optim.AdamW(model.parameters(), lr=0.0, weight_decay=0.0) for model in models]
+    (models[0].first(torch.ones(1, 4)) + models[0].second(torch.ones(1, 4))).sum().backward()
+    optimizers[0].step()
+    path = checkpoint.save(tmp_path, models[0], optimizers[0], step=1).path
+    told = "'second.weight', which in this model is tied to 'first.weight'.*Untie them before fully_shard"
+    with pytest.raises(CheckpointError, match=told):
+        checkpoint.load(path, models[1], optimizers[1])
+    checkpoint.load(path, models[1])
+
+
 def test_an_optimizer_goes_on_in_a_model_that_has_grown(tmp_path: Path) -> None:
     """As `load` advises who asks it for a part of an optimizer."""
     base, model = Pair(), Pair()

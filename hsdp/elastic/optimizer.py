@@ -57,6 +57,8 @@ class ElasticOptimizer:
         self._settled: Any = None
         self._begun = False
         self._joins = True
+        # Steps that the script skipped, before this one and in it; and what had been sent when gradients were zeroed.
+        self._skipped = self._skips = self._sent = 0
         self._healed = HealedState(model, optimizer)
         self._buffers = KeptBuffers(model)
         try:
@@ -86,6 +88,10 @@ class ElasticOptimizer:
             self.manager.start_quorum()
             self._buffers.keep()  # behind the healing of a manager that waits for it
             self._begun = True
+            self._sent = 0
+        elif self._sent != self._stage.sent and not self._stage.drops:
+            self._skips += 1  # gradients are zeroed that no `step` was called with
+            self._sent = self._stage.sent
         self.optimizer.zero_grad(set_to_none)
 
     def step(self) -> bool:
@@ -100,7 +106,8 @@ class ElasticOptimizer:
 
         Raises:
             StateError: `zero_grad` did not begin a step, gradients were not communicated, settings of the optimizer were
-                changed since, or this replica begins with other weights than others have at the same step.
+                changed since, this replica begins with other weights than others have at the same step, or replicas have
+                skipped different steps.
             CheckpointError, TypeError: behind the first step: the optimizer's states could not be given to others.
             RuntimeError: no quorum was found in time, or the manager gave up.
         """
@@ -117,12 +124,23 @@ class ElasticOptimizer:
         self.manager.wait_quorum()
         self._stage.give_up()
         step = self.manager.current_step()
-        same = self._stage.compare(self._joins, self._healed.digest, self._units[0].axes.device)
+        skipped = self._skipped + self._skips
+        same = self._stage.compare(self._joins, skipped, self._healed.digest, self._units[0].axes.device)
         takes = self.manager.should_commit()
         self._begun = False
+        self._skipped, self._skips = self._skipped + self._skips, 0  # the others' before this step, if it was healed in it
+        if self._stage.skipped_apart:
+            self._drop()
+            raise StateError(
+                f"ElasticOptimizer.step: this replica has skipped {skipped} step(s), and others have not skipped as many: "
+                "zero_grad() was called behind a backward, and step() was not. A GradScaler does so, and its scales differ "
+                "by now: docs/elastic.md tells how to scale a loss instead. Start again from a checkpoint"
+            )
         if not same:
             self._refuse_other_weights(step)
         if takes:
+            if self._stage.joined:
+                self._skipped = 0
             self.optimizer.step()
             if self._joins:
                 self._healed.take()  # what cannot be sent is an error now, and not when the first replica joins
@@ -154,8 +172,9 @@ class ElasticOptimizer:
         """From the manager's thread: a device's streams do not order what that copies behind what came before this step."""
         if self._settled is not None:
             self._settled.synchronize()
-        return self._healed.take()
+        return {**self._healed.take(), "skipped": self._skipped}
 
     def _give(self, shards: Shards) -> None:
         self._healed.give(shards)
+        self._skipped = shards["skipped"]
         self._buffers.forget()

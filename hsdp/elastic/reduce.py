@@ -52,6 +52,8 @@ class ManagedAllReduce(AllReduceStage):
     Attributes:
         manager: the manager.
         reduce_op: "avg" or "sum".
+        joined: `compare` found that a replica took part that had taken no step yet.
+        skipped_apart: it found that the others skipped different steps.
     """
 
     beyond_mesh = True
@@ -61,7 +63,7 @@ class ManagedAllReduce(AllReduceStage):
         self.reduce_op = check_reduce_op(reduce_op, "elastic.replicas")
         self._order = 0
         self._count: Tensor | None = None
-        self.drops = False
+        self.drops = self.joined = self.skipped_apart = False
 
     def start(
         self, owner: Named, key: int, tensors: list[Tensor], comm: Comm, finish: Callable[[], object] | None
@@ -127,15 +129,21 @@ class ManagedAllReduce(AllReduceStage):
         self._count = None
         self.drops = False
 
-    def compare(self, joins: bool, digest: Callable[[], int], device: torch.device) -> bool:
+    @property
+    def sent(self) -> int:
+        """Another number with each all-reduce of this step; 0 before the first."""
+        return self._order
+
+    def compare(self, joins: bool, skipped: int, digest: Callable[[], int], device: torch.device) -> bool:
         """Has the step dropped if gradients do not belong together: of other units, or of other weights.
 
         Replicas have no divergence guard: who is there changes from step to step. One small all-reduce behind those of a
-        step tells whether they reduced the same units in the same order, and another one, where a replica takes its first
-        step, whether their weights are the same. A replica that does not take part compares, too.
+        step tells whether they reduced the same units in the same order, and skipped the same steps, and another one, where
+        a replica takes its first step, whether their weights are the same. A replica that does not take part compares, too.
 
         Args:
             joins: this replica has taken no step yet.
+            skipped: how many steps its script has skipped.
             digest: gives one of this rank's weights.
             device: that of the manager's all-reduces.
 
@@ -143,9 +151,14 @@ class ManagedAllReduce(AllReduceStage):
             Whether the weights were the same, as far as was asked.
         """
         manager = self.manager
-        if (told := self._sums([1, self._order, joins], device)) is None:
+        if (told := self._sums([1, self._order, joins, 0 if joins else skipped], device)) is None:
             return True
-        count, orders, joining = told
+        count, orders, joining, skips = told
+        # One that does not take part gets the others' number with their state; where one joins, all count anew.
+        self.joined = joining > 0
+        self.skipped_apart = manager.is_participating() and not joins and skips != skipped * (count - joining)
+        if self.skipped_apart:
+            manager.report_error(DivergenceError("elastic replicas skipped different steps"))
         if orders != self._order * count:
             what = (
                 "elastic replicas reduced different units, or in another order: their gradients do not belong together, "

@@ -160,7 +160,7 @@ def _planned(env: RankEnv) -> None:
         optimizer.step()
     (over_replicas,) = (one for one in plan.collectives if one.kind == "all-reduce")
     count, of_units, compared = given[0], given[1:-1], given[-1]
-    assert (count, compared) == (4, 24), "what elastic.md says of their size"
+    assert (count, compared) == (4, 32), "what elastic.md says of their size"
     # Of two replicas each sends as many bytes as it has.
     assert (over_replicas.calls, over_replicas.sent) == (len(of_units), sum(of_units))
 
@@ -531,6 +531,32 @@ def _scaled_by_votes(env: RankEnv) -> None:
 
 def test_a_scale_that_follows_from_the_vote_is_the_same_on_all_replicas(pool4: Pool) -> None:
     pool4.run(_scaled_by_votes)
+
+
+def _skips(env: RankEnv, healed: tuple[int, ...], waits: bool, alone: bool) -> None:
+    """Gradients of a backward are zeroed without a step: on both replicas, or in the fourth step on the first one alone."""
+    net, optimizer, _ = _elastic(env, healed=healed, waits=waits)
+    for step in range(5):
+        if step in healed and env.rank > 1:
+            _shift(net)
+            optimizer._skipped = 7  # as if it had been away
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        if step in (0, 2) or (alone and step == 3 and env.rank < 2):
+            optimizer.zero_grad()
+            optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        if alone and step == 3:
+            with pytest.raises(StateError, match="has skipped"):
+                optimizer.step()
+            return
+        assert optimizer.step()
+
+
+@pytest.mark.parametrize(("healed", "waits"), [((), False), ((2,), False), ((2,), True)], ids=["", "late", "before"])
+@pytest.mark.parametrize("alone", [False, True], ids=["alike", "alone"])
+def test_replicas_skip_the_same_steps(pool4: Pool, healed: tuple[int, ...], waits: bool, alone: bool) -> None:
+    pool4.run(_skips, healed, waits, alone)
 
 
 class _Other(dict[str, Tensor]):

@@ -68,17 +68,20 @@ def tensors_behind(tensor: Tensor) -> list[Tensor]:
     """The tensors through whose nodes gradients enter what made `tensor`, where a transform or a dual number hides them.
 
     `vmap` and `jvp` of `torch.func` wrap outputs: the node is that of the tensor inside. A tangent has a node of its own,
-    and a loss may be made of it alone. What `torch.func.grad` wraps has a node that its own backward goes through.
+    and a loss may be made of it alone. What `torch.func.grad` wraps has a node that its own backward goes through, beside
+    that of the tensor inside, through which a loss is trained that is made of the gradient.
     """
     layer = functorch.peek_interpreter_stack() if functorch.is_functorch_wrapped_tensor(tensor) else None
-    if layer is None or layer.key() == functorch.TransformType.Grad:
+    if layer is None:
         return [tensor, *_tangent_of(tensor)]
+    wrapped = functorch.maybe_get_level(tensor) == layer.level()
     found = [tensor]
-    if layer.key() == functorch.TransformType.Jvp and functorch.maybe_get_level(tensor) == layer.level():
+    if wrapped and layer.key() == functorch.TransformType.Jvp:
         found += _tangent_of(tensor)
+    own = found if wrapped and layer.key() == functorch.TransformType.Grad else []
     with temporarily_pop_interpreter_stack():
         inside = [functorch.get_unwrapped(t) if functorch.maybe_get_level(t) == layer.level() else t for t in found]
-        return [behind for t in inside for behind in tensors_behind(t)]
+        return own + [behind for t in inside for behind in tensors_behind(t)]
 
 
 def _tangent_of(tensor: Tensor) -> list[Tensor]:

@@ -13,7 +13,6 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from hsdp import debug
@@ -30,6 +29,7 @@ from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.shadows import Shadows
+from hsdp.unit.shard_prints import has_prints, prints_of
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 
@@ -403,7 +403,7 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `shards_unchanged`."""
         if self._shard_prints is None and (debug.ON or not self.context.streams.active):
-            self._shard_prints = [part.sum(0) if part.ndim > 1 else part.clone() for part in self._columns]
+            self._shard_prints = prints_of(self._columns)
 
     def shards_unchanged(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -411,8 +411,7 @@ class UnshardedParams:
         Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
         in debug mode only.
         """
-        kept, now = self._shard_prints, self._columns
-        return kept is None or all(map(torch.equal, [part.sum(0) if part.ndim > 1 else part for part in now], kept))
+        return self._shard_prints is None or has_prints(self._columns, self._shard_prints)
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

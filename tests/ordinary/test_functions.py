@@ -11,7 +11,7 @@ import torch.distributed.nn.functional as global_ops
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd import forward_ad
-from torch.func import functional_call, grad, jvp, vmap
+from torch.func import functional_call, grad, hessian, jvp, vmap
 
 from tests.ordinary.program import (
     DIM,
@@ -180,6 +180,18 @@ def uses_gradients_of_transforms(program: Program) -> Results:
     def loss(model: nn.Module, x: Tensor) -> Tensor:
         scores = grad(lambda z: model(z).square().sum())(x).detach()
         return (scores * model(x)).mean()  # type: ignore[no-any-return]
+
+    return _fit_transformed(program, loss)
+
+
+def trains_through_gradients_of_transforms(program: Program) -> Results:
+    """Has a penalty of what `torch.func.grad` made in its loss, one example at a time, and of a hessian."""
+
+    def loss(model: nn.Module, x: Tensor) -> Tensor:
+        slope = grad(lambda z: model(z).square().sum())
+        curved = hessian(lambda z: model(z).sum())(x[0])
+        again = _again(model, x)
+        return (slope(x) - vmap(slope)(2 * x) + model(x) - again).square().mean() + curved.square().mean()  # type: ignore[no-any-return]
 
     return _fit_transformed(program, loss)
 

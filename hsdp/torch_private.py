@@ -59,9 +59,8 @@ outside_transforms: Callable[[], AbstractContextManager[None]] = torch._C._Disab
 devices rely on it. Without it a gather inside `torch.func.jvp` could not copy what came into whole parameters."""
 
 
-def hides_nodes(tensor: Tensor) -> bool:
-    """Whether gradients may enter what made `tensor` through other nodes than its own: see `tensors_behind`."""
-    return functorch.is_functorch_wrapped_tensor(tensor) or forward_ad._current_level >= 0
+is_wrapped: Callable[[Tensor], bool] = functorch.is_functorch_wrapped_tensor
+"""Whether a transform of `torch.func` wraps a tensor: see `tensors_behind`."""
 
 
 def tensors_behind(tensor: Tensor) -> list[Tensor]:
@@ -71,7 +70,7 @@ def tensors_behind(tensor: Tensor) -> list[Tensor]:
     and a loss may be made of it alone. What `torch.func.grad` wraps has a node that its own backward goes through, beside
     that of the tensor inside, through which a loss is trained that is made of the gradient.
     """
-    layer = functorch.peek_interpreter_stack() if functorch.is_functorch_wrapped_tensor(tensor) else None
+    layer = functorch.peek_interpreter_stack() if is_wrapped(tensor) else None
     if layer is None:
         return [tensor, *_tangent_of(tensor)]
     wrapped = functorch.maybe_get_level(tensor) == layer.level()

@@ -21,8 +21,9 @@ from operator import is_
 from typing import Any
 
 from torch import Tensor, nn
+from torch.autograd import forward_ad
 
-from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, hides_nodes, sequence_number, tensors_behind
+from hsdp.torch_private import REGISTRY_KEY, STATE_KEY, is_wrapped, sequence_number, tensors_behind
 from hsdp.unit.lookup import unit_of_module
 from hsdp.unit.unit import Unit
 
@@ -140,7 +141,7 @@ def entry_nodes(tensor: Tensor, first_node: int) -> Sequence[Any]:
         tensor: an output.
         first_node: the number of the first node that the forward made.
     """
-    if hides_nodes(tensor):
+    if is_wrapped(tensor) or forward_ad._current_level >= 0:
         return [node for behind in tensors_behind(tensor) for node in _nodes_of(behind, first_node)]
     return _nodes_of(tensor, first_node)
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from hsdp.torch_private import outside_transforms
-
 _COLUMNS = 509
 _COPIED = 1 << 15
 """Bytes of a shard up to which a copy of it is its fingerprint: it takes the host less than sums do."""
@@ -29,15 +27,3 @@ def in_columns(shard: Tensor) -> list[Tensor]:
         rows = integers.numel() // _COLUMNS * _COLUMNS
         found = [integers[:rows].view(-1, _COLUMNS), integers[rows:].view(1, -1), data[whole:].view(1, -1)]
     return [part for part in found if part.numel()]
-
-
-def prints_of(columns: list[Tensor]) -> list[Tensor]:
-    """The fingerprint of a shard."""
-    with outside_transforms():  # it outlives a transform of torch.func, whose tensors end with it
-        return [part.sum(0) if part.ndim > 1 else part.clone() for part in columns]
-
-
-def has_prints(columns: list[Tensor], kept: list[Tensor]) -> bool:
-    """Whether a shard has this fingerprint."""
-    with outside_transforms():
-        return all(map(torch.equal, [part.sum(0) if part.ndim > 1 else part for part in columns], kept))

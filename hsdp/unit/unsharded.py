@@ -13,6 +13,7 @@ from collections.abc import Iterable
 from operator import attrgetter
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from hsdp import debug
@@ -23,13 +24,12 @@ from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, abandon
 from hsdp.errors import DivergenceError, ExtensionError, StateError
 from hsdp.params.param import ManagedParam
-from hsdp.torch_private import plain_access
+from hsdp.torch_private import outside_transforms, plain_access
 from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.pending_shards import PendingShards
 from hsdp.unit.readers import Readers
 from hsdp.unit.settings import UnitSettings
 from hsdp.unit.shadows import Shadows
-from hsdp.unit.shard_prints import has_prints, prints_of
 from hsdp.unit.state import written
 from hsdp.unit.write_guard import WriteGuard
 
@@ -403,7 +403,8 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `shards_unchanged`."""
         if self._shard_prints is None and (debug.ON or not self.context.streams.active):
-            self._shard_prints = prints_of(self._columns)
+            with outside_transforms():  # they outlive a transform of torch.func, whose tensors end with it
+                self._shard_prints = [part.sum(0) if part.ndim > 1 else part.clone() for part in self._columns]
 
     def shards_unchanged(self) -> bool:
         """Whether the shards behind unsharded parameters that were kept have their values of then.
@@ -411,7 +412,9 @@ class UnshardedParams:
         Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
         in debug mode only.
         """
-        return self._shard_prints is None or has_prints(self._columns, self._shard_prints)
+        kept, now = self._shard_prints, self._columns
+        with outside_transforms():
+            return kept is None or all(map(torch.equal, [part.sum(0) if part.ndim > 1 else part for part in now], kept))
 
     def hide(self) -> None:
         """Closes the unit; unsharded parameters stay where they are."""

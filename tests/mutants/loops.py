@@ -423,7 +423,7 @@ def leaves_hooks_with_the_original_parameters() -> Any:
 
 @mutant(Check(ordinary.check, ((2,), ordinary_functions.nests_transforms)), kill="modified by an inplace operation")
 def hooks_no_nodes_behind_transforms() -> Any:
-    return mock.patch.object(hsdp.schedule.outputs, "hides_nodes", lambda tensor: False)
+    return mock.patch.object(hsdp.schedule.outputs, "tensors_behind", lambda tensor: [tensor])
 
 
 @mutant(Check(freshness._written_behind_a_hidden_output, ()), kill="DID NOT RAISE")

@@ -25,7 +25,7 @@ from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.structure import assembled, leaves_of, put_together
 from hsdp.errors import CheckpointError
-from hsdp.params.local import local_of
+from hsdp.params.local import is_expanded, local_of
 from hsdp.torch_private import storage_key
 from hsdp.unit.lookup import units_below
 
@@ -180,8 +180,7 @@ def _whole_name(name: str) -> str:
 
 def unwritable(target: Tensor) -> str | None:
     """Why nothing can be loaded into the memory of a tensor; None: it can."""
-    block = local_of(target)
-    if any(size > 1 and stride == 0 for size, stride in zip(block.shape, block.stride(), strict=True)):
+    if is_expanded(local_of(target)):
         return (
             "in the model several of its elements are one place in memory, as expand() makes them; give the model a copy "
             "of it (.contiguous())"

@@ -74,7 +74,7 @@ def names_in(kind: Any) -> dict[str, str | None]:
 
 def direct_bytes(backend: str) -> tuple[int, int]:
     """A backend's measured defaults of `CommPolicy.direct_gather_bytes` and `CommPolicy.direct_reduce_bytes`."""
-    # gloo runs the pieces of a coalesced gather one after the other: each must be worth its round of latency.
+    # gloo gathers each by a call of its own: it must be worth a round of latency.
     return (256 * 1024, 1024 * 1024) if backend == "gloo" else (32 * 1024, 32 * 1024)
 
 

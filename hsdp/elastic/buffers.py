@@ -7,8 +7,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
-from hsdp.elastic.healing import buffer_places, is_expanded
-from hsdp.params.local import local_of
+from hsdp.elastic.healing import buffer_places
+from hsdp.params.local import is_expanded, local_of
 
 
 class _Kept(NamedTuple):

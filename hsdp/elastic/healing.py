@@ -28,7 +28,7 @@ from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart
 from hsdp.errors import StateError
 from hsdp.format import dotted
-from hsdp.params.local import local_of, parts_beside
+from hsdp.params.local import is_expanded, local_of, parts_beside
 from hsdp.params.subclass import is_composite
 
 Shards = dict[str, Any]
@@ -214,11 +214,6 @@ def buffer_places(model: nn.Module) -> dict[str, _Place]:
         for leaf, held in module._buffers.items()
         if held is None or not _is_fixed(held)
     }
-
-
-def is_expanded(tensor: Tensor) -> bool:
-    """Whether some of its numbers are one in memory, so that torch lets nobody write to it in place."""
-    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _put(place: _Place, sent: Tensor | None) -> None:

@@ -27,6 +27,11 @@ def parts_beside(param: Tensor) -> list[tuple[str, Tensor]]:
     return [(name, part.detach()) for name, held in beside_local(param).items() for part in parts_of(held)]
 
 
+def is_expanded(tensor: Tensor) -> bool:
+    """Whether several of a plain tensor's elements are one place in memory, which nobody may write to as to several."""
+    return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
 def make_of_local(param: Tensor) -> str | None:
     """What a subclass with a gather extension is on this rank, but for the values of its tensors; None of other tensors."""
     held = _held(param)

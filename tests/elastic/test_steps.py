@@ -71,6 +71,14 @@ def _shards(net: nn.Module, optimizer: Any = None) -> list[Tensor]:
     return [value.detach().clone() for value in found]
 
 
+def _check_alike(manager: Any, shards: list[Tensor]) -> None:
+    """Both replicas have the same."""
+    mine = torch.cat([value.double().flatten() for value in shards])
+    theirs = [torch.empty_like(mine) for _ in range(2)]
+    dist.all_gather(theirs, mine, group=manager.across)
+    assert torch.equal(*theirs)
+
+
 def _equal(these: list[Tensor], those: list[Tensor]) -> bool:
     return len(these) == len(those) and all(torch.equal(a, b) for a, b in zip(these, those, strict=True))
 
@@ -439,10 +447,7 @@ def _healed_in_the_first_step(env: RankEnv) -> None:
         optimizer.zero_grad()
         _backward(net, env.rank, step)
         assert optimizer.step()
-    mine = torch.cat([value.double().flatten() for value in _shards(net, optimizer.optimizer)])
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine, group=manager.across)
-    assert torch.equal(*theirs)
+    _check_alike(manager, _shards(net, optimizer.optimizer))
 
 
 def test_a_replica_that_is_healed_in_the_first_step_of_others_may_have_other_weights(pool4: Pool) -> None:
@@ -494,10 +499,7 @@ def _scaled(env: RankEnv) -> None:
         scaler.step(optimizer)
         scaler.update()
     assert manager.current_step() == 4 and scaler.get_scale() == 2.0**4
-    mine = torch.cat([value.flatten() for value in _shards(net, optimizer.optimizer)])
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine, group=manager.across)
-    assert torch.equal(*theirs)
+    _check_alike(manager, _shards(net, optimizer.optimizer))
 
 
 def test_a_scaler_is_healed_before_the_forward(pool4: Pool) -> None:
@@ -523,10 +525,7 @@ def _scaled_by_votes(env: RankEnv) -> None:
         assert taken == (attempt != 1)
         scaler.update(None if taken else scaler.get_scale() / 2)
         assert scaler.get_scale() == (2.0**9 if attempt else 2.0**10)
-    mine = torch.cat([value.flatten() for value in _shards(net, optimizer.optimizer)])
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine, group=manager.across)
-    assert torch.equal(*theirs)
+    _check_alike(manager, _shards(net, optimizer.optimizer))
 
 
 def test_a_scale_that_follows_from_the_vote_is_the_same_on_all_replicas(pool4: Pool) -> None:
@@ -599,10 +598,7 @@ def _several_models(env: RankEnv) -> None:
         with torch.no_grad():
             for mean, param in zip(both["average"].parameters(), both["net"].parameters(), strict=True):
                 mean.lerp_(param, 0.1)
-    mine = torch.cat([value.flatten() for value in _shards(both)])
-    theirs = [torch.empty_like(mine) for _ in range(2)]
-    dist.all_gather(theirs, mine, group=manager.across)
-    assert torch.equal(*theirs)
+    _check_alike(manager, _shards(both))
     with pytest.raises(ValueError, match=r"has one already.*nn\.ModuleDict"):
         elastic.ElasticOptimizer(manager, both, _adamw(both["net"]))
 

@@ -5,6 +5,8 @@ fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
 copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to parts only: loads have checks of their own
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
+whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor makes the part as large as the whole
+foreach operators in place   autograd's version counters do not count them of DTensors, as they do of plain tensors
 
 Those of sums over ranks that are still to come depend on who asks: schedule/step_norms.py.
 """
@@ -32,6 +34,14 @@ _WRITES_BY_INDEX = (
     _aten.index_fill_.int_Tensor,
     _aten.index_copy_.default,
     _aten.index_add_.default,
+)
+_VALUES_AS_OUT = (_aten.eye.out, _aten.eye.m_out)
+_IN_PLACE_ON_LISTS = tuple(
+    getattr(getattr(_aten, name), overload)
+    for name in dir(torch)
+    if name.startswith(("_foreach_", "_fused_")) and name.endswith("_")
+    for overload in getattr(_aten, name).overloads()
+    if overload != "out"
 )
 
 _meshes: Counter[int] = Counter()
@@ -62,6 +72,8 @@ def _register() -> None:
     handlers[_aten.index.Tensor] = _read_by_index
     handlers[_aten.fill_.Tensor] = _fill
     handlers[_aten.copy_.default] = _copy
+    handlers.update(dict.fromkeys(_VALUES_AS_OUT, _values_as_out))
+    handlers.update(dict.fromkeys(_IN_PLACE_ON_LISTS, _counted))
 
 
 def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -127,6 +139,27 @@ def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = op(full_tensor(source), tree_map_only(DTensor, full_tensor, indices))
     spec = source._spec
     return as_dtensor(found, spec_of(spec.mesh, (Replicate(),) * spec.mesh.ndim, found.shape, found.dtype))
+
+
+def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`nn.init.eye_(weight)`: each rank makes the whole, and keeps its part."""
+    target = kwargs["out"]
+    if not is_watched(target):
+        return as_torch_does(op, args, kwargs)
+    whole = op(*args, **{**kwargs, "out": torch.empty(target.shape, dtype=target.dtype, device=target.device)})
+    if whole.shape != target.shape:
+        raise ValueError(f"{op}: its values have the shape {tuple(whole.shape)}, and `out` has {tuple(target.shape)}")
+    refuse_stripes(target)
+    target._local_tensor.copy_(part_of_whole(whole, target._spec))
+    return target
+
+
+def _counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """A backward that would use the weights of before is refused by these counters, and they are what `version` asks."""
+    found = as_torch_does(op, args, kwargs)
+    if any(map(is_watched, args[0])):
+        torch.autograd.graph.increment_version(args[0])
+    return found
 
 
 def is_watched(tensor: Any) -> bool:

@@ -236,8 +236,8 @@ def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -
 def _weights_change(optimizer: torch.optim.Optimizer) -> None:
     """The weights have a new version before they are stepped, too.
 
-    Behind a step that raises half-way torch runs no hook, and foreach operations of DTensors pass by autograd's counters.
-    With a closure it is behind the closure, in which weights are still the old ones.
+    Behind a step that raises half-way torch runs no hook. With a closure it is behind the closure, in which weights are
+    still the old ones.
     """
     for ref in _units_of(optimizer):
         if (unit := ref()) is not None:

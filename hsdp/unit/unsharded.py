@@ -316,7 +316,7 @@ class UnshardedParams:
     @property
     def version(self) -> Version:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
-        autograd's version counters saw (`p.mul_()`). Writes to `p.data` and foreach operations pass by both.
+        autograd's version counters saw (`p.mul_()`). Writes to `p.data` pass by both.
 
         Whoever asks is about to read the shards: they land first, if parts of them are on their way.
         """

@@ -51,6 +51,8 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "split by sizes": lambda t: t.split([1, t.shape[0] - 1])[1].clamp_(-0.1, 0.1),
     "narrow": lambda t: t.narrow(0, 1, 2).copy_(t.narrow(0, 2, 2) * 2.0),
     "diagonal": lambda t: t.diagonal().fill_(1.0),
+    "the unit matrix": lambda t: torch.nn.init.eye_(t),
+    "the unit matrix, square": lambda t: torch.eye(t.shape[0], out=t) if t.shape[0] == t.shape[1] else None,
     "flat": lambda t: t.view(-1)[:7].zero_(),
     "data": lambda t: t.data[2:].mul_(0.5),
     "detached": lambda t: t.detach()[:2].detach().zero_(),
@@ -153,19 +155,31 @@ def test_equal_meshes_are_one(pool2: Pool, whose: str) -> None:
     pool2.run(_beside, whose)
 
 
-def _between(env: RankEnv) -> None:
-    """A write between a forward and its backward is one like others."""
+BETWEEN: dict[str, Callable[[Any], object]] = {
+    "a row": lambda model: model[0].weight[0].zero_(),
+    "foreach": lambda model: torch._foreach_mul_(list(model.parameters()), 0.5),
+    "foreach, by a list": lambda model: torch._foreach_lerp_([model[0].weight], [model[0].weight.detach() * 2.0], 0.5),
+}
+
+
+def _between(env: RankEnv, write: str, reshard: bool) -> None:
+    """A write between a forward and its backward is one like others, whatever the units kept whole."""
     model = _model()
-    hsdp.fully_shard(model, mesh=env.mesh(2))
+    hsdp.fully_shard(model, mesh=env.mesh(2), reshard_after_forward=reshard)
     loss = model(torch.ones(2, 4, dtype=torch.float64)).sum()
+    versions = [param._version for param in model.parameters()]
     with torch.no_grad():
-        model[0].weight[0].zero_()
+        BETWEEN[write](model)
+    if write == "foreach":  # counted as plain tensors' are, which is all that a device has
+        assert all(param._version == before + 1 for param, before in zip(model.parameters(), versions, strict=True))
     with pytest.raises(hsdp.StaleParametersError):
         loss.backward()
 
 
-def test_writes_between_forward_and_backward_are_seen(pool2: Pool) -> None:
-    pool2.run(_between)
+@pytest.mark.parametrize("reshard", [True, False])
+@pytest.mark.parametrize("write", list(BETWEEN))
+def test_writes_between_forward_and_backward_are_seen(pool2: Pool, write: str, reshard: bool) -> None:
+    pool2.run(_between, write, reshard)
 
 
 def _stale(env: RankEnv, write: str) -> None:

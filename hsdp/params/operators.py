@@ -24,6 +24,7 @@ from torch.distributed.tensor import DTensor, Replicate
 from torch.utils._pytree import tree_iter, tree_map_only
 
 from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
+from hsdp.params.handlers import as_torch_does, handle
 from hsdp.params.parts import Origin, Part, after_write, memory_of, refuse_stripes
 
 _aten = torch.ops.aten
@@ -65,15 +66,14 @@ def unwatch_operators(mesh: DeviceMesh) -> None:
 
 @functools.cache
 def _register() -> None:
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_CUTS, _cut))
-    handlers.update(dict.fromkeys(_WRITES_BY_INDEX, _write_by_index))
-    handlers[_aten.index_put.default] = _with_index_written
-    handlers[_aten.index.Tensor] = _read_by_index
-    handlers[_aten.fill_.Tensor] = _fill
-    handlers[_aten.copy_.default] = _copy
-    handlers.update(dict.fromkeys(_VALUES_AS_OUT, _values_as_out))
-    handlers.update(dict.fromkeys(_IN_PLACE_ON_LISTS, _counted))
+    handle(_CUTS, _cut)
+    handle(_WRITES_BY_INDEX, _write_by_index)
+    handle([_aten.index_put.default], _with_index_written)
+    handle([_aten.index.Tensor], _read_by_index)
+    handle([_aten.fill_.Tensor], _fill)
+    handle([_aten.copy_.default], _copy)
+    handle(_VALUES_AS_OUT, _values_as_out)
+    handle(_IN_PLACE_ON_LISTS, _counted)
 
 
 def _cut(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -165,14 +165,3 @@ def _counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 def is_watched(tensor: Any) -> bool:
     """Whether a tensor is on a mesh on which hsdp does operators its own way."""
     return isinstance(tensor, DTensor) and _meshes.get(hash(tensor._spec.mesh), 0) > 0
-
-
-def as_torch_does(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """Does an operator as DTensor does."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    ours = handlers.pop(op, None)
-    try:
-        return op(*args, **(kwargs or {}))
-    finally:
-        if ours is not None:
-            handlers[op] = ours

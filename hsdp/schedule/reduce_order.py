@@ -100,7 +100,7 @@ class ReduceOrder:
     Attributes:
         awaited: forwards of the root whose backward, by what the program did, is still to come.
         calls: for each unit its forwards that gradients can enter, of which the runtime tells.
-        retained: the last backward keeps its graph, so that the same forward may have another one.
+        retained: the last backward keeps its graph, or makes a new one, so that the same forward may have another one.
     """
 
     def __init__(self) -> None:
@@ -117,9 +117,9 @@ class ReduceOrder:
 
     def begin_forward(self) -> None:
         """A forward of the root begins."""
+        self._before = dict(self._ran_with_grad), dict(self.calls)
         if not self.awaited:
             self._ran_with_grad, self.calls = {}, {}
-        self._before = dict(self._ran_with_grad), dict(self.calls)
 
     def enter(self, unit: Unit) -> None:
         """A forward of `unit` begins."""
@@ -140,8 +140,9 @@ class ReduceOrder:
 
         `answers`: it is that of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
         """
-        # With its graph kept, the same forward may have another backward.
-        self.retained = retains_graph()
+        # With its graph kept, the same forward may have another backward, and so it may through a new graph of gradients:
+        # with create_graph=True gradients are enabled here, and `torch.func.grad` keeps no graph but that one.
+        self.retained = retains_graph() or torch.is_grad_enabled()
         if answers and not self.retained:
             self.awaited = max(0, self.awaited - 1)
         expected = {}

@@ -21,7 +21,8 @@ from torch.optim import Optimizer
 
 from hsdp.errors import StateError
 from hsdp.params.dtensors import full_tensor, largest
-from hsdp.params.operators import as_torch_does, is_watched
+from hsdp.params.handlers import as_torch_does, handle
+from hsdp.params.operators import is_watched
 from hsdp.unit.lookup import place_of
 
 _aten = torch.ops.aten
@@ -44,9 +45,8 @@ _compared = weakref.WeakKeyDictionary()
 @functools.cache
 def watch_norms(closure: CodeType) -> None:
     """Does these operators so from now on; `closure` is the code that calls a user's closure in a step."""
-    handlers: dict[Any, Any] = DTensor._op_dispatcher._custom_op_handlers
-    handlers.update(dict.fromkeys(_ASKS, functools.partial(_ask, closure)))
-    handlers.update(dict.fromkeys(_IN_PLACE, functools.partial(_in_place, closure)))
+    handle(_ASKS, functools.partial(_ask, closure))
+    handle(_IN_PLACE, functools.partial(_in_place, closure))
 
 
 def _ask(closure: CodeType, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -22,7 +22,7 @@ from torch import Tensor
 from hsdp.comm.streams import Streams, host_wait
 from hsdp.params.param import ManagedParam
 from hsdp.params.pending import PendingShard
-from hsdp.torch_private import storage_uses
+from hsdp.torch_private import outside_transforms, storage_uses
 
 
 def _as_argument() -> int:
@@ -84,7 +84,8 @@ class PendingShards:
         with self._lock:
             if not self._stood_in:
                 return
-            self._finish()
+            with outside_transforms():  # a forward under vmap or jvp may be whoever reads them first
+                self._finish()
             if self._streams.active and self._streams.current() != self._began_on:
                 # The stream of this reader is behind the gather now. Those that are ordered behind the step are not.
                 host_wait(self._streams.device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from tests.soak.actions.models import Part
 from tests.soak.actions.programs import FEATURES, SHAPES, Action, Program, draw, smaller
 from tests.soak.actions.soak import run_all, table
 from tests.support.rig import Pool
@@ -32,6 +33,21 @@ def test_a_program_whose_sums_wait_while_they_are_on_their_way(pool2: Pool) -> N
     _run(pool2, [draw("11-28:2744", (2,))])
 
 
+def test_a_forward_that_raises_between_a_forward_and_its_backward(pool2: Pool) -> None:
+    """A gradient inside of `torch.func.grad` is none of the backwards that forwards await: units keep their turns."""
+    parts = Part("chain", "whole"), Part("chain", "")
+    waits = ("transform", 4, "grad"), ("forward", 2, {"heads": ("both", "second")}, "call", ""), ("backward", (4,), {})
+    actions = *waits, ("forward", 0, {"edits": {1: "raise"}}, "call", ""), ("backward", (2,), {})
+    _run(pool2, [Program("left", (2, 1), parts, actions, heads_are_units=True)])
+
+
+def test_the_first_reader_of_stepped_shards_is_a_transform(pool2: Pool) -> None:
+    """Parts of other replicas land in the middle of it."""
+    step = ("forward", 3, {}, "call", ""), ("backward", (3,), {}), ("step",)
+    actions = *step, ("transform", 4, "jvp"), ("backward", (4,), {}), ("step",), ("transform", 4, "per sample")
+    _run(pool2, [Program("stepped", (2, 1), (Part("linear", "whole"),), actions, local="over replicas")])
+
+
 def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
     _run(pool, [draw(f"ci:{number}", shape) for number in range(count)])
 
@@ -51,7 +67,7 @@ def test_a_seed_tells_its_program() -> None:
 def test_programs_have_all_actions() -> None:
     drawn: list[Action] = [action for number in range(2000) for action in draw(f"all:{number}", (2,)).actions]
     kinds = {action[0] for action in drawn}
-    assert len(kinds) == 43, sorted(kinds)
+    assert len(kinds) == 44, sorted(kinds)
 
 
 def test_switches_leave_features_out() -> None:

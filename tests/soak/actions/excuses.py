@@ -99,14 +99,14 @@ EXCUSES: tuple[Excuse, ...] = (
     ),
     Excuse(
         "StateError",
-        ("forward", "eval", "unshard", "toggle", "backward", "infer", "child", "distill", "sam"),
+        ("forward", "eval", "unshard", "toggle", "backward", "infer", "child", "distill", "transform", "sam"),
         _any_of("toggled", "toggle"),
         "requires_grad changed while sums of the parameters chosen before are pending: any forward finds it, and unshard",
         "requires_grad of parameter",
     ),
     Excuse(
         "StateError",
-        ("forward", "eval", "backward", "grad", "unshard", "infer", "child", "distill", "sam"),
+        ("forward", "eval", "backward", "grad", "unshard", "infer", "child", "distill", "transform", "sam"),
         _any_of("data renorm", "copy_ renorm", "max_norm"),
         "a write to a whole weight would be lost when it is freed",
     ),

@@ -39,6 +39,7 @@ _OF_AUTOGRAD = "|".join(
         r"this checkpoint\(\) is not necessary",
         "does not require grad",
         "A different number of tensors was saved",
+        "cached during selective activation checkpoint has been mutated",
     )
 )
 
@@ -254,7 +255,7 @@ class _Play:
             facts.add("write")
 
     def slots_of(self, action: Action) -> tuple[int, ...]:
-        if action[0] in ("forward", "grad", "child", "distill"):
+        if action[0] in ("forward", "grad", "child", "distill", "transform"):
             return (action[1],)
         return tuple(action[1]) if action[0] == "backward" else ()
 
@@ -279,7 +280,7 @@ class _Play:
             if slot not in self.slots_of(action):
                 facts.add(told)
                 facts |= _facts_of(how) & {"copy_ renorm", "data renorm"}
-        if kind in ("forward", "child", "distill"):
+        if kind in ("forward", "child", "distill", "transform"):
             mine |= {f"call {action[3]}"} if kind == "forward" else set()
             self.facts[action[1]] = set(mine - {kind})
             return mine

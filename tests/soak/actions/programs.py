@@ -8,7 +8,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("penalty", coefficient, kind)           L2 on model.parameters(), in a backward of its own
     ("noise", kind) ("scale", factor)        edits of `.grad`; a factor of "rows": of all rows but the first
     ("zero", kind)                           one of `ZEROS`
-    ("write", kind, which)                   to sharded parameters: one of `WRITES`, or "rows"
+    ("write", kind, which)                   to sharded parameters: one of `WRITES`, "rows" or "foreach"
     ("toggle", which, flag)                  requires_grad
     ("hook", which) ("unhook",)              a gradient hook that halves
     ("step",) ("raw step",) ("clip",) ("flush",) ("eval", how) ("peek",) ("load",) ("full write",)
@@ -20,6 +20,7 @@ A `Program` is a model, how it is sharded, and a list of actions; each action is
     ("reload",) ("rate", factor)             load_state_dict of its own state_dict; another learning rate
     ("child", slot, part)                    a part called by itself; keeps its loss in a slot
     ("distill", slot) ("follow", kind)       a loss against a teacher; which then moves towards the model
+    ("transform", slot, kind)                a loss through one of `TRANSFORMS`
     ("surgery", kind)                        another optimizer in the place of the one there: one of `SURGERIES`
     ("sam", scale)                           a second pass at weights that are moved along the gradient, and back
     ("infer",)                               an evaluation under inference_mode
@@ -51,6 +52,8 @@ WRITES = ("data mul_", "no_grad mul_", "local mul_", "data set", "copy_")
 KEEPS = ("detach", "local", "state dict")
 RESETS = ("dict", "zeros", "in place", "count")
 SAVES = ("memory", "files", "background", "whole")
+TRANSFORMS = ("vmap", "jvp", "grad", "dual", "per sample", "per sample grad")
+"""How a forward may be transformed; `dual`: by dual numbers."""
 FOLLOWS = ("foreach", "in place", "data")
 SURGERIES = ("same state", "two groups", "group added")
 LOCALS = ("", "", "local", "flat", "over replicas", "over replicas")
@@ -105,6 +108,7 @@ FEATURES = {
     "muon": "an optimizer that steps whole matrices",
     "insides": "selective checkpoints, parametrised and complex weights, buffers, outputs of other kinds",
     "rows": "writes to rows of sharded parameters and gradients",
+    "transforms": "losses through vmap, jvp, grad and dual numbers, and writes by foreach operators",
     "meshes": "units on other meshes of the same ranks",
     "options": "sums instead of means, tree reductions, parameters that are not sharded, offloaded shards",
 }
@@ -175,7 +179,9 @@ def draw(seed: str, shape: tuple[int, ...], without: frozenset[str] = frozenset(
         program = _with_tunes(program, random.Random(f"{seed}, tunes"))
     if "rows" not in without:
         program = _with_rows(program, random.Random(f"{seed}, rows"))
-    return program if "meshes" in without else _with_meshes(program, random.Random(f"{seed}, meshes"))
+    if "meshes" not in without:
+        program = _with_meshes(program, random.Random(f"{seed}, meshes"))
+    return program if "transforms" in without else _with_transforms(program, random.Random(f"{seed}, transforms"))
 
 
 class _Draw:
@@ -501,6 +507,21 @@ def _with_meshes(program: Program, rng: random.Random) -> Program:
     if rng.random() < 0.15 and program.optimizer in ("sgd", "adamw", "muon"):
         program = replace(program, meshes=tuple(chosen))
     return program
+
+
+def _with_transforms(program: Program, rng: random.Random) -> Program:
+    """With losses through transforms of the forward, and foreach writes; again by themselves."""
+    actions = list(program.actions)
+    if rng.random() < 0.3:
+        for _ in range(rng.choice([1, 1, 2, 3])):
+            at = rng.randrange(len(actions) + 1)
+            slot = rng.choice([4, 5])
+            actions.insert(at, ("transform", slot, rng.choice(TRANSFORMS)))
+            _run_backward(actions, at, slot, rng)
+    # torch takes no parameters of several meshes in one operation.
+    if rng.random() < 0.15 and not program.meshes:
+        actions.insert(rng.randrange(len(actions) + 1), ("write", "foreach", rng.choice([None, 0, 1, "parts.0", "heads"])))
+    return replace(program, actions=tuple(actions))
 
 
 def _with_tunes(program: Program, rng: random.Random) -> Program:

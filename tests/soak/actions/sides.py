@@ -17,6 +17,7 @@ from itertools import cycle
 from typing import Any
 
 import torch
+import torch.autograd.forward_ad as fwAD
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -285,7 +286,8 @@ class Side:
         """
         if kind in ("data mul_", "local mul_") and self.env.device != "cpu" and not debug.ON:
             return []
-        return [param for _, param in self.chosen(which) if kind in ("no_grad mul_", "rows") or self.all_hold(param)]
+        counted = kind in ("no_grad mul_", "rows", "foreach")
+        return [param for _, param in self.chosen(which) if counted or self.all_hold(param)]
 
     def write(self, at: int, kind: str, which: int | str | None) -> Values:
         for param in self.written(kind, which):
@@ -295,6 +297,9 @@ class Side:
                 (param.to_local() if isinstance(param, DTensor) else param).data.mul_(0.9)
             elif kind == "data set":
                 param.data = param.data * 0.9
+            elif kind == "foreach":
+                with torch.no_grad():
+                    torch._foreach_mul_([param], 0.9)
             elif kind == "rows":
                 with torch.no_grad():
                     param[-1:].mul_(0.9) if param.ndim and len(param) > 1 else None
@@ -411,6 +416,39 @@ class Side:
         with torch.no_grad():
             wanted = self.teacher(tokens, floats, {}, rank, [])
         return (self.model(tokens, floats, {}, rank, []) - wanted).pow(2).mean(), floats
+
+    def transform(self, at: int, slot: int, kind: str) -> Values:
+        self.slots.pop(slot, None)
+        self.slots[slot] = {rank: self._loss_through(at, rank, kind) for rank in self.ranks}
+        return [("loss", self.slots[slot][self.env.rank][0].detach().clone())]
+
+    def _loss_through(self, at: int, rank: int, kind: str) -> tuple[Tensor, Tensor]:
+        tokens, floats = self._batch(at, rank)
+
+        def out(tokens: Tensor, floats: Tensor) -> Tensor:
+            found: Tensor = self.model(tokens, floats, {}, rank, [])
+            return found
+
+        def one(token: Tensor, some: Tensor) -> Tensor:
+            return out(token[None], some[None]).pow(2).mean()
+
+        along = torch.full_like(floats, 0.1)
+        if kind == "jvp":
+            value, tangent = torch.func.jvp(functools.partial(out, tokens), (floats,), (along,))
+            loss = value.pow(2).mean() + tangent.pow(2).mean()
+        elif kind == "dual":
+            with fwAD.dual_level():
+                value, tangent = fwAD.unpack_dual(out(tokens, fwAD.make_dual(floats, along)))
+            loss = value.pow(2).mean() + tangent.pow(2).mean()
+        elif kind == "grad":
+            loss = torch.func.grad(lambda some: out(tokens, some).pow(2).mean())(floats).pow(2).sum()
+        elif kind == "vmap":
+            loss = torch.func.vmap(lambda some: out(tokens, some).pow(2).mean())(torch.stack([floats, along])).sum()
+        elif kind == "per sample":
+            loss = torch.func.vmap(one)(tokens, floats).mean()
+        else:
+            loss = torch.func.vmap(torch.func.grad(one, argnums=1))(tokens, floats).pow(2).sum()
+        return loss, floats
 
     @torch.no_grad()
     def follow(self, at: int, kind: str) -> Values:

@@ -17,7 +17,7 @@ from hsdp.api.module import HSDPModule
 from hsdp.comm.mesh import MeshAxes
 from hsdp.params.annotations import inner_of
 from hsdp.params.local import local_of
-from hsdp.params.memory import check_apart, check_buffers
+from hsdp.params.memory import check_apart, check_kept
 from hsdp.params.param import ManagedParam, ParamName, PlacementFn, originals
 from hsdp.params.placement import mergeable
 from hsdp.params.subclass import extends, wrapper_of
@@ -92,7 +92,7 @@ def manage(
         check_param(param, places[0].module(), places[0].fqn, unit)
     _check_one_device(found, unit)
     check_apart([(places[0], param) for places, param in found], unit)
-    check_buffers(modules, unit)
+    check_kept(modules, unit)
     params = []
     for places, param in found:
         where = f"fully_shard({unit}): parameter {places[0].fqn!r}"

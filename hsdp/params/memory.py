@@ -11,7 +11,7 @@ import weakref
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from itertools import islice
+from itertools import chain, islice
 from operator import attrgetter
 
 import torch
@@ -24,6 +24,8 @@ from hsdp.params.subclass import parts_of
 from hsdp.torch_private import has_storage, storage_key, storage_uses
 
 _start_of = attrgetter("start")
+_TABLES = frozenset(vars(nn.Module()))
+"""The attributes of every module: its parameters, buffers, hooks."""
 
 
 @dataclass(frozen=True)
@@ -110,23 +112,39 @@ def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> 
         )
 
 
-def check_buffers(modules: Sequence[nn.Module], unit: str) -> None:
-    """Looks for buffers in memory of parameters that `check_apart` has seen, of the unit of these modules or an inner one.
+def check_kept(modules: Sequence[nn.Module], unit: str) -> None:
+    """Looks for buffers, and tensors in attributes, in memory of parameters that `check_apart` has seen.
+
+    Args:
+        modules: those of a unit. The parameters may be those of units inside of it.
+        unit: its name.
 
     Raises:
         ValueError: one lies in that of a parameter that is trained.
     """
-    for module in modules if _left else ():
-        for name, buffer in module.named_buffers():
-            owner, _, own = name.rpartition(".")
-            place = ParamName(weakref.ref(module.get_submodule(owner)), own, name)
-            for key, _, span in _spans_of(place, buffer, unit):
-                if key in _left and (other := _left[key].met_by(span)) is not None:
-                    raise ValueError(
-                        f"fully_shard({unit}): buffer {name!r} lies in the memory of parameter {other.place.fqn!r} of "
-                        f"{other.unit}; shards have memory of their own, and the buffer would keep the values of now: "
-                        "compute what it is for from the parameter in the forward, or register a clone"
-                    )
+    parts = chain.from_iterable(module.named_modules() for module in modules if _left)
+    for (prefix, part), (kind, name, tensor) in ((one, kept) for one in parts for kept in _kept_by(one[1])):
+        fqn = f"{prefix}.{name}" if prefix else name
+        for key, _, span in _spans_of(ParamName(weakref.ref(part), name, fqn), tensor, unit):
+            if key in _left and (other := _left[key].met_by(span)) is not None:
+                raise ValueError(
+                    f"fully_shard({unit}): {kind} {fqn!r} lies in the memory of parameter {other.place.fqn!r} of "
+                    f"{other.unit}; shards have memory of their own, and the {kind} would keep the values of now: "
+                    "compute what it is for from the parameter in the forward, or keep a clone"
+                )
+
+
+def _kept_by(module: nn.Module) -> Iterator[tuple[str, str, Tensor]]:
+    """The buffers of a module itself, and the tensors in its attributes or in lists and dicts there: kind, name, tensor."""
+    for name, buffer in module.named_buffers(recurse=False):
+        yield "buffer", name, buffer
+    for name, value in vars(module).items():
+        if name in _TABLES or f"{name}_orig" in module._parameters:  # `torch.nn.utils.spectral_norm` makes it anew
+            continue
+        found = value.values() if isinstance(value, dict) else value if isinstance(value, list | tuple) else (value,)
+        for tensor in found:
+            if isinstance(tensor, Tensor) and not isinstance(tensor, nn.Parameter):
+                yield "attribute", name, tensor
 
 
 def _spans_of(place: ParamName, param: Tensor, unit: str) -> Iterator[tuple[int, Tensor, _Span]]:

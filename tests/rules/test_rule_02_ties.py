@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import warnings
+from itertools import product
 from typing import Any
 
 import pytest
@@ -169,6 +170,48 @@ def check_buffer_in_memory(env: RankEnv) -> None:
 
 def test_rule_02_a_buffer_in_the_memory_of_a_trained_parameter_is_refused(pool2: Pool) -> None:
     pool2.run(check_buffer_in_memory)
+
+
+class Notes(nn.Module):
+    """Keeps the first row of a weight in an attribute."""
+
+    def __init__(self, kept: str) -> None:
+        super().__init__()
+        self.rows = nn.Linear(DIM, DIM)
+        row = self.rows.weight.detach()[0]
+        self.kept = {
+            "attribute": row,
+            "list": [row],
+            "dict": {"first": row},
+            "clone": [row.clone()],
+            "weight": [self.rows.weight],
+        }[kept]
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.rows(x)
+        return out
+
+
+def check_attribute_in_memory(env: RankEnv) -> None:
+    """Also of a unit inside: its parameter is sharded before anybody looks at the attribute."""
+    mesh = env.mesh(2)
+    for kept, inner_first in product(("attribute", "list", "dict"), (False, True)):
+        model = nn.Sequential(Notes(kept))
+        if inner_first:
+            hsdp.fully_shard(model[0].rows, mesh=mesh)
+        with pytest.raises(ValueError, match=r"attribute '0.kept' lies in the memory of parameter '(0.rows.)?weight' of "):
+            hsdp.fully_shard(model, mesh=mesh)
+    for kept in ("clone", "weight"):
+        hsdp.fully_shard(Notes(kept), mesh=mesh)
+    hsdp.fully_shard(Notes("list").requires_grad_(False), mesh=mesh)
+    normed = nn.Sequential(nn.utils.spectral_norm(nn.Linear(DIM, DIM)), nn.LSTM(DIM, DIM))
+    normed[0].eval()(torch.zeros(1, DIM))
+    for one in (*normed, normed):
+        hsdp.fully_shard(one, mesh=mesh)
+
+
+def test_rule_02_an_attribute_in_the_memory_of_a_trained_parameter_is_refused(pool2: Pool) -> None:
+    pool2.run(check_attribute_in_memory)
 
 
 def _of_one_dict(state: dict[str, Tensor]) -> Any:

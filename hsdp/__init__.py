@@ -24,7 +24,7 @@ The training loop stays as it was. What else there is, by purpose:
                              ExtensionError, CheckpointError
     other collectives        AllGather, ReduceScatter, ReplicaReduce, AllReduce, CompressedAllReduce,
                              CompressedReduceScatter
-    reductions, traces       ReductionPipeline, Trace
+    traces                   Trace
     FSDP2's names            FSDPModule, UnshardHandle, register_fsdp_forward_method, share_comm_ctx
 
 `python -m pydoc hsdp.HSDPModule` shows the methods of a sharded module, `python -m pydoc hsdp.NAME` any other class.
@@ -59,7 +59,6 @@ from hsdp.offload import CPUOffloadPolicy, DiskOffloadPolicy, OffloadPolicy
 from hsdp.params.placement import least_padding
 from hsdp.planning import plan
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy
-from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.tracing import Trace, trace
 from hsdp.weights.drift import check_replicas
 from hsdp.weights.full_params import full_params, gathered_apply
@@ -84,7 +83,6 @@ __all__ = [
     "MixedPrecisionPolicy",
     "OffloadPolicy",
     "ReduceScatter",
-    "ReductionPipeline",
     "ReplicaReduce",
     "StaleParametersError",
     "StateError",

@@ -15,8 +15,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
-import hsdp
 from hsdp.comm.questions import Questions
+from hsdp.schedule.pipeline import ReductionPipeline
 from tests.rules.test_rule_20_failures import fail
 from tests.support.deep import Deep, floats, loss_of, mean_grads, never_done, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -248,11 +248,11 @@ def check_deleted(env: RankEnv) -> None:
         optimizer.step()
         units = [weakref.ref(unit) for unit in model._units()]  # type: ignore[operator]
         params = [weakref.ref(param) for param in model.parameters()]
-        pipelines = len(hsdp.ReductionPipeline.live)
+        pipelines = len(ReductionPipeline.live)
         del model, optimizer
         left = [ref for ref in (*units, *params) if ref() is not None]
         assert not left, [type(ref()) for ref in left]
-        assert len(hsdp.ReductionPipeline.live) == pipelines - 1
+        assert len(ReductionPipeline.live) == pipelines - 1
     finally:
         gc.enable()
 

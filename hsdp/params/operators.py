@@ -6,6 +6,7 @@ copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to par
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
 whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor makes the part as large as the whole
+losses that are means        of parts that differ in size DTensor takes the mean of the ranks' means
 foreach operators in place   autograd's version counters do not count them of DTensors, as they do of plain tensors
 
 Those of sums over ranks that are still to come depend on who asks: schedule/step_norms.py.
@@ -37,6 +38,13 @@ _WRITES_BY_INDEX = (
     _aten.index_add_.default,
 )
 _VALUES_AS_OUT = (_aten.eye.out, _aten.eye.m_out)
+_LOSSES = tuple(
+    getattr(_aten, name + suffix).default
+    for name in ("mse_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
+    for suffix in ("", "_backward")
+) + (_aten.binary_cross_entropy_with_logits.default,)
+_NONE, _MEAN = 0, 1
+"""What a loss's argument `reduction` says."""
 _IN_PLACE_ON_LISTS = tuple(
     getattr(getattr(_aten, name), overload)
     for name in dir(torch)
@@ -73,6 +81,7 @@ def _register() -> None:
     handle([_aten.fill_.Tensor], _fill)
     handle([_aten.copy_.default], _copy)
     handle(_VALUES_AS_OUT, _values_as_out)
+    handle(_LOSSES, _loss)
     handle(_IN_PLACE_ON_LISTS, _counted)
 
 
@@ -152,6 +161,20 @@ def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     refuse_stripes(target)
     target._local_tensor.copy_(part_of_whole(whole, target._spec))
     return target
+
+
+def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """`F.mse_loss(weight, anchor)`: element by element, and their mean; its backward, of an equal part for each."""
+    names = [argument.name for argument in op._schema.arguments]
+    given: dict[str, Any] = dict(zip(names, args, strict=False)) | (kwargs or {})
+    if not is_watched(given["self"]) or given.get("reduction", _MEAN) != _MEAN:
+        return as_torch_does(op, args, kwargs)
+    given["reduction"] = _NONE
+    if names[0] != "grad_output":
+        return op(**given).mean()
+    shape = given["self"].shape
+    given["grad_output"] = (given["grad_output"] / shape.numel()).expand(shape)
+    return op(**given)
 
 
 def _counted(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -26,8 +26,8 @@ from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
-from hsdp.checkpoint.made import is_of_weights
 from hsdp.checkpoint.models import Handover, unwritable
+from hsdp.checkpoint.optimizer_schema import is_of_weights
 from hsdp.checkpoint.optimizers import OptimizerStaging, describe_state, optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
-from hsdp.checkpoint.made import is_known, is_of_weights
+from hsdp.checkpoint.optimizer_schema import is_known, is_of_weights
 from hsdp.checkpoint.structure import SEQUENCES, dict_like, mapped, sequence_like
 from hsdp.params.dtensors import as_dtensor
 

@@ -22,8 +22,8 @@ from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_
 from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
-from hsdp.checkpoint.made import Probe, is_known, is_of_kind, kind_of
 from hsdp.checkpoint.objects import Packed
+from hsdp.checkpoint.optimizer_schema import Probe, is_known, is_of_kind, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import SavedGroups, merge_groups, saved_groups
 from hsdp.checkpoint.structure import (

@@ -41,8 +41,8 @@ from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, refuse_unsized, with_scalars
 from hsdp.checkpoint.handles import SaveHandle, raise_untold, settled
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
-from hsdp.checkpoint.made import kind_of
 from hsdp.checkpoint.objects import pack, pack_extras
+from hsdp.checkpoint.optimizer_schema import kind_of
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath

@@ -16,7 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hsdp
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, made
+from hsdp.checkpoint import CheckpointError, optimizer_schema
 from hsdp.checkpoint.settings import merge_groups
 from hsdp.optim import local
 from tests.checkpoint import models as cm
@@ -82,7 +82,7 @@ def test_a_step_is_tried_once_for_each_shape(tmp_path: Path) -> None:
         param.grad = torch.ones_like(param)
     optimizer.step()
     path = checkpoint.save(tmp_path, model, optimizer, step=1).path
-    with mock.patch.object(made, "_made", wraps=made._made) as tried:
+    with mock.patch.object(optimizer_schema, "_made", wraps=optimizer_schema._made) as tried:
         checkpoint.load(path, model, optimizer)
     assert [tuple(call.args[2].shape) for call in tried.call_args_list] == [(3, 3), (3,)]
 

@@ -30,9 +30,9 @@ from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
 from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
 from hsdp.checkpoint.models import ModelReading
+from hsdp.checkpoint.native_reader import read_own
 from hsdp.checkpoint.objects import Packed, unpack_extras
 from hsdp.checkpoint.optimizers import OptimizerReading
-from hsdp.checkpoint.own import read_own
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import Reader, handing_over
 from hsdp.checkpoint.remote import AnyPath

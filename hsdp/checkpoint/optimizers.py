@@ -18,11 +18,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.checkpoint.contents import clean_name, listing, plain, savable, state_staging
-from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.index import Record, TensorRecord
 from hsdp.checkpoint.local_state import refuse_local_state, refuse_unnamed_state
 from hsdp.checkpoint.objects import Packed
 from hsdp.checkpoint.optimizer_extras import ADDED, added_by, added_in, unpacked_added
+from hsdp.checkpoint.optimizer_loading import commit_optimizer
 from hsdp.checkpoint.optimizer_schema import Probe, is_known, is_of_kind, kind_of
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.settings import SavedGroups, merge_groups, saved_groups

@@ -20,9 +20,9 @@ from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
 from hsdp.checkpoint.contents import clean_name, plain
-from hsdp.checkpoint.handing import commit_optimizer
 from hsdp.checkpoint.local_state import refuse_unnamed_state
 from hsdp.checkpoint.optimizer_extras import added_by
+from hsdp.checkpoint.optimizer_loading import commit_optimizer
 from hsdp.checkpoint.optimizers import Described, OptimizerStaging, group_names, parameter_names
 from hsdp.checkpoint.settings import saved_groups
 from hsdp.checkpoint.structure import take_apart

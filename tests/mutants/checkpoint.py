@@ -26,12 +26,12 @@ from hsdp.checkpoint import (
     commits,
     contents,
     full,
-    handing,
     index,
     layouts,
     loading,
     manifests,
     models,
+    optimizer_loading,
     optimizers,
     pieces,
     reading,
@@ -232,7 +232,7 @@ def takes_any_optimizers_state() -> Any:
 
 @mutant(mismatch.test_state_keeps_its_dtype, kill=DIFFERS)
 def rounds_optimizer_state() -> Any:
-    return off(handing, "_restore_dtypes")
+    return off(optimizer_loading, "_restore_dtypes")
 
 
 # -- directories and saving ----------------------------------------------------------------------------------------------

@@ -21,9 +21,9 @@ from dataclasses import dataclass, replace
 from torch import nn
 
 from hsdp.checkpoint import manifests
-from hsdp.checkpoint.choice import Choice
 from hsdp.checkpoint.contents import is_extra_state, listing, model_entries
 from hsdp.checkpoint.index import FileRange, Index, Record, TensorRecord, from_dcp
+from hsdp.checkpoint.load_options import LoadOptions
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.errors import CheckpointError
 
@@ -120,7 +120,7 @@ def find_layout(
     index: Index,
     path: AnyPath,
     model: nn.Module,
-    choice: Choice,
+    options: LoadOptions,
     prefix: str | None,
     optimizer_prefix: str | None,
     need_optimizer: bool,
@@ -131,7 +131,7 @@ def find_layout(
         index: what the checkpoint holds.
         path: the checkpoint.
         model: the module that loads.
-        choice: which of its names are wanted.
+        options: which of its names are wanted.
         prefix, optimizer_prefix: what the user says; None: found.
         need_optimizer: whether the optimizer is loaded.
 
@@ -140,7 +140,7 @@ def find_layout(
     """
     names = sorted(name for name in model_entries(model) if not is_extra_state(name))
     if prefix is None:
-        prefix = _find_prefix(index.records, path, [name for name in names if choice.wants(name)], choice)
+        prefix = _find_prefix(index.records, path, [name for name in names if options.wants(name)], options)
     if optimizer_prefix is None:
         states = {key.partition("param_groups.")[0] for key in index.records if "param_groups." in key}
         optimizers = sorted(one for one in states if not one or one.endswith("."))
@@ -152,13 +152,13 @@ def find_layout(
         optimizer_prefix = optimizers[0] if len(optimizers) == 1 else "optimizer."
     tops = frozenset(name.partition(".")[0] for name in model_entries(model)) if prefix == "" else None
     inner = _find_inner(index.below(optimizer_prefix), prefix, names)
-    return Layout(prefix, optimizer_prefix, inner, None if choice.rename is not None else tops)
+    return Layout(prefix, optimizer_prefix, inner, None if options.rename is not None else tops)
 
 
-def _find_prefix(records: Mapping[str, Record], path: AnyPath, names: list[str], choice: Choice) -> str:
+def _find_prefix(records: Mapping[str, Record], path: AnyPath, names: list[str], options: LoadOptions) -> str:
     if not names:
         return ""
-    if choice.rename is not None:
+    if options.rename is not None:
         common = ("model.", "state_dict.", "module.")
         return next((one for one in common if any(key.startswith(one) for key in records)), "")
     known, counts = set(names), Counter[str]()
@@ -168,7 +168,7 @@ def _find_prefix(records: Mapping[str, Record], path: AnyPath, names: list[str],
             if key[start:] in known:
                 counts[key[:start]] += 1
             start = key.find(".", start) + 1 or -1
-    fitting = [one for one, count in counts.items() if count == len(known) or not choice.strict]
+    fitting = [one for one, count in counts.items() if count == len(known) or not options.strict]
     # "model.", "app.model." or nothing at all are likelier than "ema." or "optim.state.".
     fitting.sort(key=lambda one: (-counts[one], not one.endswith("model."), len(one), one))
     if not fitting:

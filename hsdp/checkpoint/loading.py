@@ -24,11 +24,11 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import manifests, store
-from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
 from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
+from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import ModelReading
 from hsdp.checkpoint.native_reader import read_own
 from hsdp.checkpoint.objects import Packed, unpack_extras
@@ -116,15 +116,15 @@ def load(
     """
 
     def job() -> _Job:
-        choice = Choice(strict, include, exclude, rename, cast)
-        if optimizer is not None and choice.partial:
+        options = LoadOptions(strict, include, exclude, rename, cast)
+        if optimizer is not None and options.partial:
             raise ValueError(
                 "load(optimizer=...): an optimizer is loaded with all of its model or not at all; leave out strict=, "
                 "include=, exclude= and rename=, or the optimizer (into a model that has grown: load both without what is "
                 "new, then hand the state over with full_optimizer_state_dict and load_full_optimizer_state_dict, and give "
                 "the optimizer what is new with add_param_group)"
             )
-        return _Job(store.expanded(path), model, optimizer, choice, prefix, optimizer_prefix, validate, progress)
+        return _Job(store.expanded(path), model, optimizer, options, prefix, optimizer_prefix, validate, progress)
 
     with settled():
         loaded = _load(path, job, optimizer is not None, validate, process_group, must_be=True)
@@ -153,7 +153,7 @@ def resume(
     """
 
     def job() -> _Job:
-        return _Job(store.expanded(directory), model, optimizer, Choice(), None, None, validate, progress)
+        return _Job(store.expanded(directory), model, optimizer, LoadOptions(), None, None, validate, progress)
 
     with settled():
         return _load(directory, job, optimizer is not None, validate, process_group, must_be=False)
@@ -293,7 +293,7 @@ class _Job:
     path: AnyPath
     model: nn.Module
     optimizer: Optimizer | None
-    choice: Choice
+    options: LoadOptions
     prefix: str | None
     optimizer_prefix: str | None
     validate: bool
@@ -375,7 +375,7 @@ class _Load:
         self._reader = Reader(self._path, files, index, check_zip, job.progress, packed.values)
         saved = layout.model_records(index)
         self._weights = ModelReading(
-            self._reader, index, saved, layout.prefix, job.model, job.choice, packed.structures, self._path
+            self._reader, index, saved, layout.prefix, job.model, job.options, packed.structures, self._path
         )
         if job.optimizer is not None:
             records = layout.optimizer_records(index)
@@ -401,7 +401,11 @@ class _Load:
         job = self._job
         if self._manifest is None:
             index, given = read_foreign(self._path), (job.prefix, job.optimizer_prefix)
-            return index, find_layout(index, self._path, job.model, job.choice, *given, job.optimizer is not None), Packed()
+            return (
+                index,
+                find_layout(index, self._path, job.model, job.options, *given, job.optimizer is not None),
+                Packed(),
+            )
         index, held = read_own(self._path, self._manifest)
         packed = _unpacked(self._path, held, self._ranks.rank, self._ranks.size)
         return index, Layout(job.prefix or "model.", job.optimizer_prefix or "optimizer."), packed

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.choice import Choice, Report
 from hsdp.checkpoint.contents import (
     EXTRA_STATE,
     Entry,
@@ -21,6 +20,7 @@ from hsdp.checkpoint.contents import (
     with_scalars,
 )
 from hsdp.checkpoint.index import Index, Record, TensorRecord, ValueRecord
+from hsdp.checkpoint.load_options import LoadOptions, Report
 from hsdp.checkpoint.objects import unpack
 from hsdp.checkpoint.reading import Reader
 from hsdp.checkpoint.structure import assembled, leaves_of, put_together
@@ -44,7 +44,7 @@ class ModelReading:
         saved: Mapping[str, Record],
         prefix: str,
         model: nn.Module,
-        choice: Choice,
+        options: LoadOptions,
         structures: Mapping[str, bytes],
         where: object,
     ) -> None:
@@ -56,7 +56,7 @@ class ModelReading:
             saved: its records for the model, by name below `prefix`.
             prefix: what their keys begin with.
             model: the module that loads.
-            choice: which names go where.
+            options: which names go where.
             structures: packed skeletons of extra states, by key.
             where: what the checkpoint is called in errors.
 
@@ -66,17 +66,17 @@ class ModelReading:
         self._reader = reader
         self._model = model
         self._where = where
-        self._choice = choice
+        self._options = options
         everything = with_scalars(model)
-        sources = choice.sources(list(saved))
+        sources = options.sources(list(saved))
         below = {key[len(prefix) :]: data for key, data in structures.items() if key.startswith(prefix)}
-        renamed = choice.sources(list(below))
+        renamed = options.sources(list(below))
         values = {name for name, entry in everything.items() if is_extra_state(name) or not isinstance(entry.value, Tensor)}
         parts = {new: old for new, old in sources.items() if new in values or new not in everything}
         self._extras = {
             name: _ExtraState(entry, name, index, parts, saved, prefix, below.get(renamed.get(name, "")))
             for name, entry in everything.items()
-            if name in values and choice.wants(name)
+            if name in values and options.wants(name)
         }
         entries = {name: entry for name, entry in everything.items() if name not in values and self._wants(name, entry)}
         self.report = self._compare(everything, entries, sources, saved)
@@ -104,16 +104,16 @@ class ModelReading:
             source
             for name, source in sources.items()
             # The model says by which kind of tensor it computes: a plain one has nothing to keep a scale in.
-            if name not in known and self._choice.wants(_whole_name(name)) and name.rpartition(".")[0] not in entries
+            if name not in known and self._options.wants(_whole_name(name)) and name.rpartition(".")[0] not in entries
         ]
-        if missing and self._choice.strict:
+        if missing and self._options.strict:
             problems.append(f"the model has {listing(missing)}, which the checkpoint does not have")
-        if unexpected and self._choice.strict:
+        if unexpected and self._options.strict:
             problems.append(f"the checkpoint has {listing(unexpected)}, which the model does not have")
         converted = []
         for name, entry in entries.items():
             if name in sources:
-                told = _difference(saved[sources[name]], entry.value, self._choice.cast)
+                told = _difference(saved[sources[name]], entry.value, self._options.cast)
                 if told == "":
                     converted.append(name)
                 elif told is not None:
@@ -122,7 +122,7 @@ class ModelReading:
             raise CheckpointError(f"checkpoint {self._where} does not fit the model: " + "; ".join(problems[:12]))
         left += sorted(saved.keys() - set(sources.values()))  # renamed to None
         loaded = [name for name in everything if (name in entries or name in self._extras) and name not in missing]
-        if not loaded and self._choice.partial and everything:
+        if not loaded and self._options.partial and everything:
             raise CheckpointError(
                 f"checkpoint {self._where} has nothing of what is to be loaded: the model has {listing(everything, 3)}, "
                 f"the checkpoint {listing(saved, 3)}"
@@ -130,7 +130,7 @@ class ModelReading:
         return Report(tuple(loaded), tuple(missing), tuple(unwanted), tuple(left), tuple(converted))
 
     def _wants(self, name: str, entry: Entry) -> bool:
-        return self._choice.wants(entry.beside or name)  # data without its scale would be other numbers
+        return self._options.wants(entry.beside or name)  # data without its scale would be other numbers
 
     def _ask(self, entries: Mapping[str, Entry]) -> None:
         """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""

@@ -29,12 +29,12 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.choice import Choice, Rename, Report
 from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
 from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
 from hsdp.checkpoint.full import first_names, tell_units
 from hsdp.checkpoint.handles import when_settled
+from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import Handover, unwritable
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
@@ -181,11 +181,11 @@ def load_safetensors(
     ranks = Ranks(process_group)
     what = f"loading {path}"
 
-    def begun() -> tuple[Any, Path, Choice, dict[str, Entry]]:
+    def begun() -> tuple[Any, Path, LoadOptions, dict[str, Entry]]:
         where = _local("load_safetensors", path)
-        return _library(), where, Choice(strict, include, exclude, rename, cast), model_entries(model)
+        return _library(), where, LoadOptions(strict, include, exclude, rename, cast), model_entries(model)
 
-    safe_open, where, choice, entries = ranks.agree(what, begun, {})
+    safe_open, where, options, entries = ranks.agree(what, begun, {})
     own = {name: entry.value for name, entry in entries.items() if isinstance(entry.value, Tensor)}
     firsts = first_names(model, entries)
     with contextlib.ExitStack() as stack:
@@ -194,8 +194,8 @@ def load_safetensors(
 
         def prepare() -> None:
             files = _open(where, safe_open, stack)
-            places.update({name: _Place(files[old], old) for name, old in choice.sources(list(files)).items()})
-            reports.append(_check(places, own, firsts, choice, sorted(files), where))
+            places.update({name: _Place(files[old], old) for name, old in options.sources(list(files)).items()})
+            reports.append(_check(places, own, firsts, options, sorted(files), where))
 
         def take() -> None:
             read: dict[str, Tensor] = {}
@@ -282,19 +282,19 @@ def _check(
     places: Mapping[str, _Place],
     own: Mapping[str, Tensor],
     firsts: Mapping[str, str],
-    choice: Choice,
+    options: LoadOptions,
     saved: Sequence[str],
     path: Path,
 ) -> Report:
     """Compares names, shapes and dtypes; of tied names also this rank's values."""
     problems, converted = [], []
-    wanted = {name: value for name, value in own.items() if choice.wants(name)}
+    wanted = {name: value for name, value in own.items() if options.wants(name)}
     have = {firsts[name] for name in wanted if name in places}
     missing = [name for name in wanted if firsts[name] not in have]
-    unexpected = [place.name for name, place in places.items() if name not in own and choice.wants(name)]
-    if missing and choice.strict:
+    unexpected = [place.name for name, place in places.items() if name not in own and options.wants(name)]
+    if missing and options.strict:
         problems.append(f"the model has {listing(missing)}, which the files do not have")
-    if unexpected and choice.strict:
+    if unexpected and options.strict:
         problems.append(f"the files have {listing(unexpected)}, which the model does not have")
     for name, value in wanted.items():
         if name not in places:
@@ -304,7 +304,7 @@ def _check(
         floating = dtype is not None and dtype.is_floating_point and value.is_floating_point()
         if shape != tuple(value.shape):
             problems.append(f"{name!r} has shape {shape} in the files and {tuple(value.shape)} in the model")
-        elif dtype != value.dtype and not (choice.cast and floating):
+        elif dtype != value.dtype and not (options.cast and floating):
             problems.append(
                 f"{name!r} has dtype {found.get_dtype()} in the files and {value.dtype} in the model (cast=True converts "
                 "between floating-point dtypes)"
@@ -320,7 +320,7 @@ def _check(
         if dtype != value.dtype:
             converted.append(name)
     loaded = tuple(name for name in wanted if name not in missing)
-    if not loaded and choice.partial and own:
+    if not loaded and options.partial and own:
         problems.append(f"they have nothing of what is to be loaded: the files have {listing(saved, 3)}")
     if problems:
         raise CheckpointError(f"{path} does not fit the model: " + "; ".join(problems[:12]))

@@ -1,4 +1,4 @@
-"""What of a checkpoint goes to what of a model: names chosen, renamed, missing, left over; and the report of it."""
+"""Options of a load: which names of a model are loaded, from which of a checkpoint, and the report of it."""
 
 from __future__ import annotations
 
@@ -38,8 +38,8 @@ class Report:
 
 
 @dataclass(frozen=True)
-class Choice:
-    """How names of a checkpoint are brought to names of a model.
+class LoadOptions:
+    """How names of a checkpoint are mapped to names of a model.
 
     Attributes:
         strict: names that are on one side only are errors.

@@ -21,11 +21,11 @@ from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
 from hsdp.buffers.fingerprints import fingerprint
-from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, model_entries
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.local_state import alike
 from hsdp.checkpoint.models import Handover, unwritable
+from hsdp.checkpoint.name_conflicts import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.optimizer_loading import commit_optimizer
 from hsdp.checkpoint.optimizer_schema import is_of_weights
 from hsdp.checkpoint.optimizers import OptimizerStaging, describe_state, optimizer_state

@@ -29,13 +29,13 @@ from torch.distributed import ProcessGroup
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
-from hsdp.checkpoint.claims import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.contents import Entry, listing, local_box, model_entries
 from hsdp.checkpoint.export import CODES, DTYPES, INDEX, SINGLE, File, Writer, lay_out
 from hsdp.checkpoint.full import first_names, tell_units
 from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import Handover, unwritable
+from hsdp.checkpoint.name_conflicts import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded

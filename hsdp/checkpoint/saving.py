@@ -35,11 +35,11 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.archives import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
-from hsdp.checkpoint.claims import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, refuse_unsized, with_scalars
 from hsdp.checkpoint.handles import SaveHandle, raise_untold, settled
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, Record, TensorRecord, ValueRecord
+from hsdp.checkpoint.name_conflicts import agree_on, claims_of, contested, prints_of
 from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizer_extras import pack_added
 from hsdp.checkpoint.optimizer_schema import kind_of

@@ -2,8 +2,8 @@
 
 DCP's `.metadata` and what `torch.save` writes are pickles, programs that may call anything. The machine here knows the
 opcodes which build plain data. A name that a pickle refers to becomes a `Name`, a call that it asks for a `Call`: notes
-about what the pickle says, whose meaning `index.py` and `pieces.py` decide. So no class, function or module of this process
-is ever handed to a pickle, and what a pickle sets on an object is set on a note.
+about what the pickle says, whose meaning `index.py` and `archive_reader.py` decide. So no class, function or module of
+this process is ever handed to a pickle, and what a pickle sets on an object is set on a note.
 """
 
 from __future__ import annotations

@@ -18,11 +18,11 @@ from typing import Any, BinaryIO
 import torch
 from torch import Tensor
 
+from hsdp.checkpoint.archive_reader import OpenPiece, Stored, read_into, read_tensor
 from hsdp.checkpoint.contents import listing, local_box
 from hsdp.checkpoint.files import Files
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
-from hsdp.checkpoint.pieces import OpenPiece, Stored, read_into, read_tensor
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of

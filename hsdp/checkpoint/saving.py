@@ -33,7 +33,7 @@ from torch.distributed.checkpoint.planner import SavePlan, WriteItem, WriteItemT
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import manifests, store
-from hsdp.checkpoint.archives import write_tensor
+from hsdp.checkpoint.archive_writer import write_tensor
 from hsdp.checkpoint.checksums import ChecksumStream, write_file
 from hsdp.checkpoint.commits import commits_in
 from hsdp.checkpoint.contents import EXTRA_STATE, refuse_unsized, with_scalars

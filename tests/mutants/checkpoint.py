@@ -23,6 +23,7 @@ import torch.distributed as dist
 
 from hsdp.checkpoint import (
     SaveHandle,
+    archive_reader,
     commits,
     contents,
     full,
@@ -33,7 +34,6 @@ from hsdp.checkpoint import (
     models,
     optimizer_loading,
     optimizers,
-    pieces,
     reading,
     saving,
     store,
@@ -212,7 +212,7 @@ def unpickles_anything_in_metadata() -> Any:
 
 @mutant(damage.test_values_run_no_code)
 def unpickles_anything_in_values() -> Any:
-    return mock.patch.object(pieces, "read_pickle", pickle.loads)
+    return mock.patch.object(archive_reader, "read_pickle", pickle.loads)
 
 
 @mutant(check_case("tied"))

@@ -31,7 +31,7 @@ from torch import nn
 from torch.distributed.checkpoint import filesystem, metadata
 
 from hsdp import checkpoint
-from hsdp.checkpoint import CheckpointError, index, manifests, objects, pickles, pieces, store
+from hsdp.checkpoint import CheckpointError, archive_reader, index, manifests, objects, pickles, store
 from tests.soak.checkpoint_hostile import Net, Target, make_case, make_good
 
 CHUNK = 1000
@@ -87,7 +87,7 @@ _CLASSES: list[Any] = [
     *(getattr(metadata, name) for name in metadata.__all__), metadata._MEM_FORMAT_ENCODING, filesystem._StorageInfo,
     PurePath, PurePosixPath, Path, type(Path()), torch.Size, torch.Tensor, nn.Module, nn.Linear, dict, list, tuple,
     set, Counter, CheckpointError, pickles.Name, pickles.Call, pickles._Machine, index.Index, index.FileRange,
-    index.TensorRecord, pieces.Stored, manifests.Manifest, manifests.FileRecord, checkpoint.Loaded, Net,
+    index.TensorRecord, archive_reader.Stored, manifests.Manifest, manifests.FileRecord, checkpoint.Loaded, Net,
 ]  # fmt: skip
 _MODULES: list[Any] = [
     os,
@@ -101,7 +101,7 @@ _MODULES: list[Any] = [
     manifests,
     objects,
     pickles,
-    pieces,
+    archive_reader,
     store,
     metadata,
     filesystem,

@@ -13,8 +13,8 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from hsdp.checkpoint.archive_reader import STORAGES, buffer_of
 from hsdp.checkpoint.crc import crc32_of
-from hsdp.checkpoint.pieces import STORAGES, buffer_of
 
 _ALIGNMENT = 64
 _LIMIT = 0xFFFFFFFF

@@ -24,7 +24,6 @@ from torch.distributed import ProcessGroup
 from torch.optim import Optimizer
 
 from hsdp.checkpoint import manifests, store
-from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
 from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
@@ -32,6 +31,7 @@ from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import ModelReading
 from hsdp.checkpoint.native_reader import read_own
 from hsdp.checkpoint.objects import Packed, unpack_extras
+from hsdp.checkpoint.open_files import OpenFiles, opener
 from hsdp.checkpoint.optimizers import OptimizerReading
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.reading import Reader, handing_over
@@ -268,8 +268,8 @@ def _shares(manifest: manifests.Manifest, count: int) -> list[list[str]]:
 
 
 @contextlib.contextmanager
-def _opened(path: AnyPath) -> Iterator[Files]:
-    files = Files(opener(path))
+def _opened(path: AnyPath) -> Iterator[OpenFiles]:
+    files = OpenFiles(opener(path))
     try:
         yield files
     finally:
@@ -367,7 +367,7 @@ class _Load:
         known = (None, None) if manifest is None else (manifest.step, manifest.world_size)
         return Loaded(self._path, known[0], self._extra, known[1], self._weights.report)
 
-    def _prepare(self, files: Files) -> None:
+    def _prepare(self, files: OpenFiles) -> None:
         """Everything that can be found wrong without changing anything."""
         index, layout, packed = self._read_index()
         job, self._extra = self._job, packed.extra

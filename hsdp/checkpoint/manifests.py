@@ -13,8 +13,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from hsdp.checkpoint.crc import crc32_of, crc32_of_file
-from hsdp.checkpoint.files import Files, check_kind
 from hsdp.checkpoint.index import is_plain_name
+from hsdp.checkpoint.open_files import OpenFiles, check_kind
 from hsdp.checkpoint.remote import AnyPath, RemotePath
 from hsdp.errors import CheckpointError
 
@@ -174,7 +174,7 @@ def _sizes(path: AnyPath, names: Iterable[str]) -> Iterator[tuple[str, int | str
             yield name, status.st_size if stat.S_ISREG(status.st_mode) else "is not a file"
 
 
-def check_content(path: AnyPath, files: Files, manifest: Manifest, names: Iterable[str]) -> None:
+def check_content(path: AnyPath, files: OpenFiles, manifest: Manifest, names: Iterable[str]) -> None:
     """Reads files whole and compares their checksums with the manifest.
 
     Raises:

@@ -20,9 +20,9 @@ from torch import Tensor
 
 from hsdp.checkpoint.archive_reader import OpenPiece, Stored, read_into, read_tensor
 from hsdp.checkpoint.contents import listing, local_box
-from hsdp.checkpoint.files import Files
 from hsdp.checkpoint.index import FileRange, Index, PieceRecord, TensorRecord, ValueRecord
 from hsdp.checkpoint.objects import unpack
+from hsdp.checkpoint.open_files import OpenFiles
 from hsdp.checkpoint.store import Progress
 from hsdp.errors import CheckpointError
 from hsdp.params.local import local_of
@@ -111,7 +111,7 @@ class Reader:
     def __init__(
         self,
         where: object,
-        files: Files,
+        files: OpenFiles,
         index: Index,
         check_zip: bool,
         progress: Progress | None,

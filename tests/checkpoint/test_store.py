@@ -21,8 +21,8 @@ from hsdp import checkpoint
 from hsdp.checkpoint import CheckpointError, crc, manifests, store
 from hsdp.checkpoint.checksums import write_file
 from hsdp.checkpoint.commits import commits_in
-from hsdp.checkpoint.files import Files, opener
 from hsdp.checkpoint.lock import LOCK
+from hsdp.checkpoint.open_files import OpenFiles, opener
 
 
 class Crash(BaseException):
@@ -185,7 +185,7 @@ def test_dying_at_any_line_of_a_save_loses_nothing(tmp_path: Path, again: bool) 
         assert last is not None
         manifest = manifests.read_manifest(last)
         manifests.check_sizes(last, manifest)
-        manifests.check_content(last, Files(opener(last)), manifest, manifest.files)
+        manifests.check_content(last, OpenFiles(opener(last)), manifest, manifest.files)
         assert (last / "data").read_bytes() in (b"content 2", b"new content")
         # The run starts again from there: nothing of the crash stays.
         save(directory, 4, keep=2)

@@ -13,7 +13,7 @@ from hsdp.checkpoint.remote import AnyPath
 _MOST_OPEN = 256
 
 
-class Files:
+class OpenFiles:
     """The files of one checkpoint, opened as they are needed, and kept open: what is deleted meanwhile can still be
     read."""
 

@@ -20,8 +20,8 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
-from hsdp.params.boxes import Box, Holding, holdings
 from hsdp.params.local import local_of
+from hsdp.params.shard_geometry import Box, Holding, holdings
 from hsdp.params.shares import Share
 
 KINDS = ("one", "stacked", "flattened")

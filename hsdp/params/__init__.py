@@ -10,7 +10,7 @@
     tensor_parallel.py    parameters that tensor parallelism has cut already
     annotations.py        parameters of which spmd_types says that it has
     subclass.py           tensor subclasses that hold plain tensors
-    boxes.py              which part of a DTensor each rank holds
+    shard_geometry.py     which part of a DTensor each rank holds
     handlers.py           DTensor's table of operators that somebody does otherwise
     operators.py          operators that hsdp does otherwise than DTensor
     parts.py              writes to parts of sharded tensors

@@ -14,8 +14,8 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
 from hsdp.optim.matrices import Bucket, MatrixParam, cut, deal
-from hsdp.params.boxes import holdings
 from hsdp.params.dtensors import as_dtensor, spec_of
+from hsdp.params.shard_geometry import holdings
 from hsdp.params.shares import Share
 from hsdp.params.tensor_parallel import over_replicas
 from tests.support.rig import fake_world

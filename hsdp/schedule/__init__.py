@@ -20,7 +20,7 @@
     moments.py          when autograd nodes were made: what orders the visits of a backward
     reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
     scaling.py          when sums are multiplied with the gradient factor
-    room.py             how many units a window or a bound has room for, whose sizes differ
+    byte_budget.py      how many units a window or a bound has room for, whose sizes differ
     pipeline.py         the queue of reductions, carried out
     outputs.py          the tensors through which gradients will enter a module
     closed_units.py     the error of a forward that computes with parameters of a unit which it has not called

@@ -21,8 +21,8 @@ from collections.abc import Collection, Iterable
 from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
+from hsdp.schedule.byte_budget import units_in_budget
 from hsdp.schedule.moments import Moment
-from hsdp.schedule.room import room_for
 
 Circle = frozenset[int]
 """The ranks that gather a unit together."""
@@ -272,7 +272,7 @@ class _Windows(dict[tuple[int, int], list[UnitT]]):
 
     def __missing__(self, key: tuple[int, int]) -> list[UnitT]:
         at, bound = key
-        found = self.order[at : at + room_for(self._sizes[at:], bound)]
+        found = self.order[at : at + units_in_budget(self._sizes[at:], bound)]
         window = self[key] = [unit for unit in found if unit.circle is self._circle]
         return window
 

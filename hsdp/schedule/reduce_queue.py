@@ -19,7 +19,7 @@ from collections.abc import Callable, Iterator
 from typing import Any, Generic, Protocol, TypeVar
 
 from hsdp.policies import CommPolicy
-from hsdp.schedule.room import room_for
+from hsdp.schedule.byte_budget import units_in_budget
 
 
 class Queued(Protocol):
@@ -222,7 +222,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         """Releases buckets until there is room for one of so many bytes."""
         # With the new one: as the queue is drained from its oldest, its sizes are read from the newest.
         held = (sum(item.scatter_bytes() for item in bucket.items) for bucket in reversed(self._holding))
-        room = room_for([nbytes, *held], self.policy.max_inflight_reduce_scatters)
+        room = units_in_budget([nbytes, *held], self.policy.max_inflight_reduce_scatters)
         while len(self._holding) >= room:
             self._release()
 

@@ -10,7 +10,7 @@ import functools
 import pytest
 
 from benchmarks.device_schedule import Row, measure
-from hsdp.schedule.room import room_for
+from hsdp.schedule.byte_budget import units_in_budget
 from tests.support.link_time import COMPUTE, Communicator, Recorder, Work, bound, run
 
 MOST = 1.03
@@ -54,12 +54,12 @@ def test_experts_do_not_wait_for_what_lies_between_them() -> None:
 
 
 def test_small_units_hardly_count() -> None:
-    assert [room_for([10] * 5, bound) for bound in (0, 1, 2, 9)] == [0, 1, 2, 5]
-    assert room_for([9, 10, 9], 1) == 1, "nearly equal units are counted"
-    assert room_for([1, 10, 1, 10], 1) == 3, "an attention, its experts, and the next attention"
-    assert room_for([10, 1, 1, 1, 1, 1, 1], 1) == 6
-    assert room_for([1] * 20, 2) == 2, "many small ones are equal ones"
-    assert room_for([0, 0, 0], 1) == 1 and room_for([], 3) == 0
+    assert [units_in_budget([10] * 5, bound) for bound in (0, 1, 2, 9)] == [0, 1, 2, 5]
+    assert units_in_budget([9, 10, 9], 1) == 1, "nearly equal units are counted"
+    assert units_in_budget([1, 10, 1, 10], 1) == 3, "an attention, its experts, and the next attention"
+    assert units_in_budget([10, 1, 1, 1, 1, 1, 1], 1) == 6
+    assert units_in_budget([1] * 20, 2) == 2, "many small ones are equal ones"
+    assert units_in_budget([0, 0, 0], 1) == 1 and units_in_budget([], 3) == 0
 
 
 # -- the clock itself ---------------------------------------------------------------------------------------------------

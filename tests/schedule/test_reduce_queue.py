@@ -8,8 +8,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from hsdp.policies import CommPolicy
+from hsdp.schedule.byte_budget import units_in_budget
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
-from hsdp.schedule.room import room_for
 
 
 class Item(NamedTuple):
@@ -84,7 +84,7 @@ class Queue(ReduceQueue[Item, Written]):
     def check(self) -> None:
         """The bounds hold."""
         sizes = [sum(item.nbytes for item in bucket.items) for bucket in reversed(self._holding)]
-        assert len(sizes) <= max(1, room_for(sizes, self.policy.max_inflight_reduce_scatters))
+        assert len(sizes) <= max(1, units_in_budget(sizes, self.policy.max_inflight_reduce_scatters))
         assert 2 * sum(sizes) <= (2 * self.policy.max_inflight_reduce_scatters + 1) * max(sizes, default=0)
         assert len(self._reducing) <= self.policy.max_inflight_all_reduces
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 
-def room_for(sizes: Iterable[int], bound: int) -> int:
+def units_in_budget(sizes: Iterable[int], bound: int) -> int:
     """For how many of these units there is room, from the first on: at least `bound`, if there are as many.
 
     Args:

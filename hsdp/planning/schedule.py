@@ -16,8 +16,8 @@ from typing import NamedTuple
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
 from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, Circle, Circles, GatherOrder
-from hsdp.schedule.moments import BEFORE_ALL
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
+from hsdp.schedule.sequence_numbers import BEFORE_ALL
 from hsdp.unit.dtype_group import unpacks_first
 
 

@@ -17,7 +17,7 @@
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks
     passes.py           what lives for one forward or one backward, and ends with it
-    moments.py          when autograd nodes were made: what orders the visits of a backward
+    sequence_numbers.py the order in which autograd nodes were made: what orders the visits of a backward
     reduce_queue.py     which reduction is sent, waited for and landed next: bounds and buckets, without tensors
     scaling.py          when sums are multiplied with the gradient factor
     byte_budget.py      how many units a window or a bound has room for, whose sizes differ

@@ -11,11 +11,11 @@ import torch
 
 from hsdp.comm.observer import Point
 from hsdp.schedule.endings import Endings
-from hsdp.schedule.moments import BEFORE_ALL, Moment
 from hsdp.schedule.passes import BackwardPass, OpenVisits, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
 from hsdp.schedule.root import Root, bury_tasks
+from hsdp.schedule.sequence_numbers import BEFORE_ALL, SequenceNumber
 from hsdp.torch_private import graph_task, queue_callback
 from hsdp.unit.state import BACKWARD_POST, BACKWARD_PRE, IDLE, TrainingState, expect, stale
 from hsdp.unit.unit import Unit
@@ -77,7 +77,7 @@ class Backwards(Endings):
             divergence_guard.begin_pass(0)
         return self.backward
 
-    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: Moment) -> None:
+    def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: SequenceNumber) -> None:
         """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
 
         Args:
@@ -153,7 +153,9 @@ class Backwards(Endings):
         Root._graphs.append(weakref.ref(visit))
         unit.note_shards()
 
-    def _catch_up(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment, ends_visits: bool) -> None:
+    def _catch_up(
+        self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: SequenceNumber, ends_visits: bool
+    ) -> None:
         """Passes over the units that other ranks may have entered before `unit`.
 
         `ends_visits`: the visits that the engine has come behind when it runs `node` are over, on every rank, and end
@@ -166,7 +168,7 @@ class Backwards(Endings):
         if ends_visits:
             self._end_visits_behind(backward, node)
 
-    def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: Moment) -> list[Unit]:
+    def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: SequenceNumber) -> list[Unit]:
         """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
         forward_pass = visit.forward_pass if visit is not None else None
         forward_pass = forward_pass or backward.forward_pass or self.forward_pass
@@ -223,7 +225,7 @@ class Backwards(Endings):
             if not self.reduce_order.retained:  # else ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
-    def _end_visits_behind(self, backward: BackwardPass, node: Moment) -> None:
+    def _end_visits_behind(self, backward: BackwardPass, node: SequenceNumber) -> None:
         """Ends the visits that are over when an autograd node is about to run.
 
         The engine runs nodes that were made later first. So units whose forwards began after the node was made have run
@@ -385,7 +387,7 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
     return ahead or ()
 
 
-def _count_calls_behind(backward: BackwardPass, unit: Unit, node: Moment) -> None:
+def _count_calls_behind(backward: BackwardPass, unit: Unit, node: SequenceNumber) -> None:
     """Counts the calls of `unit` that the engine is behind when it runs `node`: their visits are over on all ranks.
 
     Where this rank has not made them, other ranks may have, whose losses use other calls. Not before this rank has entered
@@ -400,7 +402,7 @@ def _count_calls_behind(backward: BackwardPass, unit: Unit, node: Moment) -> Non
         uncounted = backward.uncounted[unit] = list(calls)
     if not uncounted or uncounted[-1] <= node:
         return
-    visits: Collection[Moment] = backward.turns.visits.get(unit, ())
+    visits: Collection[SequenceNumber] = backward.turns.visits.get(unit, ())
     entered = backward.gathers is not None and unit in backward.gathers.entered
     if entered or any([first in visits for first in calls]):
         at = bisect_right(uncounted, node)

@@ -22,7 +22,7 @@ from itertools import accumulate
 from typing import Generic, Protocol, TypeVar
 
 from hsdp.schedule.byte_budget import units_in_budget
-from hsdp.schedule.moments import Moment
+from hsdp.schedule.sequence_numbers import SequenceNumber
 
 Circle = frozenset[int]
 """The ranks that gather a unit together."""
@@ -166,7 +166,7 @@ class BackwardGatherOrder(Generic[UnitT]):
         """As in `GatherOrder`, of the order of a circle in the last backward; 0 before the first one."""
         return self._identities.get(circle, 0)
 
-    def begin(self, units: Iterable[tuple[UnitT, Moment | None]]) -> BackwardGathers[UnitT]:
+    def begin(self, units: Iterable[tuple[UnitT, SequenceNumber | None]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered.
 
         With each goes when its last forward began, by its first autograd node; None: gradients cannot enter it.
@@ -196,13 +196,13 @@ class BackwardGathers(Generic[UnitT]):
 
     def __init__(
         self,
-        began: dict[UnitT, Moment | None],
+        began: dict[UnitT, SequenceNumber | None],
         absent: Collection[UnitT],
         circles: Circles,
         windows: dict[Circle, _Windows[UnitT]],
     ) -> None:
         self.began = began
-        self.expected = [unit for unit, moment in began.items() if moment is not None or unit not in absent]
+        self.expected = [unit for unit, number in began.items() if number is not None or unit not in absent]
         self.windows: dict[Circle, _Windows[UnitT]] = {}
         self._inside = circles.inside
         self._behind: dict[Circle, list[int]] = {}  # of a circle's order, how much lies before a place in `expected`
@@ -215,7 +215,7 @@ class BackwardGathers(Generic[UnitT]):
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
 
-    def enter(self, unit: UnitT, node: Moment) -> list[UnitT]:
+    def enter(self, unit: UnitT, node: SequenceNumber) -> list[UnitT]:
         """Records that this rank is about to enter `unit`; returns the units that other ranks may have entered before.
 
         These are the ones that come before it in the order. Where its place does not tell, as it was passed already, has no
@@ -231,7 +231,7 @@ class BackwardGathers(Generic[UnitT]):
             self.entered.add(unit)
         return passed
 
-    def _is_behind(self, unit: UnitT, node: Moment) -> bool:
+    def _is_behind(self, unit: UnitT, node: SequenceNumber) -> bool:
         began = self.began[unit]
         return began is not None and began > node
 

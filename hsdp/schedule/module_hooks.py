@@ -21,10 +21,10 @@ from hsdp.comm.labels import labelled
 from hsdp.errors import StateError
 from hsdp.params.annotations import PACKAGE, checked, is_checked, unchecked
 from hsdp.schedule.closed_units import closed_unit_used
-from hsdp.schedule.moments import Moment
 from hsdp.schedule.outputs import SideOutputs, entry_nodes, map_tensors, tensors_of
 from hsdp.schedule.passes import ForwardPass, Visit
 from hsdp.schedule.runtime import Runtime, runtime_of
+from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.torch_private import (
     NO_TASK,
     dispatch_modes,
@@ -153,7 +153,7 @@ class ModuleHooks:
         runtime: Runtime,
         output: Any,
         arguments: tuple[Any, ...],
-        first_node: Moment,
+        first_node: SequenceNumber,
         forward_pass: ForwardPass | None,
     ) -> tuple[Any, Visit | None]:
         """The module's forward returned: watches its outputs for the backward.
@@ -162,7 +162,7 @@ class ModuleHooks:
             runtime: that of the root.
             output: what the forward returned.
             arguments: what it was called with.
-            first_node: the moment at which autograd made, or would have made, the first node of this forward.
+            first_node: the sequence number of the first node that autograd made, or would have made, in this forward.
             forward_pass: the root's forward that it was a part of; None for a recomputation, a part of the backward under
                 way.
 
@@ -265,7 +265,7 @@ def own_state(module: Any) -> ModuleHooks:
     return state
 
 
-def _entered(unit: Unit, runtime: Runtime, visit: Visit, node: Moment, grads: Any) -> None:
+def _entered(unit: Unit, runtime: Runtime, visit: Visit, node: SequenceNumber, grads: Any) -> None:
     """A hook before an autograd node: gradients are about to enter the unit."""
     # In a hook the grad mode is the engine's: on only with create_graph=True.
     runtime.enter_backward(unit, visit, torch.is_grad_enabled(), node)

@@ -8,14 +8,14 @@ from threading import get_ident
 from typing import NamedTuple
 
 from hsdp.schedule.gather_order import BackwardGathers
-from hsdp.schedule.moments import Moment
 from hsdp.schedule.reduce_order import ReduceTurns
+from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import Version
 
-Exit = tuple[Moment, Version]
-"""How the last forward of a unit ended in a forward of the root: the moment of the first autograd node that it made, and
-the unit's version in it."""
+Exit = tuple[SequenceNumber, Version]
+"""How the last forward of a unit ended in a forward of the root: the sequence number of the first autograd node that it
+made, and the unit's version in it."""
 
 
 class OpenVisits(NamedTuple):
@@ -25,13 +25,13 @@ class OpenVisits(NamedTuple):
     one is over.
 
     Attributes:
-        begun: the moments of the first autograd nodes of the forwards that they belong to; none if the unit was recomputed
-            only. `earliest`: the first of them.
+        begun: the sequence numbers of the first autograd nodes of their forwards; none if the unit was recomputed only.
+            `earliest`: the first of them.
         task: the graph task that opened the unit last.
     """
 
-    begun: set[Moment]
-    earliest: Moment | None
+    begun: set[SequenceNumber]
+    earliest: SequenceNumber | None
     task: int
 
 
@@ -42,8 +42,8 @@ class ForwardPass:
         number: how many there were before.
         exits: the units in the order in which their forwards ended, each with how its last forward ended; None if no
             gradient can enter it.
-        calls: for each unit the moments of the first autograd nodes of those of its forwards that gradients can enter,
-            ascending.
+        calls: for each unit, of those of its forwards that gradients can enter, the sequence numbers of the first autograd
+            nodes, ascending.
         visited: those that a backward of it has entered or passed over.
     """
 
@@ -52,7 +52,7 @@ class ForwardPass:
     def __init__(self, number: int) -> None:
         self.number = number
         self.exits: dict[Unit, Exit | None] = {}
-        self.calls: dict[Unit, list[Moment]] = {}
+        self.calls: dict[Unit, list[SequenceNumber]] = {}
         self.visited: set[Unit] = set()
 
 
@@ -61,13 +61,13 @@ class Visit:
 
     Attributes:
         version: the unit's version in that forward.
-        first_node: moment of the first autograd node made inside it.
+        first_node: sequence number of the first autograd node made inside it.
         forward_pass: the root's forward that it was a part of; None for a recomputation.
     """
 
     __slots__ = ("__weakref__", "first_node", "forward_pass", "version")
 
-    def __init__(self, version: Version, first_node: Moment, forward_pass: ForwardPass | None) -> None:
+    def __init__(self, version: Version, first_node: SequenceNumber, forward_pass: ForwardPass | None) -> None:
         self.version = version
         self.first_node = first_node
         self.forward_pass = forward_pass
@@ -126,7 +126,7 @@ class BackwardPass:
         self.reduced: set[Unit] = set()
         self.forward_pass: ForwardPass | None = None
         self.gathers: BackwardGathers[Unit] | None = None
-        self.uncounted: dict[Unit, list[Moment]] = {}
+        self.uncounted: dict[Unit, list[SequenceNumber]] = {}
         self.ending = False
         self.kept = False
 

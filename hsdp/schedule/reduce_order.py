@@ -23,7 +23,7 @@ from itertools import chain
 import torch
 
 from hsdp.schedule.gather_order import Circle
-from hsdp.schedule.moments import Moment
+from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.torch_private import retains_graph
 from hsdp.unit.unit import Unit
 
@@ -41,7 +41,7 @@ class ReduceTurns:
 
     def __init__(self, expected: dict[Unit, tuple[int, int]]) -> None:
         self.expected = expected
-        self.visits: dict[Unit, set[Moment]] = {}
+        self.visits: dict[Unit, set[SequenceNumber]] = {}
         self.recomputed: dict[Unit, int] = {}
         self._queues: dict[Circle, deque[Unit]] = {}
         for unit in expected:
@@ -50,12 +50,12 @@ class ReduceTurns:
         self._ready: set[Unit] = set()
         self._again: list[Unit] = []
 
-    def visit(self, unit: Unit, forward: Moment | None) -> None:
+    def visit(self, unit: Unit, forward: SequenceNumber | None) -> None:
         """A visit of `unit` begins. Until it is over the unit is not complete, whatever it was before.
 
         Args:
             unit: the unit.
-            forward: the moment of the first autograd node of the forward that it belongs to; None: a recomputation's.
+            forward: the sequence number of the first autograd node of its forward; None: a recomputation's.
         """
         self._ready.discard(unit)
         if forward is None:
@@ -66,7 +66,7 @@ class ReduceTurns:
             self.waiting.add(unit)
             self._again.append(unit)
 
-    def skip(self, unit: Unit, forwards: Iterable[Moment]) -> None:
+    def skip(self, unit: Unit, forwards: Iterable[SequenceNumber]) -> None:
         """The visits of these forwards of `unit` are over, and this rank made none of them."""
         self.visits.setdefault(unit, set()).update(forwards)
 

@@ -30,10 +30,10 @@ from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
-from hsdp.schedule.moments import Moment
 from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Token, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
+from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
 from hsdp.unit.landing import lend
 from hsdp.unit.lookup import STATE, class_name
@@ -362,7 +362,7 @@ class Root:
             bury_tasks(backward.tasks)
         return bool(backward.tasks)
 
-    def running(self) -> Moment:
+    def running(self) -> SequenceNumber:
         """When the autograd node that asks for a recomputation was made, in a backward of this root."""
         made_in, this = NO_TASK, graph_task()
         for task in () if self.backward is None else self.backward.tasks:  # from the outermost one

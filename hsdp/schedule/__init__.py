@@ -12,7 +12,7 @@
     step_norms.py       what an optimizer's step is told where it asks for norms of sharded tensors
     root.py             the units below one root, what they share, and what becomes of them when an iteration fails
     backward.py         a backward: which units it entered, which visits are over
-    endings.py          what landed in a backward stays, or is undone
+    backward_commit.py  what landed in a backward stays, or is undone
     runtime.py          forwards, optimizer steps, `flush`: start reading here
     gather_order.py     the orders in which units are gathered, and so what is gathered ahead
     reduce_order.py     the order in which units are reduced, which is the same on all ranks

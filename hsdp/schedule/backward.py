@@ -10,7 +10,7 @@ from typing import cast
 import torch
 
 from hsdp.comm.observer import Point
-from hsdp.schedule.endings import Endings
+from hsdp.schedule.backward_commit import BackwardCommit
 from hsdp.schedule.passes import BackwardPass, OpenVisits, Token, Visit
 from hsdp.schedule.pipeline import Reduction
 from hsdp.schedule.reduce_order import ReduceTurns
@@ -22,7 +22,7 @@ from hsdp.unit.unit import Unit
 from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, launch_ahead
 
 
-class Backwards(Endings):
+class Backwards(BackwardCommit):
     """What happens between the first hook of a root's backward and its end, or the failure of one."""
 
     def has_entered(self, unit: Unit) -> bool:
@@ -99,7 +99,7 @@ class Backwards(Endings):
         backward = self._join(task)
         if unit.runtime_ref is not self.reference and (other := unit.runtime) is not None:
             # The unit was called under another root since: what a reentrant checkpoint in it recomputes is that root's.
-            cast(Endings, other).enclose()
+            cast(BackwardCommit, other).enclose()
         if not unit.open and unit.disturbed():
             raise stale(unit)
         if visit is not None and creates_graph:

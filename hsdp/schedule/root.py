@@ -1,9 +1,9 @@
 """A root: the units below it, what they share, and what becomes of them all when an iteration fails.
 
-    Root         the units, what they share, recovery                       this file
-    Endings      what landed in a backward stays, or is undone           endings.py
-    Backwards    one backward after another                             backward.py
-    Runtime      forwards, optimizer steps, what users call             runtime.py
+    Root              the units, what they share, recovery              this file
+    BackwardCommit    what landed in a backward stays, or is undone     backward_commit.py
+    Backwards         one backward after another                        backward.py
+    Runtime           forwards, optimizer steps, what users call        runtime.py
 
 Each inherits from the one above it: it must be able to clear up behind a failed backward, and calls only those above itself
 in this list.

@@ -36,7 +36,7 @@ from hsdp.comm.work import CommWork
 from hsdp.examples.int8_gather import Int8Weight
 from hsdp.params.tensor_parallel import Inner
 from hsdp.planning.layouts import GroupPlan, UnitPlan
-from hsdp.schedule.endings import Endings
+from hsdp.schedule.backward_commit import BackwardCommit
 from hsdp.schedule.passes import BackwardPass
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
@@ -82,7 +82,7 @@ from tests.rules import test_rule_20_failures as rule_20
 from tests.rules import test_rule_21_divergence as rule_21
 from tests.rules import test_rule_24_bounded as rule_24
 from tests.rules import test_rule_28_side_channels as rule_28
-from tests.schedule import test_endings as endings
+from tests.schedule import test_backward_commit as commits
 from tests.schedule import test_pipelining
 from tests.soak.divergence import Case, disagree
 from tests.support.counting import no_shared_memory
@@ -375,14 +375,14 @@ def does_not_roll_back() -> Any:
     return mock.patch.object(Gradients, "roll_back", lambda gradients, at_once=False: gradients.commit())
 
 
-@mutant(Check(endings._undone, ("models behind one another", (2,), False)), kill="AssertionError")
+@mutant(Check(commits._undone, ("models behind one another", (2,), False)), kill="AssertionError")
 def keeps_what_landed_before_other_roots_have_ended() -> Any:
-    return mock.patch.object(Endings, "commit_behind_others", Endings._commit)
+    return mock.patch.object(BackwardCommit, "commit_behind_others", BackwardCommit._commit)
 
 
-@mutant(Check(endings._undone, ("models in reentrant checkpoints", (2,), False)), kill="AssertionError")
+@mutant(Check(commits._undone, ("models in reentrant checkpoints", (2,), False)), kill="AssertionError")
 def forgets_the_graph_task_around_a_root() -> Any:
-    return mock.patch.object(Endings, "enclose", return_value=None)
+    return mock.patch.object(BackwardCommit, "enclose", return_value=None)
 
 
 @mutant(Check(rule_20.check_nothing_held), kill="AssertionError")

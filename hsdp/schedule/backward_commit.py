@@ -15,7 +15,7 @@ from hsdp.schedule.root import Root, bury_tasks
 from hsdp.torch_private import graph_task, queue_callback
 
 
-class Endings(Root):
+class BackwardCommit(Root):
     """What comes behind a root's backward, or behind the failure of one."""
 
     def commit_behind_others(self, backward: BackwardPass) -> None:

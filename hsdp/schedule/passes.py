@@ -138,8 +138,8 @@ class BackwardPass:
         return found
 
 
-class Around:
-    """The graph tasks around a root's backwards: of reentrant checkpoints that somebody put around a call of the root.
+class EnclosingTasks:
+    """The graph tasks that a root's backwards run inside of: those of reentrant checkpoints around a call of the root.
 
     Attributes:
         tasks: each token lives until its task ends or fails.

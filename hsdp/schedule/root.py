@@ -30,7 +30,7 @@ from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
 from hsdp.policies import unheeded
 from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
-from hsdp.schedule.passes import Around, BackwardPass, ForwardPass, Token, Visit
+from hsdp.schedule.passes import BackwardPass, EnclosingTasks, ForwardPass, Token, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.schedule.sequence_numbers import SequenceNumber
@@ -54,7 +54,7 @@ class Root:
         reduce_order: the order in which units come to it.
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
-        around: the graph tasks that its backwards are a part of.
+        enclosing: the graph tasks of other backwards that its backwards run inside of.
         begun: how many backwards have begun; `begun_before`: before the last forward.
         depth: forward calls under way; `thread`: the thread that they run in.
         stepping: the class of an optimizer that began to change weights of the root, and has not said that it is through.
@@ -77,7 +77,7 @@ class Root:
         self.reduce_order = ReduceOrder()
         self.forward_pass = ForwardPass(0)
         self.backward: BackwardPass | None = None
-        self.around = Around()
+        self.enclosing = EnclosingTasks()
         self.awaits_gradients = False
         self.stepping = ""
         self._generation = -1

@@ -204,9 +204,9 @@ def _agreed(norm: Tensor, units: list[Unit]) -> Tensor:
     Raises:
         StateError: ranks have others. Dense layers would be scaled differently from rank to rank.
     """
-    if len({unit.circle for unit in units}) < 2:
+    if len({unit.mesh_ranks for unit in units}) < 2:
         return norm
-    widest = max(units, key=lambda unit: len(unit.circle))
+    widest = max(units, key=lambda unit: len(unit.mesh_ranks))
     known = norm.double().nan_to_num(nan=math.inf, posinf=math.inf)
     bounds = torch.stack((known, -known))
     for comm in (widest.shard_comm, widest.replicate_comm):

@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 from hsdp.planning.layouts import UnitPlan
 from hsdp.policies import CommPolicy
-from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, Circle, Circles, GatherOrder
+from hsdp.schedule.gather_order import BackwardGatherOrder, BackwardGathers, GatherOrder, RankSet, RankSets
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 from hsdp.schedule.sequence_numbers import BEFORE_ALL
 from hsdp.unit.dtype_group import unpacks_first
@@ -65,8 +65,8 @@ def rehearse(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> lis
     return rehearsal.events
 
 
-_ALL: Circle = frozenset()
-"""The circle of all units: one root's units have one mesh."""
+_ALL: RankSet = frozenset()
+"""The rank set of all units: one root's units have one mesh."""
 
 
 @dataclass(eq=False)
@@ -75,7 +75,7 @@ class _Unit:
 
     key: int  # its index
     whole_bytes: int
-    circle: Circle = _ALL
+    mesh_ranks: RankSet = _ALL
 
 
 class _Rehearsal:
@@ -189,7 +189,7 @@ class _Rehearsal:
 
     def _begin_gathers(self, in_turn: list[_Unit]) -> BackwardGathers[_Unit]:
         order = BackwardGatherOrder[_Unit]()
-        order.serve(Circles([_ALL]))
+        order.serve(RankSets([_ALL]))
         return order.begin([(unit, BEFORE_ALL) for unit in in_turn])
 
     def _backward_order(self, unit: int) -> list[int]:

@@ -6,8 +6,8 @@
 A rank whose loss does not reach a unit passes over it in backward: it joins the all-gather that the others need, and
 reshards.
 
-The ranks of a unit's mesh, its *circle*, must gather it in one order among others, whatever units there are that only some
-of them have. So each circle has an order of its own, of the units that all its ranks enter:
+The ranks of a unit's mesh, its *rank set*, must gather it in one order among others, whatever units only some of these
+ranks have. So each rank set has an order of its own, of the units that all its ranks enter:
 
     dense layers on ranks 0-3      A     B     C     experts do not show: ranks that have others may skip others
     experts on ranks 0 and 2       A  e  B  f  C     dense layers do: where e is gathered depends on A
@@ -24,7 +24,7 @@ from typing import Generic, Protocol, TypeVar
 from hsdp.schedule.byte_budget import units_in_budget
 from hsdp.schedule.sequence_numbers import SequenceNumber
 
-Circle = frozenset[int]
+RankSet = frozenset[int]
 """The ranks that gather a unit together."""
 
 
@@ -35,42 +35,42 @@ class Gathered(Protocol):
     """Identifies it, on all ranks alike."""
     whole_bytes: int
     """Of its unsharded parameters."""
-    circle: Circle
+    mesh_ranks: RankSet
     """Whose units they are; equal ones are one object."""
 
 
 UnitT = TypeVar("UnitT", bound=Gathered)
 
 
-class Circles:
-    """The circles of some units.
+class RankSets:
+    """The rank sets of some units.
 
     Attributes:
-        around: for each the circles that hold all its ranks, itself included: its ranks agree on the units of those.
-        inside: for each the circles that it holds so.
+        supersets: for each the rank sets that hold all its ranks, itself included: its ranks agree on the units of those.
+        subsets: for each the rank sets that it is a superset of.
     """
 
-    def __init__(self, circles: Iterable[Circle]) -> None:
-        found = list(dict.fromkeys(circles))
-        self.around = {one: {other for other in found if one <= other} for one in found}
-        self.inside = {one: [other for other in found if other <= one] for one in found}
+    def __init__(self, rank_sets: Iterable[RankSet]) -> None:
+        found = list(dict.fromkeys(rank_sets))
+        self.supersets = {one: {other for other in found if one <= other} for one in found}
+        self.subsets = {one: [other for other in found if other <= one] for one in found}
 
 
 class GatherOrders(Generic[UnitT]):
-    """The order of each circle in forwards, of this rank's circles."""
+    """The order of each rank set in forwards, of this rank's rank sets."""
 
     def __init__(self) -> None:
-        self._orders: dict[Circle, GatherOrder[UnitT]] = {}
-        self._inside: dict[Circle, list[GatherOrder[UnitT]]] = {}
+        self._orders: dict[RankSet, GatherOrder[UnitT]] = {}
+        self._subsets: dict[RankSet, list[GatherOrder[UnitT]]] = {}
 
-    def serve(self, circles: Circles) -> None:
-        """These circles have orders from now on, those that had one theirs."""
-        self._orders = {one: self._orders.get(one) or GatherOrder(one) for one in circles.inside}
-        self._inside = {one: [self._orders[other] for other in inside] for one, inside in circles.inside.items()}
+    def serve(self, rank_sets: RankSets) -> None:
+        """These rank sets have orders from now on, those that had one theirs."""
+        self._orders = {one: self._orders.get(one) or GatherOrder(one) for one in rank_sets.subsets}
+        self._subsets = {one: [self._orders[other] for other in subsets] for one, subsets in rank_sets.subsets.items()}
 
-    def identity(self, circle: Circle) -> int:
-        """That of the order of a circle."""
-        return self._orders[circle].identity
+    def identity(self, rank_set: RankSet) -> int:
+        """That of the order of a rank set."""
+        return self._orders[rank_set].identity
 
     def begin(self) -> None:
         """Starts a pass."""
@@ -78,15 +78,15 @@ class GatherOrders(Generic[UnitT]):
             order.begin()
 
     def enter(self, unit: UnitT, window: int) -> list[UnitT]:
-        """Records that `unit` is entered; returns the units behind it to be gathered ahead from here, of all circles."""
-        orders = self._inside[unit.circle]
+        """Records that `unit` is entered; returns the units behind it to be gathered ahead from here, of all rank sets."""
+        orders = self._subsets[unit.mesh_ranks]
         if len(orders) == 1:
             return orders[0].enter(unit, window)
         return [other for order in orders for other in order.enter(unit, window)]
 
     def is_last(self, unit: UnitT) -> bool:
-        """Whether `unit` is where a pass that kept to the order of its circle ends."""
-        return self._orders[unit.circle].is_last(unit)
+        """Whether `unit` is where a pass that kept to the order of its rank set ends."""
+        return self._orders[unit.mesh_ranks].is_last(unit)
 
     def leave(self) -> None:
         """Ends a pass that failed."""
@@ -100,15 +100,15 @@ class GatherOrders(Generic[UnitT]):
 
 
 class GatherOrder(Generic[UnitT]):
-    """The order in which the units around a circle were gathered in the last full pass, and where this pass is in it.
+    """The order in which the units of a rank set's supersets were gathered in the last full pass; where this pass is in it.
 
     Attributes:
         identity: stands for the order, the same number on all ranks that have it; 0 before one was recorded.
     """
 
-    def __init__(self, circle: Circle) -> None:
+    def __init__(self, rank_set: RankSet) -> None:
         self._expected: list[UnitT] = []
-        self._windows: _Windows[UnitT] = _Windows([], circle)
+        self._windows: _Windows[UnitT] = _Windows([], rank_set)
         self._seen: list[UnitT] = []
         self._follows = False
         self.identity = 0
@@ -153,25 +153,25 @@ class BackwardGatherOrder(Generic[UnitT]):
 
     def __init__(self) -> None:
         self._absent: set[UnitT] = set()
-        self._circles = Circles(())
-        self._windows: dict[Circle, _Windows[UnitT]] = {}
-        self._identities: dict[Circle, int] = {}
+        self._rank_sets = RankSets(())
+        self._windows: dict[RankSet, _Windows[UnitT]] = {}
+        self._identities: dict[RankSet, int] = {}
 
-    def serve(self, circles: Circles) -> None:
-        """Its units are of these circles from now on."""
-        self._circles = circles
-        self._windows = {one: self._windows.get(one) or _Windows([], one) for one in circles.around}
+    def serve(self, rank_sets: RankSets) -> None:
+        """Its units are of these rank sets from now on."""
+        self._rank_sets = rank_sets
+        self._windows = {one: self._windows.get(one) or _Windows([], one) for one in rank_sets.supersets}
 
-    def identity(self, circle: Circle) -> int:
-        """As in `GatherOrder`, of the order of a circle in the last backward; 0 before the first one."""
-        return self._identities.get(circle, 0)
+    def identity(self, rank_set: RankSet) -> int:
+        """As in `GatherOrder`, of the order of a rank set in the last backward; 0 before the first one."""
+        return self._identities.get(rank_set, 0)
 
     def begin(self, units: Iterable[tuple[UnitT, SequenceNumber | None]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered.
 
         With each goes when its last forward began, by its first autograd node; None: gradients cannot enter it.
         """
-        gathers = BackwardGathers(dict(units), self._absent, self._circles, self._windows)
+        gathers = BackwardGathers(dict(units), self._absent, self._rank_sets, self._windows)
         self._windows = gathers.windows
         return gathers
 
@@ -179,9 +179,9 @@ class BackwardGatherOrder(Generic[UnitT]):
         """That backward is over."""
         self._absent -= gathers.entered
         self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
-        for circle, windows in gathers.windows.items():
+        for rank_set, windows in gathers.windows.items():
             if windows.order:
-                self._identities[circle] = hash(tuple(unit.key for unit in windows.order))
+                self._identities[rank_set] = hash(tuple(unit.key for unit in windows.order))
 
 
 class BackwardGathers(Generic[UnitT]):
@@ -189,8 +189,8 @@ class BackwardGathers(Generic[UnitT]):
 
     Attributes:
         began: the units, with when the last forward of each began; None: gradients cannot enter it.
-        expected: those that are gathered, in order, `windows`: of that order, as each circle has it; given are those of the
-            one before it, which often is the same.
+        expected: those that are gathered, in order, `windows`: of that order, as each rank set has it. The windows of the
+            last backward are passed in, which often are the same.
         entered: those that this rank has entered.
     """
 
@@ -198,19 +198,19 @@ class BackwardGathers(Generic[UnitT]):
         self,
         began: dict[UnitT, SequenceNumber | None],
         absent: Collection[UnitT],
-        circles: Circles,
-        windows: dict[Circle, _Windows[UnitT]],
+        rank_sets: RankSets,
+        windows: dict[RankSet, _Windows[UnitT]],
     ) -> None:
         self.began = began
         self.expected = [unit for unit, number in began.items() if number is not None or unit not in absent]
-        self.windows: dict[Circle, _Windows[UnitT]] = {}
-        self._inside = circles.inside
-        self._behind: dict[Circle, list[int]] = {}  # of a circle's order, how much lies before a place in `expected`
-        for circle, around in circles.around.items():
-            shows = [unit.circle in around for unit in self.expected]
+        self.windows: dict[RankSet, _Windows[UnitT]] = {}
+        self._subsets = rank_sets.subsets
+        self._behind: dict[RankSet, list[int]] = {}  # of a rank set's order, how much lies before a place in `expected`
+        for rank_set, supersets in rank_sets.supersets.items():
+            shows = [unit.mesh_ranks in supersets for unit in self.expected]
             order = self.expected if all(shows) else [u for u, shown in zip(self.expected, shows, strict=True) if shown]
-            self.windows[circle] = windows[circle].of(order)
-            self._behind[circle] = list(accumulate(shows, initial=0))
+            self.windows[rank_set] = windows[rank_set].of(order)
+            self._behind[rank_set] = list(accumulate(shows, initial=0))
         self.entered: set[UnitT] = set()
         self._places = {unit: place for place, unit in enumerate(self.expected)}
         self._at = 0
@@ -251,32 +251,32 @@ class BackwardGathers(Generic[UnitT]):
 
     def next_units(self, unit: UnitT, window: int) -> list[UnitT]:
         """The units of the window that are gathered next, from `unit` on, at which the backward is."""
-        inside, at = self._inside[unit.circle], self._at
-        if len(inside) == 1:
-            return self.windows[inside[0]][self._behind[inside[0]][at], window]
-        return [other for one in inside for other in self.windows[one][self._behind[one][at], window]]
+        subsets, at = self._subsets[unit.mesh_ranks], self._at
+        if len(subsets) == 1:
+            return self.windows[subsets[0]][self._behind[subsets[0]][at], window]
+        return [other for one in subsets for other in self.windows[one][self._behind[one][at], window]]
 
 
 class _Windows(dict[tuple[int, int], list[UnitT]]):
-    """The windows of a circle's order: by place and bound, its units from there on that are gathered ahead.
+    """The windows of a rank set's order: by place and bound, its units from there on that are gathered ahead.
 
-    Each is worked out when it is asked for the first time, and is not to be changed. Units of circles around it take room
+    Each is worked out when it is asked for the first time, and is not to be changed. Units of its supersets take room
     in a window; their own order says where they are gathered.
     """
 
-    def __init__(self, order: list[UnitT], circle: Circle) -> None:
+    def __init__(self, order: list[UnitT], rank_set: RankSet) -> None:
         super().__init__()
         self.order = order
-        self._circle = circle
+        self._rank_set = rank_set
         self._sizes = [unit.whole_bytes for unit in order]
 
     def __missing__(self, key: tuple[int, int]) -> list[UnitT]:
         at, bound = key
         found = self.order[at : at + units_in_budget(self._sizes[at:], bound)]
-        window = self[key] = [unit for unit in found if unit.circle is self._circle]
+        window = self[key] = [unit for unit in found if unit.mesh_ranks is self._rank_set]
         return window
 
     def of(self, order: list[UnitT]) -> _Windows[UnitT]:
         """Those of another order, or of the same one when its units may have other sizes: these if nothing changed."""
         same = order == self.order and self._sizes == [unit.whole_bytes for unit in order]
-        return self if same else _Windows(order, self._circle)
+        return self if same else _Windows(order, self._rank_set)

@@ -11,7 +11,7 @@ Forwards without gradients that are recomputed have visits, too, which no forwar
 the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
 the end.
 
-Turns are taken among the units of one circle (gather_order.py): of others these ranks may run different ones.
+Turns are taken among the units of one rank set (gather_order.py): of others these ranks may run different ones.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from itertools import chain
 
 import torch
 
-from hsdp.schedule.gather_order import Circle
+from hsdp.schedule.gather_order import RankSet
 from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.torch_private import retains_graph
 from hsdp.unit.unit import Unit
@@ -43,9 +43,9 @@ class ReduceTurns:
         self.expected = expected
         self.visits: dict[Unit, set[SequenceNumber]] = {}
         self.recomputed: dict[Unit, int] = {}
-        self._queues: dict[Circle, deque[Unit]] = {}
+        self._queues: dict[RankSet, deque[Unit]] = {}
         for unit in expected:
-            self._queues.setdefault(unit.circle, deque()).append(unit)
+            self._queues.setdefault(unit.mesh_ranks, deque()).append(unit)
         self.waiting = set(expected)
         self._ready: set[Unit] = set()
         self._again: list[Unit] = []
@@ -80,7 +80,7 @@ class ReduceTurns:
     def complete(self, unit: Unit) -> list[Unit]:
         """`unit` is complete; the units whose turn has come by that."""
         self._ready.add(unit)
-        queue, come = self._queues[unit.circle], []
+        queue, come = self._queues[unit.mesh_ranks], []
         while queue and queue[0] in self._ready and not self.expects(queue[0]):
             first = queue.popleft()
             self.waiting.discard(first)

@@ -29,7 +29,7 @@ from hsdp.comm.streams import Streams
 from hsdp.errors import HSDPError, StateError
 from hsdp.format import dotted
 from hsdp.policies import unheeded
-from hsdp.schedule.gather_order import BackwardGatherOrder, Circle, Circles, GatherOrders
+from hsdp.schedule.gather_order import BackwardGatherOrder, GatherOrders, RankSet, RankSets
 from hsdp.schedule.passes import BackwardPass, EnclosingTasks, ForwardPass, Token, Visit
 from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
@@ -81,7 +81,7 @@ class Root:
         self.awaits_gradients = False
         self.stepping = ""
         self._generation = -1
-        self._shard_guards: dict[DivergenceGuard, list[Circle]] = {}
+        self._shard_guards: dict[DivergenceGuard, list[RankSet]] = {}
         self._backward_guards: list[DivergenceGuard] = []
         self._members: list[tuple[Unit, Unit | None, str]] = []
         self._parents: set[Unit | None] = set()
@@ -93,7 +93,7 @@ class Root:
             self.units, self._members = [], []
             for module in self.modules():
                 self._collect(module, None, "")
-            self._serve_circles()
+            self._serve_rank_sets()
             comms = [c for u in self.units for c in (u.replicate_comm, u.scatter_comm, u.part_comm) if c is not None]
             self._backward_guards = [a for a in _guards(comms) if a not in self._shard_guards]
             self._parents = {parent for _, parent, _ in self._members}
@@ -111,15 +111,15 @@ class Root:
         if fresh:
             self._warn_of_unheeded()
 
-    def _serve_circles(self) -> None:
-        circles = Circles(unit.circle for unit in self.units)
-        self._forward_order.serve(circles)
-        self._backward_order.serve(circles)
+    def _serve_rank_sets(self) -> None:
+        rank_sets = RankSets(unit.mesh_ranks for unit in self.units)
+        self._forward_order.serve(rank_sets)
+        self._backward_order.serve(rank_sets)
         self._shard_guards = {guard: [] for guard in _guards(unit.shard_comm for unit in self.units)}
         for unit in self.units:
             guard = unit.shard_comm.divergence_guard
-            if guard is not None and unit.circle not in (known := self._shard_guards[guard]):
-                known.append(unit.circle)
+            if guard is not None and unit.mesh_ranks not in (known := self._shard_guards[guard]):
+                known.append(unit.mesh_ranks)
 
     def _warn_of_unheeded(self) -> None:
         """Warns of what units' policies say about the pipeline, which is the root's."""

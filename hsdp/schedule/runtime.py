@@ -69,8 +69,8 @@ class Runtime(Backwards):
                 unit.reshard()
         self._forward_order.begin()
         grad, identities = torch.is_grad_enabled(), (self._forward_order.identity, self._backward_order.identity)
-        for divergence_guard, circles in self._shard_guards.items():
-            divergence_guard.begin_pass(hash((grad, *(of(circle) for circle in circles for of in identities))))
+        for divergence_guard, rank_sets in self._shard_guards.items():
+            divergence_guard.begin_pass(hash((grad, *(of(ranks) for ranks in rank_sets for of in identities))))
 
     def enter_forward(self, unit: Unit) -> None:
         """`unit`'s forward begins: opens it and gathers ahead."""

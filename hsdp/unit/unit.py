@@ -82,7 +82,7 @@ class Unit(UnitActivity, UnshardedParams):
     Attributes:
         name: qualified name of its module below the root (a class name until a root is known).
         params: its parameters, in the order of `named_parameters`.
-        circle: the ranks of its mesh, which gather and reduce it in one order.
+        mesh_ranks: the ranks of its mesh, which gather and reduce it in one order.
         in_tree: its gradients are added in the order of the tree over data ranks.
         settings: what users may change about it.
         ignored: identities of the parameters that its `fully_shard` was told to leave alone.
@@ -116,7 +116,7 @@ class Unit(UnitActivity, UnshardedParams):
         self.replica_policy = replica_policy
         self.ignored = ignored
         self.settings: UnitSettings[Unit] = UnitSettings(reshard_after_forward)
-        self.circle = axes.ranks
+        self.mesh_ranks = axes.ranks
         self.in_tree = comm_policy.reduction == "tree"
         if self.in_tree:
             self.settings.replica_reduce = TREE

@@ -14,7 +14,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from hsdp.comm.collectives import all_reduce_now
-from hsdp.schedule.gather_order import Circle
+from hsdp.schedule.gather_order import RankSet
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import broadcast
 from hsdp.weights.module_buffers import widest
@@ -34,7 +34,7 @@ class RandomNumbers:
     def __init__(self, units: Sequence[Unit], device: torch.device) -> None:
         self._units = units
         self._device = device
-        self._own: dict[Circle, list[Tensor]] = {}
+        self._own: dict[RankSet, list[Tensor]] = {}
 
     @contextmanager
     def of_first(self) -> Iterator[None]:
@@ -66,15 +66,15 @@ class RandomNumbers:
     @contextmanager
     def of(self, unit: Unit | None) -> Iterator[None]:
         """Draws those that belong to a unit; None: what is in none."""
-        if unit is None or unit.circle not in self._own:
+        if unit is None or unit.mesh_ranks not in self._own:
             yield
             return
         common = self._state()
-        self._set(self._own[unit.circle])
+        self._set(self._own[unit.mesh_ranks])
         try:
             yield
         finally:
-            self._own[unit.circle] = self._state()
+            self._own[unit.mesh_ranks] = self._state()
             self._set(common)
 
     def _find_own(self, own: list[Tensor], first: list[Tensor]) -> None:
@@ -85,13 +85,13 @@ class RandomNumbers:
         largest, seeds, differs = widest(self._units), {}, False
         for unit in self._units:
             parts = any(param.inner is not None and param.inner.visible for param in unit.params)  # of one draw
-            if unit.circle == largest.circle or unit.circle in seeds or parts:
+            if unit.mesh_ranks == largest.mesh_ranks or unit.mesh_ranks in seeds or parts:
                 continue
             state = own[0].clone()
             broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
             differs = differs or not torch.equal(state, first[0])
             # Not the state itself: in it, experts would get the numbers of the dense layers.
-            seeds[unit.circle] = torch.randint(2**62, (), generator=_generator(state)).item()
+            seeds[unit.mesh_ranks] = torch.randint(2**62, (), generator=_generator(state)).item()
         asked = torch.tensor([float(differs)], device=largest.axes.device)
         for comm in (largest.replicate_comm, largest.shard_comm):
             if comm.group is not None and comm.size > 1:
@@ -99,8 +99,8 @@ class RandomNumbers:
         if asked.item() > 0:
             devices = list(dict.fromkeys((torch.device("cpu"), self._device)))
             self._own = {
-                circle: [torch.Generator(device).manual_seed(int(seed)).get_state() for device in devices]
-                for circle, seed in seeds.items()
+                ranks: [torch.Generator(device).manual_seed(int(seed)).get_state() for device in devices]
+                for ranks, seed in seeds.items()
             }
 
     def _state(self) -> list[Tensor]:

@@ -255,7 +255,7 @@ def reduces_out_of_turn() -> Any:
         assert runtime.backward is not None
         turns = runtime.backward.turns
         if unit in turns.waiting:
-            turns._queues[unit.circle].remove(unit)
+            turns._queues[unit.mesh_ranks].remove(unit)
             turns.waiting.discard(unit)
         runtime._reduce(unit)
 

@@ -12,7 +12,7 @@ from torch.distributed import fsdp
 from torch.distributed.device_mesh import init_device_mesh
 
 import hsdp
-from hsdp.schedule.gather_order import Circle, Circles, GatherOrders
+from hsdp.schedule.gather_order import GatherOrders, RankSet, RankSets
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id
 from tests.support.twin import full
@@ -205,8 +205,8 @@ class Place:
 
     whole_bytes = 1
 
-    def __init__(self, name: str, circle: Circle) -> None:
-        self.name, self.circle, self.key = name, circle, hash(name)
+    def __init__(self, name: str, mesh_ranks: RankSet) -> None:
+        self.name, self.mesh_ranks, self.key = name, mesh_ranks, hash(name)
 
 
 def _ahead(orders: GatherOrders[Any], places: list[Place]) -> list[str]:
@@ -221,7 +221,7 @@ def test_what_all_gather_does_not_depend_on_what_some_have() -> None:
     a, b, c = (Place(name, ALL) for name in "ABC")
     e, f = (Place(name, SOME) for name in "ef")
     orders: GatherOrders[Any] = GatherOrders()
-    orders.serve(Circles([ALL, SOME]))
+    orders.serve(RankSets([ALL, SOME]))
     assert _ahead(orders, [a, e, b, f, c]) == [""] * 5, "nothing is known yet"
     identities = orders.identity(ALL), orders.identity(SOME)
     assert _ahead(orders, [a, e, b, f, c]) == ["Be", "", "Cf", "", ""]

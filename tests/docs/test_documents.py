@@ -154,6 +154,12 @@ def test_the_steps_of_the_tutorial_lead_on_from_one_another(ranks: Pool, tmp_pat
         assert losses(by_file[name][0]) == pytest.approx(losses(alone), abs=2e-3), name
     for name, (output, *_) in by_file.items():
         assert losses(output)[-1] < losses(output)[0], f"{name} learns"
+    evaluations = [
+        float(found[1]) for text in by_file["resumed.py"] if (found := re.search(r"evaluation: (\d+\.\d+)", text))
+    ]
+    assert len(evaluations) == 2 and evaluations[1] < evaluations[0], "the second run evaluates a better model"
+    last = hsdp.checkpoint.verify(tmp_path / "runs" / "tutorial" / "step-000020")
+    assert last.extra["scheduler"]["last_epoch"] == 20, "the second run resumed the scheduler"
 
 
 def test_commands_of_tutorial_and_readme_are_all_run() -> None:

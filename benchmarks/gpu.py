@@ -143,8 +143,8 @@ def check_verbs(group: dist.ProcessGroup, device: torch.device) -> list[str]:
         check(f"all-reduce of {what}", reduce, kept, before)
     value = torch.ones(4, device=device)
     check("local", lambda: comm.local("scale", Owner(), lambda: value.mul_(3.0)), [value], [torch.full_like(value, 3.0)])
-    assert comm.exchange({"rank": 0}, Owner()) == [{"rank": 0}]
-    comm.broadcast(value, Owner())
+    assert comm.exchange("benchmark", {"rank": 0}, Owner()) == [{"rank": 0}]
+    comm.broadcast("benchmark", value, Owner())
     return checked
 
 

@@ -343,19 +343,19 @@ class Comm:
         shared = share_calls([tensor.nbytes for tensor in second], alone if self.device.type == "cpu" else 0)
         return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
 
-    def all_equal(self, value: object, owner: Named) -> bool:
-        """Whether every rank has the same `value` (plain data). Blocking, asks before: for set-up, not for steps."""
-        return not self.differing([value], owner)
+    def all_equal(self, what: str, value: object, owner: Named) -> bool:
+        """Whether every rank has the same `value` (plain data), in a call `what`. Blocking, asks before: not for steps."""
+        return not self.differing(what, [value], owner)
 
-    def differing(self, values: Sequence[object], owner: Named) -> list[int]:
+    def differing(self, what: str, values: Sequence[object], owner: Named) -> list[int]:
         """Which of `values` (plain data, as many on every rank) are not the same on all ranks. Blocking, as above."""
         if self.divergence_guard is None:
             return []
-        return self.divergence_guard.differing("set-up", owner.name, [digest_of(value) for value in values])
+        return self.divergence_guard.differing(what, owner.name, [digest_of(value) for value in values])
 
-    def exchange(self, value: Any, owner: Named) -> list[Any]:
+    def exchange(self, what: str, value: Any, owner: Named) -> list[Any]:
         """Every rank's `value` (plain data), in rank order. It grows with the number of ranks: for errors."""
-        if self.all_equal(value, owner):
+        if self.all_equal(what, value, owner):
             return [value] * self.size
         text = repr(value).encode()
         # torch's own all_gather_object needs numpy in torch 2.11, which torch does not require.
@@ -369,10 +369,10 @@ class Comm:
             ast.literal_eval(bytes(text[: int(size)].tolist()).decode()) for text, size in zip(texts, sizes, strict=True)
         ]
 
-    def broadcast(self, tensor: Tensor, owner: Named) -> None:
-        """Overwrites `tensor` with that of the group's rank 0. Blocking, asks before: for set-up."""
+    def broadcast(self, what: str, tensor: Tensor, owner: Named) -> None:
+        """Overwrites `tensor` with that of the group's rank 0, in a call `what`. Blocking, asks before."""
         if self.divergence_guard is not None:
-            self.divergence_guard.differing("broadcast", owner.name, [])
+            self.divergence_guard.differing(f"broadcast in {what}", owner.name, [])
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 

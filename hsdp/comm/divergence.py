@@ -240,7 +240,7 @@ class DivergenceGuard:
             raise
         except dist.DistError as error:
             raise CollectiveError(
-                f"rank {self._rank} could not ask the others about the {what}: the store does not answer "
+                f"rank {self._rank} could not ask the others about {what}: the store does not answer "
                 f"({str(error).partition(chr(10))[0]}). The process that holds it may have ended: see the logs of "
                 "all ranks, and start them again"
             ) from error

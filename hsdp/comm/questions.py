@@ -44,6 +44,15 @@ _MOST_GATES = 64
 
 _OPEN = b"open"
 
+_DIFFER = "sizes, dtypes or trained parameters, in whether gradients are wanted, or in the steps and clipping before"
+"""What two ops that have one name may differ in."""
+
+_LIKELY = (
+    "Was this called on some ranks only, as under `if rank == 0:` (an evaluation, a save, a log)? Then call it on all of "
+    "them. Else they"
+)
+"""The likeliest cause comes first."""
+
 _FAILED = "failed"
 
 _MOST_WORDS = 1 << 16
@@ -71,9 +80,6 @@ class Answer(NamedTuple):
     def digest(self) -> int:
         """62 bits that stand for number and key."""
         return hash((self.number, self.key)) & (1 << 62) - 1
-
-    def __str__(self) -> str:
-        return f"the {self.what} (its number {self.number}, variant {self.key & 0xFFFF:04x})"
 
 
 class Alarm(NamedTuple):
@@ -373,9 +379,9 @@ class Questions:
         is_all = len(late) == len(self._ranks) - alarm.came
         absent = late if is_all else [rank for rank in self._ranks if rank not in here] or [lines[-1].rank]
         return (
-            f"rank(s) {ranks_of(sorted(here.difference(absent)))} are about to start the {first.what}, and rank(s) "
-            f"{ranks_of(absent)} did not come to the same point within {self.timeout:.0f} s: they raised, stopped, or took "
-            "another branch, or are late"
+            f"rank(s) {ranks_of(sorted(here.difference(absent)))} are about to start {first.what}, and rank(s) "
+            f"{ranks_of(absent)} did not come to the same point within {self.timeout:.0f} s: they raised, stopped, do not "
+            "make this call, or took another branch, or are late"
         )
 
     def note_wait(self, answer: Answer, waited: float) -> None:
@@ -399,13 +405,35 @@ class Questions:
 def _told_apart(lines: list[Answer], ranks: Sequence[int], number: int, words: Sequence[tuple[int, int]]) -> str:
     """Which ranks are about to do what, at op `number` of their group; `words` as in `Questions._compose`."""
     doing = dict.fromkeys(ranks, "no answer; they are in a collective that is known, or have stopped")
-    doing.update({line.rank: str(line) for line in lines})
+    ways = _ways(lines)
+    for line in lines:
+        other = f" (number {line.number})" if line.number != number else ""
+        doing[line.rank] = f"{line.what}{other}{ways.get((line.what, line.number, line.key), '')}"
     last = max((behind for _, behind in words if behind < number), default=0)
     failed = sorted(rank for rank, behind in words if behind == last)
     alone = 0 < len(failed) < len(ranks)
-    cause = f"The backward of rank(s) {ranks_of(failed)} failed behind number {last}. " if alone else ""
+    cause = f"The backward of rank(s) {ranks_of(failed)} failed behind number {last}. They" if alone else _LIKELY
+    differ = f"The ways differ in {_DIFFER}. " if ways else ""
     return (
-        f"the ranks disagree about collective number {number} of their group: {kinds_by_rank(doing)}. {cause}They took "
+        f"the ranks disagree about collective number {number} of their group: {kinds_by_rank(doing)}. {differ}{cause} took "
         "different branches, changed different parameters, skipped or repeated a step, or sent a subclass's inputs in "
         "different sizes; make every rank run the same modules and steps in the same order"
     )
+
+
+def _ways(lines: list[Answer]) -> dict[tuple[str, int, int], str]:
+    """What to add to ops that have one name and are not the same, by what, number and key."""
+    keys: dict[tuple[str, int], list[int]] = {}
+    for line in lines:
+        known = keys.setdefault((line.what, line.number), [])
+        if line.key not in known:
+            known.append(line.key)
+    found = {}
+    for (what, number), of in keys.items():
+        if len(of) > 1:
+            asked = sorted(key for key in of if key)
+            found[what, number, 0] = ", as in earlier steps"
+            found.update({(what, number, key): f", in way {at}" for at, key in enumerate(asked, 1)})
+            if len(asked) == 1:
+                found[what, number, asked[0]] = ", in another way"
+    return found

@@ -35,6 +35,8 @@ from hsdp.weights.replica_check import told_by_all
 
 _MOST_TOLD = 8
 
+_WHAT = "check_replicas"
+
 
 class _Value(NamedTuple):
     """A tensor that other ranks have too: counterparts on other replicas, or, `everywhere`, all ranks of the mesh."""
@@ -80,7 +82,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         found += _differences(unit.shard_comm, [value for value in values if value.everywhere], unit)
     # What some ranks found all have to know, or the others would go on alone. A mesh tells those of the next one.
     for unit, _ in meshes.values():
-        found = list(dict.fromkeys(line for lines in told_by_all(found, unit) for line in lines))
+        found = list(dict.fromkeys(line for lines in told_by_all(_WHAT, found, unit) for line in lines))
     if found:
         more = f"; and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
         raise DivergenceError(
@@ -121,10 +123,10 @@ def _differences(comm: Comm, values: list[_Value], unit: Unit) -> list[str]:
     names = [value.name for value in values]
     # With the names: ranks that hold other states (one has not stepped) have other lists.
     prints = [(value.name, *told) for value, told in zip(values, fingerprints([v.tensor for v in values]), strict=True)]
-    if comm.all_equal(prints, unit):
+    if comm.all_equal(_WHAT, prints, unit):
         return []
     ranks = dist.get_process_group_ranks(comm.group)
-    told = comm.exchange(prints, unit)
+    told = comm.exchange(_WHAT, prints, unit)
     lines = []
     if any([one[0] for one in theirs] != names for theirs in told):
         lines.append(

@@ -84,7 +84,7 @@ def full_params(
             if writeback == "local":
                 write(unit, values[unit])
             else:
-                write_first(unit, values.get(unit))
+                write_first("full_params", unit, values.get(unit))
         for loan in loans.values():
             loan.keep_marks()
 
@@ -144,7 +144,7 @@ def gathered_apply(model: nn.Module, fn: Callable[[nn.Module], object]) -> nn.Mo
         loan = loans[unit]
         loan.hide()
         loan.refuse_lost("gathered_apply")
-        write_first(unit, loan.values("gathered_apply"))
+        write_first("gathered_apply", unit, loan.values("gathered_apply"))
         loan.keep_marks()
         del loans[unit]  # last: what an interrupt leaves shown is hidden in the end
 

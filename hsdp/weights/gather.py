@@ -88,19 +88,21 @@ def gather(unit: Unit, what: str, dtype: torch.dtype | None = None) -> list[Tens
                     f"{what}: parameter {param.fqn!r} of unit {unit.name!r} is a {type(param.local).__name__} around "
                     "several tensors, which has no full parameter but in a forward; use model.unshard() to look at it"
                 )
-            rows = _gather_rows(unit, group)
+            rows = _gather_rows(unit, group, what)
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
                 whole = _whole_of(piece, rows)
                 wholes[slot] = whole if dtype is None or not is_castable(whole.dtype) else whole.to(dtype)
     return [wholes[slot] for slot in range(len(unit.params))]
 
 
-def _gather_rows(unit: Unit, group: DtypeGroup) -> Tensor:
+def _gather_rows(unit: Unit, group: DtypeGroup, what: str) -> Tensor:
     """The shard buffers of all ranks of the shard group, one row each."""
     axes, shard = unit.axes, group.shard.to(unit.axes.device)
     if group.shards == 1:
         return shard.view(1, -1)
-    unit.shard_comm.differing([], unit)  # asks whether all are here: DTensor's gather does not hear of a rank that failed
+    unit.shard_comm.differing(
+        what, [], unit
+    )  # asks whether all are here: DTensor's gather does not hear of a rank that failed
     # As bytes: backends do not know every dtype.
     data = DTensor.from_local(shard.view(torch.uint8), axes.mesh, axes.placements(0), run_check=False).full_tensor()
     return data.view(shard.dtype).view(group.shards, -1)
@@ -129,7 +131,7 @@ def write(unit: Unit, wholes: Sequence[Tensor]) -> None:
 
 
 @torch.no_grad()
-def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
+def write_first(what: str, unit: Unit, wholes: Sequence[Tensor] | None) -> None:
     """Every rank takes the full parameters of the mesh's first rank; the others may pass None. All must call it.
 
     The shards are written behind the last transfer: what fails before, for want of memory say, leaves replicas equal. For
@@ -137,14 +139,14 @@ def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
     """
     if unit.disturbed():
         unit.rebuild()
-    found = _from_first(unit, wholes) if unit.axes.replicate_rank == 0 else None
+    found = _from_first(what, unit, wholes) if unit.axes.replicate_rank == 0 else None
     shards = [torch.zeros_like(group.shard) for group in unit.dtype_groups]
     for group, shard in zip(unit.dtype_groups, shards, strict=True):
         if found is not None:
             for slot, piece in zip(group.slots, group.layout.pieces, strict=True):
                 rows = rows_of(found[slot], piece, group.rank)
                 shard[piece.offset : piece.offset + rows.numel()].view(rows.shape).copy_(rows)
-        broadcast(shard, unit, unit.replicate_comm)
+        broadcast(what, shard, unit, unit.replicate_comm)
     unit.join_gather()
     for group, shard in zip(unit.dtype_groups, shards, strict=True):
         group.shard.copy_(shard)
@@ -152,7 +154,7 @@ def write_first(unit: Unit, wholes: Sequence[Tensor] | None) -> None:
 
 
 @torch.no_grad()
-def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
+def _from_first(what: str, unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
     """The full parameters of the shard group's first rank."""
     found: dict[int, Tensor] = {}
     for group in unit.dtype_groups:
@@ -164,27 +166,27 @@ def _from_first(unit: Unit, wholes: Sequence[Tensor] | None) -> list[Tensor]:
         else:
             numel = sum(spec.numel for spec in specs)
             flat = torch.empty(numel, dtype=group.kind.storage, device=unit.axes.device)
-        broadcast(flat, unit, unit.shard_comm)
+        broadcast(what, flat, unit, unit.shard_comm)
         for slot, spec, part in zip(group.slots, specs, flat.split([spec.numel for spec in specs]), strict=True):
             found[slot] = part.view(spec.shape)
     return [found[slot] for slot in range(len(unit.params))]
 
 
 @torch.no_grad()
-def spread(unit: Unit) -> None:
+def spread(what: str, unit: Unit) -> None:
     """Every replica takes the shards of the first one, and every rank what the first one holds whole."""
     if unit.disturbed():
         unit.rebuild()
     unit.join_gather()
     for group in unit.dtype_groups:
-        broadcast(group.shard, unit, unit.replicate_comm)
+        broadcast(what, group.shard, unit, unit.replicate_comm)
         for param in group.params:
             if param.spec.dim is None:
-                broadcast(data_of(param.local), unit, unit.shard_comm)
+                broadcast(what, data_of(param.local), unit, unit.shard_comm)
     changed(unit)
 
 
-def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
+def broadcast(what: str, tensor: Tensor, unit: Unit, *comms: Comm) -> None:
     """Overwrites a tensor, on any device, by that of the first rank of each of the unit's `comms`, one after the other.
 
     Along its replicate axis and then its shard axis, the first rank of the mesh reaches all others.
@@ -192,20 +194,20 @@ def broadcast(tensor: Tensor, unit: Unit, *comms: Comm) -> None:
     if tensor.numel() and any(comm.size > 1 for comm in comms):
         data = tensor.to(unit.axes.device).contiguous()
         for comm in comms:
-            comm.broadcast(as_bytes(data), unit)
+            comm.broadcast(what, as_bytes(data), unit)
         if data is not tensor:
             tensor.copy_(data)
 
 
 @torch.no_grad()
-def broadcast_all(tensors: Sequence[Tensor], unit: Unit) -> None:
+def broadcast_all(what: str, tensors: Sequence[Tensor], unit: Unit) -> None:
     """Overwrites plain tensors of any dtype by those of the first rank of the unit's mesh: one transfer per axis."""
     if not tensors:
         return
     # As bytes one buffer serves for all dtypes.
     rows = [as_bytes(tensor).to(unit.axes.device) for tensor in tensors]
     flat = torch.cat(rows)
-    broadcast(flat, unit, unit.replicate_comm, unit.shard_comm)
+    broadcast(what, flat, unit, unit.replicate_comm, unit.shard_comm)
     for tensor, row in zip(tensors, flat.split([row.numel() for row in rows]), strict=True):
         # A copy of its own begins where its dtype may begin.
         tensor.copy_(row.clone().view(tensor.dtype).view(tensor.shape))

@@ -173,7 +173,7 @@ def _materialise(unit: Unit, wholes: Sequence[Tensor], blanks: Sequence[Tensor])
                 put_into(param.sharded, as_dtensor(rows, param.tensor_spec), f"init_sharded: parameter {param.fqn!r}")
     unit.rebuild()
     if not equal:
-        write_first(unit, wholes)  # fn does not depend on torch's generators alone
+        write_first("init_sharded", unit, wholes)  # fn does not depend on torch's generators alone
 
 
 def _is_meta(unit: Unit) -> bool:
@@ -306,7 +306,7 @@ def _settle(loose: list[_Loose]) -> None:
     for ones in alike.values():
         unit, values = ones[0].unit, [settled[id(one.store[one.name])] for one in ones]
         if not _compare(unit, [one.fqn for one in ones], values):
-            broadcast_all(values, unit)
+            broadcast_all("init_sharded", values, unit)
     for one in loose:
         value, tensor = settled[id(one.store[one.name])], one.tensor
         if isinstance(tensor, nn.Parameter):
@@ -387,11 +387,11 @@ def sync_module_states(model: nn.Module) -> nn.Module:
     for unit in units:
         check_makes("sync_module_states", unit)
     for unit in units:
-        spread(unit)
+        spread("sync_module_states", unit)
     for unit, tensors in _whole_everywhere(model, widest(units)):
         names = [(name, tuple(part.shape), str(part.dtype)) for name, part in tensors]
         check_structures("sync_module_states", "tensor", names, unit)
-        broadcast_all([part for _, part in tensors], unit)
+        broadcast_all("sync_module_states", [part for _, part in tensors], unit)
     return model
 
 

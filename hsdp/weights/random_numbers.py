@@ -49,7 +49,7 @@ class RandomNumbers:
         params = [param for unit in self._units for param in unit.params]
         inner = [param.inner for param in params if param.inner is not None and param.inner.visible]
         for state in first:
-            broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
+            broadcast("init_sharded", state, unit, unit.replicate_comm, unit.shard_comm)
             data = state.to(unit.axes.device)
             for mesh in dict.fromkeys(one.mesh for one in inner):
                 for axis in range(mesh.ndim):
@@ -88,7 +88,7 @@ class RandomNumbers:
             if unit.mesh_ranks == largest.mesh_ranks or unit.mesh_ranks in seeds or parts:
                 continue
             state = own[0].clone()
-            broadcast(state, unit, unit.replicate_comm, unit.shard_comm)
+            broadcast("init_sharded", state, unit, unit.replicate_comm, unit.shard_comm)
             differs = differs or not torch.equal(state, first[0])
             # Not the state itself: in it, experts would get the numbers of the dense layers.
             seeds[unit.mesh_ranks] = torch.randint(2**62, (), generator=_generator(state)).item()

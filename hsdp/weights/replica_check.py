@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 from collections.abc import Sequence
 from typing import Any
 
@@ -46,8 +47,8 @@ def verify(unit: Unit, modules: Sequence[nn.Module]) -> None:
         for index in odd:  # in one order on all ranks: they were told the same
             if index < count:
                 for part in blocks[index]:
-                    broadcast(part.detach(), unit, unit.replicate_comm, unit.shard_comm)
-    broadcast_all([part for index in odd if index >= count for part in values[index]], unit)
+                    broadcast("fully_shard", part.detach(), unit, unit.replicate_comm, unit.shard_comm)
+    broadcast_all("fully_shard", [part for index in odd if index >= count for part in values[index]], unit)
 
 
 def _structure(unit: Unit, buffers: Sequence[Buffer]) -> list[tuple[Any, ...]]:
@@ -88,7 +89,7 @@ def check_makes(what: str, unit: Unit) -> None:
     if not names:
         return
     makes = [make_of_local(param.sharded) for param in unit.params if param.wrapper is not None]
-    told = unit.shard_comm.exchange(unit.replicate_comm.differing(makes, unit), unit)
+    told = unit.shard_comm.exchange(what, unit.replicate_comm.differing(what, makes, unit), unit)
     if odd := sorted({index for some in told for index in some}):
         raise DivergenceError(
             f"{what}: unit {unit.name!r}: {', '.join(repr(names[index]) for index in odd)} differ between replicas in what "
@@ -123,35 +124,42 @@ def unequal_values(
     Raises:
         DivergenceError: the structures differ, or the values do and the unit's `replica_policy` is "check".
     """
-    if equal_on_mesh((structure, prints, absent), unit):
+    if equal_on_mesh(what, (structure, prints, absent), unit):
         return []
     check_structures(what, item, structure, unit)
-    apart = set(_differing_on_mesh(absent, unit)) if absent else set()
+    apart = set(_differing_on_mesh(what, absent, unit)) if absent else set()
     prints = [None if index in apart else value for index, value in enumerate(prints)]
-    odd = _differing_on_mesh(prints, unit)
+    odd = _differing_on_mesh(what, prints, unit)
     if odd and unit.replica_policy == "check":
-        raise unequal(what, names, differing(told_by_all(prints, unit)))
+        raise unequal(what, names, differing(told_by_all(what, prints, unit)))
     return odd
 
 
-def equal_on_mesh(value: object, unit: Unit) -> bool:
+def _call_of(what: str) -> str:
+    """The function that users called: "fully_shard" of "fully_shard(blocks.0)"."""
+    return re.split(r"\W", what, maxsplit=1)[0]
+
+
+def equal_on_mesh(what: str, value: object, unit: Unit) -> bool:
     """Whether all ranks of the unit's mesh have the same `value` (plain data): a question along each axis."""
-    row = unit.shard_comm.all_equal(value, unit)
-    return unit.replicate_comm.all_equal((row, value), unit) and row
+    call = _call_of(what)
+    row = unit.shard_comm.all_equal(call, value, unit)
+    return unit.replicate_comm.all_equal(call, (row, value), unit) and row
 
 
-def _differing_on_mesh(prints: Sequence[object], unit: Unit) -> list[int]:
+def _differing_on_mesh(what: str, prints: Sequence[object], unit: Unit) -> list[int]:
     """Which of `prints`, as many on every rank of the unit's mesh, are not the same on all of them."""
-    in_row = set(unit.shard_comm.differing(prints, unit))
+    call = _call_of(what)
+    in_row = set(unit.shard_comm.differing(call, prints, unit))
     told = ["odd" if index in in_row else value for index, value in enumerate(prints)]
-    return sorted(in_row.union(unit.replicate_comm.differing(told, unit)))
+    return sorted(in_row.union(unit.replicate_comm.differing(call, told, unit)))
 
 
 def check_structures(what: str, item: str, structure: list[tuple[Any, ...]], unit: Unit) -> None:
     """Raises DivergenceError if the ranks of the unit's mesh tell of different models; `item` says what they list."""
-    if equal_on_mesh(structure, unit):
+    if equal_on_mesh(what, structure, unit):
         return
-    told = told_by_all(structure, unit)
+    told = told_by_all(what, structure, unit)
     for rank, other_structure in enumerate(told):
         pairs = itertools.zip_longest(told[0], other_structure, fillvalue="nothing")
         for index, (first, other) in enumerate(pairs):
@@ -163,9 +171,10 @@ def check_structures(what: str, item: str, structure: list[tuple[Any, ...]], uni
                 )
 
 
-def told_by_all(value: object, unit: Unit) -> list[Any]:
+def told_by_all(what: str, value: object, unit: Unit) -> list[Any]:
     """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For errors: it grows with it."""
-    rows = unit.replicate_comm.exchange(unit.shard_comm.exchange(value, unit), unit)
+    call = _call_of(what)
+    rows = unit.replicate_comm.exchange(call, unit.shard_comm.exchange(call, value, unit), unit)
     return [told for row in rows for told in row]
 
 

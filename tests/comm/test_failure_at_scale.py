@@ -62,8 +62,8 @@ def check_seconds(outcomes: list[Outcome], most: float) -> None:
 def test_a_rank_that_differs_at_the_first_question(world: int) -> None:
     outcomes = fail(world, Failure("differs", ranks=(world // 2,)), TIMEOUT)
     message = the_message(outcomes)
-    assert f"rank(s) [{world // 2}]: the broadcast of unit 'blocks.0'" in message
-    assert world == 4 or f"11] and {world - 13:,} more: the set-up of unit 'blocks.0'" in message
+    assert f"rank(s) [{world // 2}]: broadcast of unit 'blocks.0'" in message
+    assert world == 4 or f"11] and {world - 13:,} more: set-up of unit 'blocks.0'" in message
     check_seconds(outcomes, 2.0)
     check_operations(outcomes, QUESTION)
 
@@ -105,8 +105,8 @@ def test_a_rank_that_others_wait_for_in_a_question_in_the_group(how: str) -> Non
 def test_a_rank_that_differs_later(where: Where) -> None:
     outcomes = fail(64, Failure("differs", where, (40,)), TIMEOUT)
     message = the_message(outcomes)
-    assert "rank(s) [40]: the broadcast of unit 'blocks.1'" in message
-    assert "11] and 51 more: the all-gather of unit 'blocks.1'" in message
+    assert "rank(s) [40]: broadcast of unit 'blocks.1'" in message
+    assert "11] and 51 more: all-gather of unit 'blocks.1'" in message
     check_seconds(outcomes, 2.0)
 
 

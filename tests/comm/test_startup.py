@@ -129,9 +129,9 @@ def test_messages_list_a_dozen_ranks() -> None:
     lines = [Answer(rank, 7, "all-gather of unit 'a'", 1 + (rank == 1000)) for rank in range(1024)]
     differ = questions._compose(lines, Alarm())
     silent = questions._compose(lines[:1000], Alarm(came=1000))
-    assert "rank(s) [1000]: the all-gather of unit 'a'" in differ
+    assert "rank(s) [1000]: all-gather of unit 'a'" in differ
     assert "11] and 1,011 more: " in differ
-    assert "11] and 988 more are about to start the all-gather of unit 'a', and rank(s) [1000, 1001" in silent
+    assert "11] and 988 more are about to start all-gather of unit 'a', and rank(s) [1000, 1001" in silent
     assert "1011] and 12 more did not come" in silent
     assert max(len(differ), len(silent)) < 700
 
@@ -143,7 +143,7 @@ def _loses_the_store(env: RankEnv) -> None:
     with (
         mock.patch.object(guard, "_in_group", False),
         mock.patch.object(type(guard._questions), "ask", side_effect=gone),
-        pytest.raises(CollectiveError, match=r"about the all-gather of unit 'Linear.*store does not answer \(Connection"),
+        pytest.raises(CollectiveError, match=r"about all-gather of unit 'Linear.*store does not answer \(Connection"),
     ):
         model(torch.ones(1, 4))
     model(torch.ones(1, 4)).sum().backward()

@@ -217,10 +217,10 @@ def _writes_back_without_memory(env: RankEnv) -> None:
     model = _model(env, (2, 1))
     sent = gather.broadcast
 
-    def no_room(tensor: Tensor, unit: Any, *comms: Any) -> None:
+    def no_room(what: str, tensor: Tensor, unit: Any, *comms: Any) -> None:
         if unit.replicate_comm in comms:
             raise MemoryError
-        sent(tensor, unit, *comms)
+        sent(what, tensor, unit, *comms)
 
     with (
         mock.patch.object(gather, "broadcast", no_room),

@@ -141,8 +141,12 @@ class ElasticOptimizer:
         if takes:
             if self._stage.joined:
                 self._skipped = 0
+            joins, self._joins = (
+                self._joins,
+                True,
+            )  # if it raises: the others have taken this step, and the next one compares
             self.optimizer.step()
-            if self._joins:
+            if joins:
                 self._healed.take()  # what cannot be sent is an error now, and not when the first replica joins
             self._joins = False
         else:
@@ -153,9 +157,10 @@ class ElasticOptimizer:
         """Ends a replica that joins with other weights than others have at the same step; those drop the step."""
         if self._joins:
             raise StateError(
-                f"ElasticOptimizer.step: replicas have different weights at step {step}, and this one has just begun; seed "
-                "them alike, load one checkpoint, or none if others are further (they heal this one then), or make the "
-                "manager with use_async_quorum=False and init_sync=True, which heals them before"
+                f"ElasticOptimizer.step: replicas have different weights at step {step}, and this one has just begun, "
+                "or its optimizer raised in a step that others took (start it again then); seed them alike, load one "
+                "checkpoint, or none if others are further (they heal this one then), or make the manager with "
+                "use_async_quorum=False and init_sync=True, which heals them before"
             )
         warnings.warn(
             f"hsdp: a replica that joins has other weights than this one at step {step}; the step is dropped", stacklevel=3

@@ -139,10 +139,11 @@ class ManagedAllReduce(AllReduceStage):
 
         Replicas have no divergence guard: who is there changes from step to step. One small all-reduce behind those of a
         step tells whether they reduced the same units in the same order, and skipped the same steps, and another one, where
-        a replica takes its first step, whether their weights are the same. A replica that does not take part compares, too.
+        a replica takes its first step, whether their weights are the same. A replica that does not take part compares, too,
+        and a third one has it drop what the others drop.
 
         Args:
-            joins: this replica has taken no step yet.
+            joins: this replica has taken no step yet, or not all of one that was taken.
             skipped: how many steps its script has skipped.
             digest: gives one of this rank's weights.
             device: that of the manager's all-reduces.
@@ -175,7 +176,9 @@ class ManagedAllReduce(AllReduceStage):
         # managers heal some ranks of a replica by one and the rest by another, which must be alike.
         is_healed = manager.current_step() > 0 and not manager.is_participating()
         same = is_healed or told[1] == weights * told[0]
-        if not same:
+        # One that takes no part cannot see it by its own weights, and would go on alone with the gradients of two models.
+        apart = self._sums([not same], device)
+        if not same or (apart is not None and apart[0]):
             manager.report_error(DivergenceError("elastic replicas have different weights"))
         return same
 

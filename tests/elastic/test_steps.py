@@ -108,7 +108,7 @@ def _as_on_two_axes(env: RankEnv, micros: int, drains: bool) -> None:
         adamw.step()
         adamw.zero_grad()
         # One for each unit, whatever the number of micro-batches, and those of numbers; in the first step of weights, too.
-        assert manager.calls == 1 + 4 + 1 + (step == 0)
+        assert manager.calls == 1 + 4 + 1 + 2 * (step == 0)
         assert _equal(_shards(net, optimizer.optimizer), _shards(twin, adamw))
 
 
@@ -480,6 +480,69 @@ def _joins_with_other_weights(env: RankEnv) -> None:
 
 def test_a_replica_that_joins_with_other_weights_ends(pool4: Pool) -> None:
     pool4.run(_joins_with_other_weights)
+
+
+def _healed_while_others_differ(env: RankEnv) -> None:
+    """Four replicas of one rank: in step 2 the last one joins with other weights, while the second one is healed."""
+    mesh = env.mesh((4, 1))
+    manager = ScriptedManager(mesh.get_group("replicate"), mesh.get_group("shard"), healed=(2,))
+    net = _net(mesh["shard"])
+    inner = _adamw(net)
+    optimizer = elastic.ElasticOptimizer(manager, net, inner)
+    for step in range(3):
+        joins = env.rank == 3 and step == 2
+        if joins:
+            manager.states.clear()
+            optimizer = elastic.ElasticOptimizer(manager, net, inner)
+            _shift(net)
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        if joins:
+            with pytest.raises(StateError, match="different weights at step 2"):
+                optimizer.step()
+        elif step == 2:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore")  # of those that see it by their own weights
+                assert not optimizer.step()
+        else:
+            assert optimizer.step()
+    assert manager.current_step() == 2
+
+
+def test_a_replica_that_is_healed_drops_the_step_in_which_others_differ(pool4: Pool) -> None:
+    pool4.run(_healed_while_others_differ)
+
+
+def _raises_behind_the_vote(env: RankEnv) -> None:
+    """The second replica's optimizer raises in a step that the first one takes; its loop goes on."""
+    net, optimizer, manager = _elastic(env)
+    failing = False
+
+    def fail(*_: Any) -> None:
+        if failing:
+            raise MemoryError
+
+    optimizer.optimizer.register_step_pre_hook(fail)
+    for step in range(3):
+        failing = env.rank > 1 and step == 1
+        optimizer.zero_grad()
+        _backward(net, env.rank, step)
+        if failing:
+            with pytest.raises(MemoryError):
+                optimizer.step()
+        elif step == 2 and env.rank > 1:
+            with pytest.raises(StateError, match=r"different weights at step 2, and .* its optimizer raised in a step"):
+                optimizer.step()
+        elif step == 2:
+            with pytest.warns(UserWarning, match="other weights than this one at step 2"):
+                assert not optimizer.step()
+        else:
+            assert optimizer.step()
+    assert manager.current_step() == 2
+
+
+def test_a_replica_whose_optimizer_raised_in_a_step_of_others_ends(pool4: Pool) -> None:
+    pool4.run(_raises_behind_the_vote)
 
 
 def _scaled(env: RankEnv) -> None:

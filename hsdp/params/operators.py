@@ -6,6 +6,8 @@ copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to par
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
 whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor makes the part as large as the whole
+scatter_, scatter_add_, ...  as these; DTensor takes a rank's indices for the whole's, and makes the part another size
+sums of norms                of columns, or of several tensors: DTensor adds up the ranks' parts of norms as they are
 losses that are means        of parts that differ in size DTensor takes the mean of the ranks' means
 foreach operators in place   autograd's version counters do not count them of DTensors, as they do of plain tensors
 
@@ -36,7 +38,12 @@ _WRITES_BY_INDEX = (
     _aten.index_fill_.int_Tensor,
     _aten.index_copy_.default,
     _aten.index_add_.default,
+    _aten.scatter_.src,
+    _aten.scatter_.value,
+    _aten.scatter_add_.default,
+    _aten.scatter_reduce_.two,
 )
+_SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.nansum.default)
 _VALUES_AS_OUT = (_aten.eye.out, _aten.eye.m_out)
 _LOSSES = tuple(
     getattr(_aten, name + suffix).default
@@ -77,10 +84,12 @@ def _register() -> None:
     handle(_CUTS, _cut)
     handle(_WRITES_BY_INDEX, _write_by_index)
     handle([_aten.index_put.default], _with_index_written)
+    handle([_aten.scatter_add.default], _with_scattered_added)
     handle([_aten.index.Tensor], _read_by_index)
     handle([_aten.fill_.Tensor], _fill)
     handle([_aten.copy_.default], _copy)
     handle(_VALUES_AS_OUT, _values_as_out)
+    handle(_SUMS, _sum)
     handle(_LOSSES, _loss)
     handle(_IN_PLACE_ON_LISTS, _counted)
 
@@ -141,6 +150,15 @@ def _with_index_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     return _write_by_index(_aten.index_put_.default, (copy, *others), kwargs)
 
 
+def _with_scattered_added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    target, *others = args
+    if not is_watched(target):
+        return as_torch_does(op, args, kwargs)
+    return _write_by_index(
+        _aten.scatter_add_.default, (as_dtensor(target._local_tensor.clone(), target._spec), *others), kwargs
+    )
+
+
 def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, indices = args
     if not is_watched(source) or all(index is None or isinstance(index, DTensor) for index in indices):
@@ -161,6 +179,16 @@ def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     refuse_stripes(target)
     target._local_tensor.copy_(part_of_whole(whole, target._spec))
     return target
+
+
+def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of norms that are whole: those of order 1 add up as they are."""
+    source, *others = args
+    norms = [getattr(placement, "norm_type", 1) != 1 for placement in source.placements]
+    if is_watched(source) and any(norms):
+        placements = [Replicate() if is_norm else p for p, is_norm in zip(source.placements, norms, strict=True)]
+        source = source.redistribute(placements=placements)
+    return as_torch_does(op, (source, *others), kwargs)
 
 
 def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -16,7 +16,8 @@ Rename = Mapping[str, str] | Callable[[str], str | None]
 
 @dataclass(frozen=True)
 class Report:
-    """What became of each name.
+    """What became of each name. Of several names of one (tied) parameter each has its own entry: one that is missing or
+    skipped has the values that were loaded under another name.
 
     Attributes:
         loaded: names of the model that were loaded.

@@ -11,7 +11,7 @@ import weakref
 from collections.abc import Callable
 from functools import partial
 from threading import get_ident
-from types import GeneratorType
+from types import AsyncGeneratorType, CoroutineType, GeneratorType
 from typing import Any
 
 import torch
@@ -40,6 +40,9 @@ from hsdp.torch_private import (
 from hsdp.unit.lookup import STATE
 from hsdp.unit.state import IDLE, other_thread, training_state
 from hsdp.unit.unit import Unit
+
+_LAZY = frozenset((GeneratorType, CoroutineType, AsyncGeneratorType, map, filter, zip))
+"""Outputs that compute when they are asked."""
 
 
 class ModuleHooks:
@@ -216,10 +219,10 @@ class ModuleHooks:
         Raises:
             StateError: one is hidden in an object, or the output will use them later.
         """
-        if isinstance(output, GeneratorType):
+        if type(output) in _LAZY:
             raise StateError(
-                f"the forward of unit {self.unit.name!r} is a generator: it would run when the forward is over and its "
-                "parameters are sharded again; return a list of what it yields"
+                f"the forward of unit {self.unit.name!r} returns a {type(output).__name__}, which would run when the "
+                "forward is over and its parameters are sharded again; return a list of what it gives"
             )
         name_of = self.unit.shadows.name_of
         tensors = [output] if isinstance(output, Tensor) else tensors_of(output)

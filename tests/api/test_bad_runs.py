@@ -65,10 +65,21 @@ class _Generator(nn.Linear):
             yield x
 
 
+class _Coroutine(nn.Linear):
+    async def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)
+
+
+class _Lazy(nn.Linear):
+    def forward(self, x: Tensor) -> Iterator[Tensor]:
+        return map(super().forward, (x, x))
+
+
 def _refuse_what_runs_later(env: RankEnv) -> None:
-    model = fully_shard(_Generator(4, 4), mesh=env.mesh(2))
-    with pytest.raises(StateError, match=r"unit '_Generator \(root\)' is a generator.*return a list"):
-        model(torch.ones(1, 4))
+    for kind, told in ((_Generator, "generator"), (_Coroutine, "coroutine"), (_Lazy, "map")):
+        model = fully_shard(kind(4, 4), mesh=env.mesh(2))
+        with pytest.raises(StateError, match=rf"unit '{kind.__name__} \(root\)' returns a {told}, .*return a list"):
+            model(torch.ones(1, 4))
     model = fully_shard(nn.Linear(4, 4), mesh=env.mesh(2))
     with pytest.raises(TypeError, match=r"FSDPLinear is sharded and cannot be exported.*full_state_dict"):
         torch.export.export(model, (torch.ones(1, 4),))

@@ -36,7 +36,7 @@ from hsdp.unit.dtype_group import DtypeGroup
 from hsdp.unit.landing import (
     assign_grad,
     assign_grads,
-    hooked_and_standing,
+    has_hooks_and_grads,
     host_reads,
     mark_landed,
     run_grad_hooks,
@@ -329,12 +329,12 @@ class Gradients:
                 used = [was_used and slot not in part.dropped for was_used, slot in zip(used, layout.slots, strict=True)]
             if layout.offload is not None and host_reads(layout.params):
                 host_wait(layout.device)
-            hooked, standing = hooked_and_standing(layout)
+            hooked, has_grads = has_hooks_and_grads(layout)
             if hooked:
                 run_grad_hooks(part, used)
-                standing = True  # they may have given a gradient to any of the parameters
+                has_grads = True  # they may have given a gradient to any of the parameters
             noted = len(self._undo.entries)
-            if not standing and all(used):
+            if not has_grads and all(used):
                 assign_grads(part, self._undo if undoable else None)
             elif not (all(used) and self._add_flat(part, undoable)):
                 self._assign(part, used, undoable)
@@ -357,7 +357,7 @@ class Gradients:
         mark_landed(locals_ := part.locals())
         for param, local in compress(zip(part.grad_layout.params, locals_, strict=True), used):
             sharded: Any = param.sharded
-            standing = None
+            backing = None
             if sharded.grad is None:
                 grad = as_dtensor(local, param.grad_spec)
                 if undoable:
@@ -365,17 +365,17 @@ class Gradients:
                 assign_grad(sharded, grad)
             else:
                 held = local_grad(param)
-                standing = held.standing if isinstance(held, ZeroGradSentinel) else None
-                if standing is None or standing.is_blank:
-                    memory = held if standing is None else standing.memory(write=True)
+                backing = held.backing if isinstance(held, ZeroGradSentinel) else None
+                if backing is None or backing.is_blank:
+                    memory = held if backing is None else backing.memory(write=True)
                     if undoable:
-                        self._undo.add_noted(memory, local, standing)
+                        self._undo.add_noted(memory, local, backing)
                     else:
                         memory.add_(local)
                     continue
                 if undoable:
                     self._undo.note_assigned([param], [sharded.grad], [local])
-                standing.base = local  # it stood for zeros; now it stands for the gradient
+                backing.base = local  # it stood for zeros; now it stands for the gradient
 
     def _add_flat(self, part: GroupReduction, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""

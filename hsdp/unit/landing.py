@@ -43,7 +43,7 @@ def host_reads(params: list[ManagedParam]) -> bool:
     )
 
 
-def hooked_and_standing(layout: GradLayout) -> tuple[bool, bool]:
+def has_hooks_and_grads(layout: GradLayout) -> tuple[bool, bool]:
     """Whether `run_grad_hooks` has hooks to run, and whether one of the parameters has a gradient."""
     sharded = layout.sharded
     with plain_access():
@@ -137,7 +137,7 @@ def lend(params: Iterable[ManagedParam], streams: Streams) -> None:
     for grad in grads:
         local = getattr(grad, "_local_tensor", grad)
         if isinstance(local, ZeroGradSentinel):
-            local = local.standing.gradient
+            local = local.backing.gradient
         if local is not None:
             note_read(local)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from hsdp.params.param import ManagedParam
 from hsdp.torch_private import storage_key
-from hsdp.unit.zero_grad import Standing, ZeroGradSentinel
+from hsdp.unit.zero_grad import SentinelBacking, ZeroGradSentinel
 
 
 class _Assigned(NamedTuple):
@@ -30,7 +30,7 @@ class _Added(NamedTuple):
     memory: Tensor
     before: Tensor
     version: int
-    standing: Standing | None
+    backing: SentinelBacking | None
 
 
 class Undo:
@@ -46,10 +46,10 @@ class Undo:
         """
         self.entries.append(_Assigned(params, grads, locals_))
 
-    def add_noted(self, memory: Tensor, landed: Tensor, standing: Standing | None = None) -> None:
+    def add_noted(self, memory: Tensor, landed: Tensor, backing: SentinelBacking | None = None) -> None:
         """Notes what is there of a gradient, or of zeros behind a sentinel, and adds a sum to it."""
         before = memory.clone()
-        self.entries.append(_Added(memory, before, memory._version + 1, standing))
+        self.entries.append(_Added(memory, before, memory._version + 1, backing))
         memory.add_(landed)
 
     def forget_taken(self, since: int) -> None:
@@ -83,8 +83,8 @@ class Undo:
             storage = storage_key(entry.memory.untyped_storage())
             if at_once or untouched.setdefault(storage, entry.memory._version <= entry.version):
                 entry.memory.copy_(entry.before)
-                if entry.standing is not None:
-                    entry.standing.is_blank = True
+                if entry.backing is not None:
+                    entry.backing.is_blank = True
             else:
                 able = able and not bool(entry.memory.count_nonzero())
         self.entries.clear()
@@ -95,7 +95,7 @@ class Undo:
         now: Any = param.sharded.grad
         held = getattr(now, "_local_tensor", None)
         if isinstance(held, ZeroGradSentinel):
-            if held.standing.base is local:
-                held.standing.base = None
+            if held.backing.base is local:
+                held.backing.base = None
         elif now is grad:
             param.sharded.grad = None

@@ -10,7 +10,7 @@ What was computed from a gradient without its pending sums is not to come back a
 is 0, `g.copy_(g.clamp(-1, 1))`): behind a read, settings and factors that come as tensors are errors, and behind one of
 element by element (no norm or sum, which people log), so are additions.
 
-Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) are sentinels of the same `Standing`: nothing passes it by.
+Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) share its `SentinelBacking`: nothing passes it by.
 """
 
 from __future__ import annotations
@@ -44,17 +44,17 @@ _FOREACH_REDUCTIONS = frozenset(("aten::_foreach_norm", "aten::_foreach_max"))
 _ALIASES = frozenset(("aten::detach", "aten::alias"))
 
 
-class Standing:
-    """What a sentinel and its aliases stand for.
+class SentinelBacking:
+    """The gradient behind a sentinel and its aliases, and what happened to it while sums are pending.
 
     Attributes:
         fqn: the parameter's name.
         base: the gradient that was there, or has landed; None: there is none, which reads as zeros.
-        is_blank: `base` was made because somebody took a view of the zeros; nobody has written to it.
-        cleared: somebody set the gradient to zero or to something else: the pending sums are void.
-        read: somebody computed something else from it; `read_whole`: element by element.
+        is_blank: `base` was made for a view that was taken of the zeros, and is not written to yet.
+        cleared: the user set the gradient to zero or to something else: the pending sums are void.
+        read: something else was computed from it; `read_whole`: element by element.
         over: nothing is pending any more; the sentinel is the gradient, and no more.
-        owner: who has the sums. It lives as long as the parameters do that will get them, whatever becomes of the model.
+        owner: the owner of the sums. It lives as long as the parameters that will get them, whatever becomes of the model.
     """
 
     __slots__ = ("base", "cleared", "fqn", "is_blank", "like", "over", "owner", "read", "read_whole")
@@ -88,42 +88,42 @@ class ZeroGradSentinel(Tensor):
     """Stands for a gradient with pending sums, or for a view of it. It has no memory of its own.
 
     Attributes:
-        standing: what it stands for, shared with its aliases.
+        backing: the gradient behind it, shared with its aliases.
         view_of: the part of the memory that it shows; None: all of it, as it lies.
         part: whether that leaves elements out.
     """
 
-    standing: Standing
+    backing: SentinelBacking
     view_of: Tensor | None
     part: bool
 
     @staticmethod
-    def __new__(cls, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> ZeroGradSentinel:
+    def __new__(cls, backing: SentinelBacking, view_of: Tensor | None = None, part: bool = False) -> ZeroGradSentinel:
         """A wrapper without memory of its own."""
-        like = standing.like if view_of is None else view_of
+        like = backing.like if view_of is None else view_of
         sentinel: ZeroGradSentinel = torch.Tensor._make_wrapper_subclass(
             cls, like.shape, strides=like.stride(), dtype=like.dtype, device=like.device, requires_grad=False
         )
-        sentinel.standing = standing
+        sentinel.backing = backing
         sentinel.view_of = view_of
         sentinel.part = part
         return sentinel
 
-    def __init__(self, standing: Standing, view_of: Tensor | None = None, part: bool = False) -> None:
+    def __init__(self, backing: SentinelBacking, view_of: Tensor | None = None, part: bool = False) -> None:
         super().__init__()
 
     def behind(self, write: bool) -> Tensor:
         """The memory that it shows."""
         if self.view_of is not None:
             if write:
-                self.standing.memory(write)
+                self.backing.memory(write)
             return self.view_of
-        return self.standing.memory(write)
+        return self.backing.memory(write)
 
     def shown(self) -> Tensor:
         """What it reads as. Takes memory only while it is looked at."""
-        if self.view_of is None and self.standing.base is None:
-            return self.standing.zeros()
+        if self.view_of is None and self.backing.base is None:
+            return self.backing.zeros()
         return self.behind(write=False)
 
     @classmethod
@@ -135,7 +135,7 @@ class ZeroGradSentinel(Tensor):
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
         if func._schema.name in _ALIASES and isinstance(args[0], ZeroGradSentinel):
-            return ZeroGradSentinel(args[0].standing, args[0].view_of, args[0].part)
+            return ZeroGradSentinel(args[0].backing, args[0].view_of, args[0].part)
         if func.is_view and isinstance(args[0], ZeroGradSentinel):
             return _view(func, args[0], args[1:], kwargs)
         return _read(func, args, kwargs)
@@ -147,7 +147,7 @@ def _view(func: Any, sentinel: ZeroGradSentinel, rest: tuple[Any, ...], kwargs: 
 
     def wrapped(view: Tensor) -> ZeroGradSentinel:
         part = sentinel.part or view.numel() != source.numel() or "strided" in func._schema.name
-        return ZeroGradSentinel(sentinel.standing, view, part)
+        return ZeroGradSentinel(sentinel.backing, view, part)
 
     return tree_map_only(Tensor, wrapped, views)
 
@@ -169,21 +169,21 @@ def _read(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         whole = torch.Tag.pointwise in func.tags or name in _COPIES
         whole = whole or (name.startswith("aten::_foreach_") and name not in _FOREACH_REDUCTIONS)
         for sentinel in read:
-            sentinel.standing.read = True
-            sentinel.standing.read_whole |= whole
+            sentinel.backing.read = True
+            sentinel.backing.read_whole |= whole
     return result
 
 
 def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     targets, others = _split(func, args, kwargs)
-    written = [target.standing for target in targets if not (target.standing.over or target.standing.cleared)]
+    written = [target.backing for target in targets if not (target.backing.over or target.backing.cleared)]
     name, sets = func._schema.name, False
     if written:
-        own = {id(standing) for standing in written}
+        own = {id(backing) for backing in written}
         sets = name in _SETS or (name in _SCALES and _factors(others) == {0.0})
         harmless = sets or name in _ADDS or (name in _SCALES and _factors(others) == {1.0})
-        from_itself = any(isinstance(other, ZeroGradSentinel) and id(other.standing) in own for other in others)
-        is_read = any(standing.read_whole if name in _ADDS else standing.read for standing in written)
+        from_itself = any(isinstance(other, ZeroGradSentinel) and id(other.backing) in own for other in others)
+        is_read = any(backing.read_whole if name in _ADDS else backing.read for backing in written)
         computed = is_read and any(isinstance(other, Tensor) for other in others)
         if not harmless or from_itself or computed or (sets and any(target.part for target in targets)):
             raise StateError(
@@ -195,9 +195,9 @@ def _write(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
     def real(sentinel: ZeroGradSentinel) -> Tensor:
         if id(sentinel) in ids:
-            sentinel.standing.cleared = sentinel.standing.cleared or sets
+            sentinel.backing.cleared = sentinel.backing.cleared or sets
             return sentinel.behind(write=True)
-        sentinel.standing.read = True
+        sentinel.backing.read = True
         return sentinel.shown()
 
     real_args, real_kwargs = tree_map_only(ZeroGradSentinel, real, (args, kwargs))
@@ -244,13 +244,15 @@ class Sentinels:
 
     Attributes:
         up: those that stand, by the slots of their parameters.
-        owner: gives who has the sums, to be kept alive.
+        owner: gives the owner of the sums, to be kept alive.
     """
 
     def __init__(self, params: list[ManagedParam]) -> None:
         self._params = params
         self.up: dict[int, Any] = {}
-        self._standings: dict[int, Standing] = {}  # not those of `up`: whoever casts a module changes their local tensors
+        self._backings: dict[
+            int, SentinelBacking
+        ] = {}  # not those of `up`: a cast of the module replaces their local tensors
         self.owner: Callable[[], object] = lambda: None
 
     def names(self) -> list[str]:
@@ -266,8 +268,8 @@ class Sentinels:
             _warn_of_hook(param.fqn)
         grad: Any = param.sharded.grad
         held = None if grad is None else local_grad(param)
-        standing = self._standings[slot] = Standing(param.fqn, param.part_of(param.local), held, self.owner())
-        sentinel = ZeroGradSentinel(standing)
+        backing = self._backings[slot] = SentinelBacking(param.fqn, param.part_of(param.local), held, self.owner())
+        sentinel = ZeroGradSentinel(backing)
         if grad is None:
             grad = param.sharded.grad = as_dtensor(sentinel, param.grad_spec)
         else:
@@ -284,18 +286,18 @@ class Sentinels:
 
     def _is_gone(self, slot: int) -> bool:
         watched = self.up[slot]
-        standing = self._standings[slot]
+        backing = self._backings[slot]
         shown: Any = self._params[slot].sharded.grad
         local = getattr(shown, "_local_tensor", None)
         if shown is watched and isinstance(local, ZeroGradSentinel):
-            return standing.cleared
-        if isinstance(local, ZeroGradSentinel) and local.standing is standing and local.view_of is None:
+            return backing.cleared
+        if isinstance(local, ZeroGradSentinel) and local.backing is backing and local.view_of is None:
             self.up[slot] = shown  # another tensor of the same gradient (`p.grad = p.grad.detach()`)
-            return standing.cleared
-        if shown is not None and standing.read and not standing.cleared:
-            standing.cleared = True
+            return backing.cleared
+        if shown is not None and backing.read and not backing.cleared:
+            backing.cleared = True
             raise StateError(
-                f"the gradient of parameter {standing.fqn!r} was replaced while sums of earlier micro-batches were "
+                f"the gradient of parameter {backing.fqn!r} was replaced while sums of earlier micro-batches were "
                 "pending for it, by what may be computed from it without them; they are dropped. Call model.flush() before "
                 "you change gradients, or zero_grad()"
             )
@@ -304,13 +306,13 @@ class Sentinels:
     def take_down(self, slot: int) -> None:
         """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
         grad = self.up.pop(slot)
-        standing = self._standings.pop(slot)
-        standing.over, standing.owner = True, None
+        backing = self._backings.pop(slot)
+        backing.over, backing.owner = True, None
         param = self._params[slot]
         if not isinstance(grad._local_tensor, ZeroGradSentinel):
-            return  # somebody has put another one there
-        if standing.gradient is not None:
-            grad._local_tensor = standing.gradient
+            return  # the user has put another one there
+        if backing.gradient is not None:
+            grad._local_tensor = backing.gradient
         elif param.sharded.grad is grad:
             param.sharded.grad = None
 
@@ -339,8 +341,8 @@ def local_grad(param: ManagedParam) -> Tensor:
     if not fits:
         _shard(param, grad)
     local: Tensor = grad._local_tensor
-    if isinstance(local, ZeroGradSentinel) and local.standing.gradient is not None:
-        local = local.standing.gradient
+    if isinstance(local, ZeroGradSentinel) and local.backing.gradient is not None:
+        local = local.backing.gradient
     if not fits and param.share is not None:
         # Replicas all have the same: a penalty's, or one from before they had shares.
         local = grad._local_tensor = param.part_of(local)

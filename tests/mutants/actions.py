@@ -41,7 +41,7 @@ from hsdp.unit.rollback import Undo
 from hsdp.unit.shadows import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
-from hsdp.unit.zero_grad import Sentinels, Standing, ZeroGradSentinel
+from hsdp.unit.zero_grad import SentinelBacking, Sentinels, ZeroGradSentinel
 from tests.mutants.planting import Plant, replaced
 from tests.soak.actions.play import run_programs
 from tests.soak.actions.programs import SHAPES, Program, draw
@@ -187,8 +187,8 @@ def _own_standing() -> AbstractContextManager[Any]:
     def change(dispatch: Any) -> Any:
         def dispatched(cls: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func._schema.name in hsdp.unit.zero_grad._ALIASES and isinstance(args[0], ZeroGradSentinel):
-                standing = args[0].standing
-                return ZeroGradSentinel(Standing(standing.fqn, standing.like, standing.base))
+                backing = args[0].backing
+                return ZeroGradSentinel(SentinelBacking(backing.fqn, backing.like, backing.base))
             return dispatch(func, types, args, kwargs)
 
         return classmethod(dispatched)
@@ -198,7 +198,7 @@ def _own_standing() -> AbstractContextManager[Any]:
 
 @planted("additions to a sentinel of zeros lost")
 def _still_blank() -> AbstractContextManager[Any]:
-    return replaced(Standing, "memory", lambda memory: lambda standing, write: memory(standing, False))
+    return replaced(SentinelBacking, "memory", lambda memory: lambda backing, write: memory(backing, False))
 
 
 @planted("a scaling by zero taken for any other")
@@ -219,9 +219,9 @@ planted("void reductions land")(lambda: mock.patch.object(Reduction, "is_void", 
 
 @planted("values from before a landing not copied")
 def _no_copy() -> AbstractContextManager[Any]:
-    def add(undo: Undo, memory: Any, landed: Any, standing: Any = None) -> None:
+    def add(undo: Undo, memory: Any, landed: Any, backing: Any = None) -> None:
         memory.add_(landed)
-        undo.entries.append(hsdp.unit.rollback._Added(memory, memory, memory._version, standing))
+        undo.entries.append(hsdp.unit.rollback._Added(memory, memory, memory._version, backing))
 
     return mock.patch.object(Undo, "add_noted", add)
 

@@ -29,8 +29,8 @@ def _units_not_zeroed(model: Any) -> Iterator[Any]:
     if any(runtime.backward is not None for runtime in model._runtimes()):
         model.pending_gradients()  # behind a backward that failed, what is pending is known when it is cleared up
     for unit in model._units():
-        for slot, standing in unit.gradients.sentinels._standings.items():
+        for slot, backing in unit.gradients.sentinels._backings.items():
             local = getattr(unit.params[slot].sharded.grad, "_local_tensor", None)
-            if isinstance(local, ZeroGradSentinel) and local.standing is standing and not standing.cleared:
+            if isinstance(local, ZeroGradSentinel) and local.backing is backing and not backing.cleared:
                 yield unit
                 break

@@ -357,7 +357,7 @@ class Backwards(BackwardCommit):
             self.drain()
         else:
             self.pipeline.tell_errors()  # of what landed meanwhile; what runs on tells when it is drained
-            self.lend_gradients()
+            self.note_gradients_read()
         for unit in self.units:
             unit.remaining.clear()
             if backward.keeps_graph and (unit.retained or unit in backward.opened):

@@ -27,7 +27,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.runtime import Runtime, runtime_of
 from hsdp.schedule.step_norms import watch_norms
 from hsdp.torch_private import leave_out_of_graphs
-from hsdp.unit.landing import lend, refuse_assigned_grads
+from hsdp.unit.landing import note_grads_read, refuse_assigned_grads
 from hsdp.unit.lookup import all_units, place_of, unit_of
 from hsdp.unit.sharing import gather_gradients
 from hsdp.unit.state import refuse_assigned
@@ -317,7 +317,7 @@ def check_communicated(unit: Unit, before: str, may_drop: bool = False) -> None:
         unit.gradients.refuse_pending(unit.name, before)
     unit.gradients.cut_whole()
     refuse_assigned_grads(unit.params, unit.name, before)
-    lend(unit.params, unit.context.streams)
+    note_grads_read(unit.params, unit.context.streams)
 
 
 @functools.cache

@@ -36,7 +36,7 @@ from hsdp.policies import CommPolicy
 from hsdp.schedule.reduce_queue import Bucket, ReduceQueue
 from hsdp.schedule.scaling import Scaling, scaling_of
 from hsdp.unit.deferred_sums import join_deferred
-from hsdp.unit.landing import lend
+from hsdp.unit.landing import note_grads_read
 from hsdp.unit.reduce_plan import GroupReduction
 from hsdp.unit.unit import Unit
 
@@ -155,7 +155,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             if any(reduction.unit is unit for reduction in pipeline.items()):
                 with torch.no_grad(), pipeline.streams.at_home():
                     pipeline.drain()
-                lend(unit.params, pipeline.streams)
+                note_grads_read(unit.params, pipeline.streams)
 
     def drain(self) -> None:
         """Waits for every stage of every reduction; all gradients have landed after it.

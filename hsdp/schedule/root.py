@@ -35,7 +35,7 @@ from hsdp.schedule.pipeline import ReductionPipeline
 from hsdp.schedule.reduce_order import ReduceOrder
 from hsdp.schedule.sequence_numbers import SequenceNumber
 from hsdp.torch_private import NO_TASK, graph_task, running_node, runs_all_leaves
-from hsdp.unit.landing import lend
+from hsdp.unit.landing import note_grads_read
 from hsdp.unit.lookup import STATE, class_name
 from hsdp.unit.unit import Schedule, Unit
 
@@ -213,11 +213,11 @@ class Root:
         with torch.no_grad(), self.streams.at_home() if active else nullcontext():
             self.pipeline.drain()
         if active:
-            self.lend_gradients()
+            self.note_gradients_read()
 
-    def lend_gradients(self) -> None:
-        """As `hsdp.unit.landing.lend`, of all units."""
-        lend((param for unit in self.units for param in unit.params), self.streams)
+    def note_gradients_read(self) -> None:
+        """As `hsdp.unit.landing.note_grads_read`, of all units."""
+        note_grads_read((param for unit in self.units for param in unit.params), self.streams)
 
     def _accumulates(self) -> bool:
         """Whether this graph task accumulates into unsharded parameters, on any rank; that of `autograd.grad` does not.

@@ -125,7 +125,7 @@ def assign_grads(part: GroupReduction, undo: Undo | None) -> None:
         setattr(base, _MARK, True)
 
 
-def lend(params: Iterable[ManagedParam], streams: Streams) -> None:
+def note_grads_read(params: Iterable[ManagedParam], streams: Streams) -> None:
     """The current stream may read gradients and drop them, though their memory is that of `streams.home`.
 
     Once they are dropped, the allocator waits for what the current stream holds by then before it hands the memory out.

@@ -89,8 +89,8 @@ def the_allocator_is_not_told_who_reads() -> Any:
 def the_allocator_is_not_told_who_steps() -> Any:
     return _all(
         [
-            mock.patch.object(hsdp.schedule.optimizer_hooks, "lend", lambda *_: None),
-            mock.patch.object(hsdp.schedule.root, "lend", lambda *_: None),
+            mock.patch.object(hsdp.schedule.optimizer_hooks, "note_grads_read", lambda *_: None),
+            mock.patch.object(hsdp.schedule.root, "note_grads_read", lambda *_: None),
         ]
     )
 

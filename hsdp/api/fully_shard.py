@@ -118,7 +118,7 @@ def fully_shard(
     alike["replicate_params"] = [param for _, param in found if id(param) in replicated]
     unit = Unit(name, params, axes, policy, comm, reshard, offload, replica_policy, frozenset(ignored))
     _look_at_values(unit, modules)
-    unit.rehearse()
+    unit.trial_gather()
     beside = [one.shard(fully_shard, policy, reshard_after_forward=reshard, **alike) for one in apart]
     _build(unit)
     state = ModuleHooks(unit, modules)

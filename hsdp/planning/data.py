@@ -22,7 +22,7 @@ from hsdp.planning.layouts import UnitPlan, plan_unit
 from hsdp.planning.machines import MACHINES, machine_of
 from hsdp.planning.memory import MemoryPlan, replay
 from hsdp.planning.optimizers import KINDS, Kind, OptimizerPlan
-from hsdp.planning.schedule import Event, rehearse
+from hsdp.planning.schedule import Event, simulate_step
 from hsdp.planning.timing import Predicted, TimePlan, clock
 from hsdp.planning.traffic import Collective, Link, Wires, add_up
 
@@ -246,7 +246,7 @@ class PlanData(ABC):
         """Plans a step of a model that is given as facts; needs no module, no process group and no device."""
         told = assumptions
         units = tuple(plan_unit(one, replicas, shards, told.backend, told.streams) for one in facts)
-        events = tuple(rehearse(units, told.micro_batches, told.streams))
+        events = tuple(simulate_step(units, told.micro_batches, told.streams))
         wires = Wires(replicas, shards, told.link, told.backend, told.over_replicas)
         collectives = [one for event in events for one in wires.of(event, units)]
         stepping = _optimizer(units, wires, told)

@@ -50,7 +50,7 @@ class Event(NamedTuple):
     units: tuple[int, ...]
 
 
-def rehearse(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> list[Event]:
+def simulate_step(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> list[Event]:
     """The events of a step.
 
     Args:
@@ -58,11 +58,11 @@ def rehearse(units: Sequence[UnitPlan], micro_batches: int, device: bool) -> lis
         micro_batches: how many forwards and backwards, each within `accumulate(last=...)`.
         device: whether streams order the work (CUDA) or the host does (gloo).
     """
-    rehearsal = _Rehearsal(units, device)
+    simulation = _StepSimulation(units, device)
     for left in reversed(range(micro_batches)):
-        rehearsal.forward()
-        rehearsal.backward(last=left == 0)
-    return rehearsal.events
+        simulation.forward()
+        simulation.backward(last=left == 0)
+    return simulation.events
 
 
 _ALL: RankSet = frozenset()
@@ -78,7 +78,7 @@ class _Unit:
     mesh_ranks: RankSet = _ALL
 
 
-class _Rehearsal:
+class _StepSimulation:
     """Plays a step; the methods bear the names of what they stand for."""
 
     def __init__(self, units: Sequence[UnitPlan], device: bool) -> None:

@@ -74,7 +74,7 @@ class CompositeGroup(ExtensionGroup):
             full = self._full[index] = with_parts(rows, iter(parts))
             return full if piece.rows(self.rank) == piece.chunk else full.narrow(0, 0, piece.rows(self.rank))
 
-    def rehearse(self) -> None:
+    def trial_gather(self) -> None:
         """Goes once from the original parameters to whole ones: what fails does so while the module is as it was."""
         if self.shard.is_meta:
             return

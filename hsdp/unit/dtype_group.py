@@ -203,7 +203,7 @@ class DtypeGroup:
             thresholds != self.thresholds and lay_out([p.spec for p in self.params], self.shards, thresholds) != self.layout
         )
 
-    def rehearse(self) -> None:
+    def trial_gather(self) -> None:
         """Tries what may fail in code of the user's, while the parameters are still the original ones."""
 
     def arrange(self) -> None:

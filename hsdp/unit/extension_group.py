@@ -78,7 +78,7 @@ class ExtensionGroup(DtypeGroup):
         assert wrapper is not None, "parameters of this dtype group have one"
         return wrapper.around(super().local(index))
 
-    def rehearse(self) -> None:
+    def trial_gather(self) -> None:
         """Goes once from the original parameters to whole ones: what fails does so while the module is as it was."""
         if self.shard.is_meta:
             return

@@ -158,11 +158,11 @@ class Unit(UnitActivity, UnshardedParams):
 
     # -- building ------------------------------------------------------------------------------------------------
 
-    def rehearse(self) -> None:
+    def trial_gather(self) -> None:
         """What comes before `build` and may fail in code of the user's: the parameters are still the original ones."""
         self._make_dtype_groups(self.axes.device)
         for group in self.dtype_groups:
-            group.rehearse()
+            group.trial_gather()
 
     def build(self) -> None:
         """Shards the original parameters, one at a time: none is held twice but the one at hand."""

@@ -20,7 +20,7 @@ from hsdp.optim.replicas import share_of_param
 from hsdp.params.local import local_of
 from hsdp.planning import Link, Plan, compare
 from hsdp.planning.command import main
-from hsdp.planning.schedule import Event, Verb, rehearse
+from hsdp.planning.schedule import Event, Verb, simulate_step
 from hsdp.planning.timing import clock
 from tests.support.counting import LiveBytes
 from tests.support.rig import fake_world
@@ -159,7 +159,7 @@ class Fixed:
 def test_stepped_parts_travel_beside_the_next_forward(travel: float, forward: float, device: bool) -> None:
     layers = nn.Sequential(*(nn.Linear(64, 64, bias=False, device="meta") for _ in range(4)))
     units = hsdp.plan(layers, mesh=(2, 4), tokens_per_rank=1, comm_policy=hsdp.CommPolicy(prefetch=0)).units
-    found = clock(rehearse(units, 1, device), Fixed(forward), device, [travel] * len(units))
+    found = clock(simulate_step(units, 1, device), Fixed(forward), device, [travel] * len(units))
     now = travel  # the root's come first, and its own part of forward last
     for at in range(1, len(units)):
         now = max(now, (at + 1) * travel) + forward

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 import hsdp
 from hsdp import CommPolicy
 from hsdp.comm.observer import Point
-from hsdp.planning.schedule import Event, Verb, rehearse
+from hsdp.planning.schedule import Event, Verb, simulate_step
 from hsdp.unit.lookup import units_below
 from tests.support.rig import fake_world
 
@@ -127,7 +127,7 @@ def _started_and_planned(policy: CommPolicy, reshard: bool | None, micro_batches
         for unit in units:
             unit.observe(log)
         step()
-    return log.started_ones, rehearse(planned, micro_batches, device=False)
+    return log.started_ones, simulate_step(planned, micro_batches, device=False)
 
 
 @pytest.mark.parametrize("micro_batches", [1, 2])

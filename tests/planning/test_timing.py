@@ -13,7 +13,7 @@ from torch import nn
 import hsdp
 from hsdp import CommPolicy
 from hsdp.planning import Link, Plan
-from hsdp.planning.schedule import Event, Verb, rehearse
+from hsdp.planning.schedule import Event, Verb, simulate_step
 from hsdp.planning.timing import clock
 from tests.schedule.test_virtual_time import CASES
 from tests.support.best_step import Durations
@@ -61,7 +61,7 @@ def test_a_step_takes_as_long_as_in_virtual_time(
         took = steady_trace(virtual, lambda: micro_batch(model))
         units = hsdp.plan(model, tokens_per_rank=1).units
     device = mode == "device"
-    assert clock(rehearse(units, 1, device), Fixed(times), device).step == pytest.approx(took)
+    assert clock(simulate_step(units, 1, device), Fixed(times), device).step == pytest.approx(took)
 
 
 def _plan(tokens: int, **told: object) -> Plan:

@@ -355,7 +355,7 @@ def test_a_gather_whose_results_were_not_put_down_is_made_anew(pool2: Pool) -> N
 def test_a_module_that_is_half_sharded_is_said_to_be() -> None:
     with fake_world(2) as env:
         module = nn.Linear(4, 4)
-        for method, told in (("rehearse", 0), ("_arrange", 1)):
+        for method, told in (("trial_gather", 0), ("_arrange", 1)):
             with (
                 warnings.catch_warnings(record=True) as caught,
                 mock.patch.object(Unit, method, side_effect=MemoryError),

@@ -27,7 +27,7 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 from benchmarks.harness import positive, progress
 from hsdp.checkpoint import manifests, saving
 from hsdp.checkpoint.index import from_json
-from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
+from hsdp.checkpoint.write_assignment import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 
 HIDDEN, FEED_FORWARD, VOCAB = 8192, 28672, 128256
 _OVERHEAD = 700

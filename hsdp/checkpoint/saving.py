@@ -1,6 +1,6 @@
 """Saving: who writes what, the staged copy, the writing, and the handle that follows it.
 
-    all ranks        the same arguments?  what do I hold?  --> rank 0: who writes what (`shares.py`), is there room?
+    all ranks        the same arguments?  what do I hold? --> rank 0: who writes what (`write_assignment.py`), room?
     async only       copy my part to host memory; the caller goes on from here, the rest runs in a thread (`handles.py`)
     writing ranks    one file each, checksummed on its way to disk
     rank 0           what all wrote --> .metadata, index.json, extra.bin --> complete (`commits.py`) --> retention
@@ -46,10 +46,10 @@ from hsdp.checkpoint.optimizer_schema import kind_of
 from hsdp.checkpoint.optimizers import optimizer_state
 from hsdp.checkpoint.ranks import Ranks
 from hsdp.checkpoint.remote import AnyPath
-from hsdp.checkpoint.shares import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
 from hsdp.checkpoint.structure import agreed, listed
+from hsdp.checkpoint.write_assignment import pack_parts, packed, shared_out, size_of, unpack_all, unpacked
 from hsdp.errors import CheckpointError
 from hsdp.policies import check_flag
 

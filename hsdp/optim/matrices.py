@@ -21,8 +21,8 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 
 from hsdp.params.local import local_of
+from hsdp.params.replica_rows import Share
 from hsdp.params.shard_geometry import Box, Holding, holdings
-from hsdp.params.shares import Share
 
 KINDS = ("one", "stacked", "flattened")
 """What a group's `matrices` may be: how its parameters are read as matrices."""

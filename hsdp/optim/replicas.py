@@ -6,7 +6,7 @@
                      beside whatever comes until the unit's next forward: unit/pending_shards.py
 
 A state is a DTensor that both axes shard, under the parameter's name, so checkpoints go onto any mesh as always. Which
-rows are a replica's share: hsdp/params/shares.py.
+rows are a replica's share: hsdp/params/replica_rows.py.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hsdp import debug
 from hsdp.comm.mesh import refuse_unsorted
 from hsdp.params.dtensors import cut_as
 from hsdp.params.local import local_of
-from hsdp.params.shares import Share, share_of
+from hsdp.params.replica_rows import Share, share_of
 from hsdp.params.subclass import is_composite
 from hsdp.params.tensor_parallel import same_sharding
 from hsdp.schedule.optimizer_hooks import check_communicated

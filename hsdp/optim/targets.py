@@ -18,7 +18,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.buffers.flat_buffer import FlatBuffer, with_own_storage
 from hsdp.optim.states import CONTAINERS, inside
 from hsdp.params.local import local_of
-from hsdp.params.shares import Share
+from hsdp.params.replica_rows import Share
 from hsdp.unit.lookup import memory_of, unit_of
 
 NUMBERS = frozenset({"step", "mu_product", "eta", "mu"})

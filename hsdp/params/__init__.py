@@ -4,7 +4,7 @@
     ownership.py          the table of who manages which parameter
     memory.py             parameters that share memory without being one parameter
     placement.py          `least_padding`: which dim to cut
-    shares.py             which rows of a parameter are a replica's share
+    replica_rows.py       which rows of a parameter are a replica's share
     pending.py            what stands for a local tensor of which parts are on their way
     local.py              what a rank holds of a tensor
     tensor_parallel.py    parameters that tensor parallelism has cut already

@@ -29,7 +29,7 @@ from hsdp.params.dtensors import as_dtensor, spec_of, with_dtype
 from hsdp.params.local import local_of
 from hsdp.params.operators import watch_operators
 from hsdp.params.pending import landed
-from hsdp.params.shares import Share
+from hsdp.params.replica_rows import Share
 from hsdp.params.subclass import data_of, extends, is_composite, parts_of, wrapper_of
 from hsdp.params.tensor_parallel import Inner, same_sharding
 from hsdp.policies import is_trainable

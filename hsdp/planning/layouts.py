@@ -15,7 +15,7 @@ from hsdp.comm.backends import direct_bytes, uneven_bytes
 from hsdp.comm.tree import check_shape, travelling
 from hsdp.offload import OffloadPolicy
 from hsdp.planning.facts import ParamFacts, UnitFacts
-from hsdp.planning.shares import Held, SharedSums, held, shared_sums
+from hsdp.planning.replica_sums import Held, SharedSums, held, shared_sums
 from hsdp.unit.dtype_group import GroupKey, thresholds_for, whole_numels
 
 # Blocks are alike: most layouts are asked for again and again.

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from hsdp.planning.activations import UnitActivations
 from hsdp.planning.layouts import GroupPlan, UnitPlan
+from hsdp.planning.replica_sums import SharedSums
 from hsdp.planning.schedule import Event, Verb
-from hsdp.planning.shares import SharedSums
 
 TERMS = {
     "parameters": "the shards",

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from hsdp.comm.streams import note_read
 from hsdp.comm.work import CommWork, abandon
-from hsdp.params.shares import Share
+from hsdp.params.replica_rows import Share
 from hsdp.unit.unit import Unit
 
 

@@ -13,7 +13,7 @@ from hsdp.comm.replica_reduce import AllReduce
 from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.param import ManagedParam
-from hsdp.params.shares import Share, share_of
+from hsdp.params.replica_rows import Share, share_of
 from hsdp.unit.replica_gather import ReplicaGather
 from hsdp.unit.unit import Unit
 

@@ -15,8 +15,8 @@ from torch.distributed.tensor.placement_types import Placement, Replicate, Shard
 
 from hsdp.optim.matrices import Bucket, MatrixParam, cut, deal
 from hsdp.params.dtensors import as_dtensor, spec_of
+from hsdp.params.replica_rows import Share
 from hsdp.params.shard_geometry import holdings
-from hsdp.params.shares import Share
 from hsdp.params.tensor_parallel import over_replicas
 from tests.support.rig import fake_world
 

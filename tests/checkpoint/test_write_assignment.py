@@ -12,8 +12,8 @@ from torch.distributed.checkpoint.planner import SavePlan, TensorWriteData, Writ
 
 from benchmarks.checkpoint_ranks import measure
 from hsdp import checkpoint
-from hsdp.checkpoint import shares
-from hsdp.checkpoint.shares import packed, shared_out, size_of, unpack_all
+from hsdp.checkpoint import write_assignment
+from hsdp.checkpoint.write_assignment import packed, shared_out, size_of, unpack_all
 from tests.checkpoint import models as cm
 from tests.support.rig import Pool
 from tests.support.worker import RankEnv
@@ -82,7 +82,7 @@ def share(env: RankEnv, directory: str) -> dict[str, Any]:
     cm.train(model, optimizer, range(1), env.rank, 2)
     for block in model.blocks:
         block.calls.fill_(100 + env.rank)
-    with mock.patch.object(shares, "_FILE", 0):
+    with mock.patch.object(write_assignment, "_FILE", 0):
         path = checkpoint.save(directory, model, optimizer, step=1).path
     state = cm.whole_state(model, optimizer)
     other = cm.build(env.mesh((1, 2)), seed=4)

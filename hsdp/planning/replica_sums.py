@@ -1,6 +1,6 @@
 """What a replica has of a dtype group where replicas share the optimizer's step: rows of its shards, and sums of gradients.
 
-In numbers, by the rules of hsdp/params/shares.py and hsdp/unit/replica_shares.py, as no mesh exists here.
+In numbers, by the rules of hsdp/params/replica_rows.py and hsdp/unit/replica_shares.py, as no mesh exists here.
 """
 
 from __future__ import annotations

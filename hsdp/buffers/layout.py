@@ -53,7 +53,7 @@ class ParamSpec:
 
     @property
     def cut(self) -> int:
-        """Rows that are dealt out to the ranks."""
+        """Rows that are divided among the ranks."""
         assert self.dim is not None, "a parameter that is not sharded has no rows"
         return self.shape[self.dim] if self.merged == 1 else math.prod(self.shape[: self.merged])
 

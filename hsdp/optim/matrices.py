@@ -1,6 +1,6 @@
 """Which matrices an optimizer orthogonalises (or otherwise updates whole), which rank owns each, and what travels when.
 
-    parameter --cut--> matrices --dealt by cost--> owners --in parameter order--> buckets --> pieces that ranks exchange
+    parameter --cut--> matrices --assigned by cost--> owners --in parameter order--> buckets --> pieces that ranks exchange
 
 All of it follows from shapes, placements and meshes, so every rank finds the same without asking.
 """
@@ -251,7 +251,7 @@ def _holders(target: MatrixParam, box: Box) -> list[int]:
     return next((ranks for held, ranks in by_box.items() if box.common(held) == box), [])
 
 
-def deal(
+def plan_buckets(
     targets: Sequence[MatrixParam],
     ranks: tuple[int, ...],
     cost: Callable[[int, int, Mapping[str, Any]], float],
@@ -291,7 +291,7 @@ def deal(
 
 
 def owners_of(ranks: tuple[int, ...], costs: Sequence[float], near: Sequence[list[int]]) -> list[int]:
-    """An owner for each matrix, by its cost and the ranks that have it whole: see `deal`."""
+    """An owner for each matrix, by its cost and the ranks that have it whole: see `plan_buckets`."""
     loads = dict.fromkeys(ranks, 0.0)
     fair = max(sum(costs) / len(ranks), *costs, 0.0) * (1 + 1e-9)
     dearest_first = sorted(range(len(costs)), key=lambda i: (-costs[i], i))

@@ -25,7 +25,7 @@ from hsdp.comm.mesh import device_of
 from hsdp.errors import StateError
 from hsdp.optim.beside import AdamWGroups
 from hsdp.optim.exchange import Exchange, Label
-from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, deal
+from hsdp.optim.matrices import Bucket, Held, MatrixParam, cut, plan_buckets
 from hsdp.optim.replicas import STEPPED, part_of_grad, share_gradients_of, share_of_param
 from hsdp.params.dtensors import as_dtensor, with_dtype
 from hsdp.params.local import local_of
@@ -209,7 +209,7 @@ class WholeMatrix(torch.optim.Optimizer):
         stepped = [target for target in targets if target.param.grad is not None]
         for target in stepped:
             target.check(me)
-        buckets = deal(stepped, ranks, self.cost, lambda target: self.wire_dtype(target.param), self._bucket_bytes)
+        buckets = plan_buckets(stepped, ranks, self.cost, lambda target: self.wire_dtype(target.param), self._bucket_bytes)
         for bucket in buckets:
             bucket.route(me)
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]

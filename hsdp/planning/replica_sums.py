@@ -13,7 +13,7 @@ from typing import NamedTuple
 from hsdp.buffers.layout import Piece
 from hsdp.params.tensor_parallel import placements_tell
 from hsdp.planning.facts import ParamFacts
-from hsdp.unit.replica_shares import deal
+from hsdp.unit.replica_shares import transfer_kinds
 
 
 class Held(NamedTuple):
@@ -85,7 +85,7 @@ def shared_sums(parts: Sequence[Held], replicas: int, itemsize: int, reduce_byte
     if not any(shared):
         return None
     shapes = [part.local for part in parts]
-    dealt = deal(shapes, shared, replicas, itemsize, reduce_bytes)
-    row = len(parts) + sum(-(-shapes[i][0] // replicas) * math.prod(shapes[i][1:]) for i in dealt.packed)
-    whole = sum(math.prod(shapes[i]) for i in dealt.whole)
-    return SharedSums(replicas, tuple(math.prod(shapes[i]) for i in dealt.direct), row, whole)
+    kinds = transfer_kinds(shapes, shared, replicas, itemsize, reduce_bytes)
+    row = len(parts) + sum(-(-shapes[i][0] // replicas) * math.prod(shapes[i][1:]) for i in kinds.packed)
+    whole = sum(math.prod(shapes[i]) for i in kinds.whole)
+    return SharedSums(replicas, tuple(math.prod(shapes[i]) for i in kinds.direct), row, whole)

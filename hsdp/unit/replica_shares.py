@@ -31,7 +31,7 @@ class ReplicaBuffers(NamedTuple):
     rows: Tensor
 
 
-class Dealt(NamedTuple):
+class TransferKinds(NamedTuple):
     """Indices of gradients by how they travel: as they lie, summed in place, or packed."""
 
     direct: list[int]
@@ -39,21 +39,21 @@ class Dealt(NamedTuple):
     packed: list[int]
 
 
-def deal(
+def transfer_kinds(
     shapes: Sequence[tuple[int, ...]], shared: Sequence[bool], replicas: int, itemsize: int, reduce_bytes: int
-) -> Dealt:
+) -> TransferKinds:
     """How gradients of these local shapes travel over replicas, of which some are `shared` out among them."""
-    dealt = Dealt([], [], [])
+    kinds = TransferKinds([], [], [])
     for i, (is_shared, shape) in enumerate(zip(shared, shapes, strict=True)):
         if not math.prod(shape):
             continue
         if not is_shared:
-            dealt.whole.append(i)
+            kinds.whole.append(i)
             continue
         nbytes = math.prod(shape) // replicas * itemsize
         even = shape[0] % replicas == 0 and nbytes % DIRECT_MULTIPLE_BYTES == 0
-        (dealt.direct if even and nbytes >= reduce_bytes else dealt.packed).append(i)
-    return dealt
+        (kinds.direct if even and nbytes >= reduce_bytes else kinds.packed).append(i)
+    return kinds
 
 
 class ReplicaShares:
@@ -69,7 +69,7 @@ class ReplicaShares:
         shapes = [s if one is None else (one.rows, *s[1:]) for one, s in zip(shares, sums.shapes, strict=True)]
         offsets = [0] * len(shapes)
         shared = [share is not None for share in shares]
-        self._direct, self._whole, self._packed = deal(
+        self._direct, self._whole, self._packed = transfer_kinds(
             sums.shapes, shared, replicas, sums.kind.reduce.itemsize, thresholds.reduce_bytes
         )
         at = 0

@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor._dtensor_spec import DTensorSpec
 from torch.distributed.tensor.placement_types import Placement, Replicate, Shard, _StridedShard
 
-from hsdp.optim.matrices import Bucket, MatrixParam, cut, deal
+from hsdp.optim.matrices import Bucket, MatrixParam, cut, plan_buckets
 from hsdp.params.dtensors import as_dtensor, spec_of
 from hsdp.params.replica_rows import Share
 from hsdp.params.shard_geometry import holdings
@@ -73,7 +73,7 @@ def test_pieces_of_all_ranks_fit_together(
             targets.append(MatrixParam(as_dtensor(torch.empty(holdings(spec)[0].box.sizes), spec), group, known, share))
             targets[-1].check(0)
             wholes.append(torch.arange(math.prod(shape), dtype=torch.float32).view(shape))
-        buckets = deal(targets, tuple(range(WORLD)), _cost, lambda _: torch.float32, bucket_bytes)
+        buckets = plan_buckets(targets, tuple(range(WORLD)), _cost, lambda _: torch.float32, bucket_bytes)
     matrices = [matrix for bucket in buckets for matrix in bucket.matrices]
     assert len(matrices) == sum(len(cut(shape, g["matrices"], g["split_sizes"])) for shape, g, _ in parameters)
     loads = [sum(_cost(m.rows, m.cols, {}) for m in matrices if m.owner == rank) for rank in range(WORLD)]
@@ -133,7 +133,7 @@ def test_experts_stay_where_they_are() -> None:
         mesh = init_device_mesh("cpu", (2, 4), mesh_dim_names=("replicate", "shard"))
         spec = spec_of(mesh, (Replicate(), Shard(0)), (8, 6, 5), torch.float32)
         target = MatrixParam(as_dtensor(torch.empty(2, 6, 5), spec), {"matrices": "stacked"}, {})
-        (bucket,) = deal([target], tuple(range(8)), _cost, lambda _: torch.float32, 10**9)
+        (bucket,) = plan_buckets([target], tuple(range(8)), _cost, lambda _: torch.float32, 10**9)
     assert sorted(matrix.owner for matrix in bucket.matrices) == list(range(8))
     for rank in range(8):
         one = Bucket(bucket.targets, bucket.matrices, bucket.dtype)
@@ -149,13 +149,13 @@ def test_several_experts_stay_too_and_others_level_the_work() -> None:
             MatrixParam(as_dtensor(torch.empty(2, 6, 5), experts), {"matrices": "stacked"}, {}),
             *(MatrixParam(as_dtensor(torch.empty(10, 10), dense), {}, {}) for _ in range(4)),
         ]
-        buckets = deal(targets, tuple(range(4)), _cost, lambda _: torch.float32, 10**9)
+        buckets = plan_buckets(targets, tuple(range(4)), _cost, lambda _: torch.float32, 10**9)
     owners = [matrix.owner for bucket in buckets for matrix in bucket.matrices]
     assert owners[:8] == [0, 0, 1, 1, 2, 2, 3, 3] and sorted(owners[8:]) == [0, 1, 2, 3]
 
 
 def test_plain_tensors_are_stepped_where_they_are() -> None:
     target = MatrixParam(nn.Parameter(torch.zeros(3, 4)), {}, {})
-    (bucket,) = deal([target], (0,), _cost, lambda _: torch.float32, 1)
+    (bucket,) = plan_buckets([target], (0,), _cost, lambda _: torch.float32, 1)
     bucket.route(0)
     assert [piece.peer for piece in bucket.comes + bucket.returns] == [0, 0]

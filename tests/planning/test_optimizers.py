@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 import hsdp
 from hsdp.format import seconds_of
 from hsdp.optim import Muon, local
-from hsdp.optim.matrices import Bucket, MatrixParam, deal
+from hsdp.optim.matrices import Bucket, MatrixParam, plan_buckets
 from hsdp.optim.replicas import share_of_param
 from hsdp.params.local import local_of
 from hsdp.planning import Link, Plan, compare
@@ -91,7 +91,7 @@ def test_pieces_that_travel_are_those_planned(shape: tuple[int, int], over_repli
         known: dict[Any, Any] = {}
         pairs = [(p, group) for group in optimizer.param_groups[:2] for p in group["params"]]
         targets = [MatrixParam(p, group, known, share_of_param(p) if over_replicas else None) for p, group in pairs]
-        buckets = deal(targets, tuple(range(WORLD)), optimizer.cost, lambda _: torch.bfloat16, 1 << 40)
+        buckets = plan_buckets(targets, tuple(range(WORLD)), optimizer.cost, lambda _: torch.bfloat16, 1 << 40)
     inside = across = 0
     for bucket in buckets:
         for rank in range(WORLD):

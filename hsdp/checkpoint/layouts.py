@@ -31,7 +31,7 @@ _PART = re.compile(r"(pytorch_model_fsdp|optimizer)_\d+")
 
 
 @dataclass(frozen=True)
-class Layout:
+class KeyLayout:
     """Where in a checkpoint the model and the optimizer are.
 
     Attributes:
@@ -77,7 +77,7 @@ def read_foreign(path: AnyPath) -> Index:
     Raises:
         CheckpointError: it is damaged, or files are missing.
     """
-    parts = {} if manifests.has(path, manifests.METADATA) else Layout.of(path)
+    parts = {} if manifests.has(path, manifests.METADATA) else KeyLayout.of(path)
     if not parts:
         return _read_part(path)
     records: dict[str, Record] = {}
@@ -124,7 +124,7 @@ def find_layout(
     prefix: str | None,
     optimizer_prefix: str | None,
     need_optimizer: bool,
-) -> Layout:
+) -> KeyLayout:
     """Under which names a user of plain DCP put the model and the optimizer.
 
     Args:
@@ -152,7 +152,7 @@ def find_layout(
         optimizer_prefix = optimizers[0] if len(optimizers) == 1 else "optimizer."
     tops = frozenset(name.partition(".")[0] for name in model_entries(model)) if prefix == "" else None
     inner = _find_inner(index.below(optimizer_prefix), prefix, names)
-    return Layout(prefix, optimizer_prefix, inner, None if options.rename is not None else tops)
+    return KeyLayout(prefix, optimizer_prefix, inner, None if options.rename is not None else tops)
 
 
 def _find_prefix(records: Mapping[str, Record], path: AnyPath, names: list[str], options: LoadOptions) -> str:

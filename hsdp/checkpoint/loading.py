@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from hsdp.checkpoint import manifests, store
 from hsdp.checkpoint.handles import raise_untold, settled
 from hsdp.checkpoint.index import Index
-from hsdp.checkpoint.layouts import Layout, find_layout, read_foreign
+from hsdp.checkpoint.layouts import KeyLayout, find_layout, read_foreign
 from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import ModelReading
 from hsdp.checkpoint.native_reader import read_own
@@ -197,7 +197,7 @@ def _find(path: AnyPath) -> _Found | None:
     if not path.is_dir():
         raise CheckpointError(f"{path} is not a directory; a checkpoint is one (for .safetensors files: load_safetensors)")
     marks = (manifests.MANIFEST, manifests.INDEX, manifests.METADATA)
-    if not any(manifests.has(path, name) for name in marks) and not Layout.of(path):
+    if not any(manifests.has(path, name) for name in marks) and not KeyLayout.of(path):
         last = store.latest(path)
         if last is None:
             if names := store.holds_something(path):
@@ -208,7 +208,7 @@ def _find(path: AnyPath) -> _Found | None:
             return None
         path = last
     if not manifests.has(path, manifests.MANIFEST):
-        if manifests.has(path, manifests.INDEX) or (not Layout.of(path) and read_foreign(path).by_hsdp):
+        if manifests.has(path, manifests.INDEX) or (not KeyLayout.of(path) and read_foreign(path).by_hsdp):
             raise CheckpointError(
                 f"{path / manifests.MANIFEST} is missing, which hsdp wrote with the rest of the checkpoint"
             )
@@ -397,7 +397,7 @@ class _Load:
         if manifest and manifests.has(path, manifests.MANIFEST) and manifests.read_manifest(path) != manifest:
             raise CheckpointError(f"checkpoint {path} was saved again while it was read; load it once more")
 
-    def _read_index(self) -> tuple[Index, Layout, Packed]:
+    def _read_index(self) -> tuple[Index, KeyLayout, Packed]:
         job = self._job
         if self._manifest is None:
             index, given = read_foreign(self._path), (job.prefix, job.optimizer_prefix)
@@ -408,7 +408,7 @@ class _Load:
             )
         index, held = read_own(self._path, self._manifest)
         packed = _unpacked(self._path, held, self._ranks.rank, self._ranks.size)
-        return index, Layout(job.prefix or "model.", job.optimizer_prefix or "optimizer."), packed
+        return index, KeyLayout(job.prefix or "model.", job.optimizer_prefix or "optimizer."), packed
 
     def _commit(self) -> None:
         """Changes the model and the optimizer. Nothing here can fail for what the checkpoint holds."""

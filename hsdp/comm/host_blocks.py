@@ -18,7 +18,7 @@ _MOST_LAYOUTS = 256
 """A model has a few for each kind of its units; tensors whose sizes change from step to step have ever new ones."""
 
 
-class Layout:
+class BlockLayout:
     """How tensors lie in a block, one behind the other: the same object for tensors of the same dtypes and shapes.
 
     Attributes:
@@ -38,20 +38,20 @@ class Layout:
         return [memory[at : at + size].view(dtype).view(shape) for at, size, dtype, shape in self._places]
 
 
-class Layouts:
-    """Layouts by the dtypes and shapes of tensors."""
+class BlockLayouts:
+    """Block layouts by the dtypes and shapes of tensors."""
 
     def __init__(self) -> None:
-        self._made: dict[tuple[tuple[torch.dtype, torch.Size], ...], Layout] = {}
+        self._made: dict[tuple[tuple[torch.dtype, torch.Size], ...], BlockLayout] = {}
 
-    def of(self, tensors: Sequence[Tensor]) -> Layout:
+    def of(self, tensors: Sequence[Tensor]) -> BlockLayout:
         """The layout of tensors like these."""
         kinds = tuple([(tensor.dtype, tensor.shape) for tensor in tensors])
         layout = self._made.get(kinds)
         if layout is None:
             if len(self._made) >= _MOST_LAYOUTS:
                 self._made.clear()
-            layout = self._made[kinds] = Layout(kinds)
+            layout = self._made[kinds] = BlockLayout(kinds)
         return layout
 
 
@@ -70,7 +70,7 @@ class Mapping:
         except RuntimeError as error:
             raise OSError(f"{name} of {nbytes} bytes cannot be mapped") from error
         self._header = (ctypes.c_int64 * 2).from_address(self.memory.data_ptr())
-        self._views: dict[tuple[Layout, bool], list[Tensor]] = {}
+        self._views: dict[tuple[BlockLayout, bool], list[Tensor]] = {}
 
     @property
     def header(self) -> tuple[int, int]:
@@ -82,15 +82,15 @@ class Mapping:
     def header(self, header: tuple[int, int]) -> None:
         self._header[:] = list(header)
 
-    def tensors(self, layout: Layout) -> list[Tensor]:
+    def tensors(self, layout: BlockLayout) -> list[Tensor]:
         """The tensors of a post."""
         return self._kept((layout, False), lambda: layout.views_of(self.memory))
 
-    def parts(self, layout: Layout, part: int, count: int) -> list[Tensor]:
+    def parts(self, layout: BlockLayout, part: int, count: int) -> list[Tensor]:
         """Of each tensor, cut into `count` equal parts along its elements, one part: the same one in every call."""
         return self._kept((layout, True), lambda: [whole.view(count, -1)[part] for whole in self.tensors(layout)])
 
-    def _kept(self, key: tuple[Layout, bool], make: Callable[[], list[Tensor]]) -> list[Tensor]:
+    def _kept(self, key: tuple[BlockLayout, bool], make: Callable[[], list[Tensor]]) -> list[Tensor]:
         found = self._views.get(key)
         if found is None:
             if len(self._views) >= _MOST_LAYOUTS:

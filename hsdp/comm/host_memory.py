@@ -31,7 +31,7 @@ import torch
 from torch import Tensor
 
 from hsdp.comm.divergence import described
-from hsdp.comm.host_blocks import Block, Layout, Layouts, Mapping
+from hsdp.comm.host_blocks import Block, BlockLayout, BlockLayouts, Mapping
 from hsdp.comm.labels import Named
 from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import outside_transforms
@@ -81,7 +81,7 @@ class _Post:
     It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
     """
 
-    def __init__(self, memory: HostMemory, kind: str, name: str, key: int, layout: Layout) -> None:
+    def __init__(self, memory: HostMemory, kind: str, name: str, key: int, layout: BlockLayout) -> None:
         self._memory = memory
         self.number = -1  # until it is written
         self.kind = kind
@@ -131,7 +131,7 @@ class HostMemory:
         self._lines: dict[int, dict[int, Line]] = {}  # by post, by rank
         self._lost: dict[int, str] = {}  # ranks from which nothing can come any more, and why
         self._unread: set[int] = set()  # posts that this rank may still read
-        self._layouts = Layouts()
+        self._layouts = BlockLayouts()
         self._posts = 0
         self._blocks = 0
         self._free: list[Block] = []
@@ -159,7 +159,7 @@ class HostMemory:
         pairs = zip(outputs, inputs, strict=True)
         in_place = [mine.data_ptr() == output.data_ptr() + self.rank * mine.nbytes for output, mine in pairs]
 
-        def copy_parts(mappings: list[Mapping], layout: Layout) -> None:
+        def copy_parts(mappings: list[Mapping], layout: BlockLayout) -> None:
             parts = [_quietly(output).view(self.size, -1).unbind() for output in outputs]
             for rank, mapping in enumerate(mappings):
                 for whole, part, there in zip(parts, mapping.tensors(layout), in_place, strict=True):
@@ -173,7 +173,7 @@ class HostMemory:
     ) -> tuple[list[Any], Then]:
         """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
 
-        def sum_parts(mappings: list[Mapping], layout: Layout) -> None:
+        def sum_parts(mappings: list[Mapping], layout: BlockLayout) -> None:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
                 _sum(parts, output.view(-1))
 
@@ -184,7 +184,7 @@ class HostMemory:
     ) -> tuple[list[Any], Then]:
         """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
 
-        def copy_parts(mappings: list[Mapping], layout: Layout) -> None:
+        def copy_parts(mappings: list[Mapping], layout: BlockLayout) -> None:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
                 torch.cat(parts, out=_quietly(output).view(-1))
 
@@ -193,14 +193,14 @@ class HostMemory:
     def all_reduce(self, owner: Named, key: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
         """Sums tensors over ranks, in place: to the same bits on all."""
 
-        def sum_all(mappings: list[Mapping], layout: Layout) -> None:
+        def sum_all(mappings: list[Mapping], layout: BlockLayout) -> None:
             written = zip(*[mapping.tensors(layout) for mapping in mappings], strict=True)
             for tensor, theirs in zip(tensors, written, strict=True):
                 _sum(theirs, _quietly(tensor))
 
         return self._start("all-reduce", owner, key, tensors, sum_all)
 
-    def _parts(self, mappings: list[Mapping], layout: Layout) -> Iterable[tuple[Tensor, ...]]:
+    def _parts(self, mappings: list[Mapping], layout: BlockLayout) -> Iterable[tuple[Tensor, ...]]:
         """For each tensor this rank's of S equal parts of what each rank wrote, in rank order."""
         return zip(*[mapping.parts(layout, self.rank, self.size) for mapping in mappings], strict=True)
 
@@ -210,7 +210,7 @@ class HostMemory:
         owner: Named,
         key: int,
         tensors: Sequence[Tensor],
-        put_down: Callable[[list[Mapping], Layout], None],
+        put_down: Callable[[list[Mapping], BlockLayout], None],
     ) -> tuple[list[Any], Then]:
         """Posts tensors, of the same shapes on all ranks; `put_down` gets what each rank wrote, by rank, when all have."""
         post = _Post(self, kind, owner.name, key & _KEY, self._layouts.of(tensors))

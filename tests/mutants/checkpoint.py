@@ -335,7 +335,7 @@ def gives_every_rank_the_first_ones_extra() -> Any:
 
 @mutant(check_from_fsdp2, world=4, kill="CheckpointError")
 def knows_one_layout_only() -> Any:
-    return mock.patch.object(loading, "find_layout", lambda *args: layouts.Layout("model.", "optimizer."))
+    return mock.patch.object(loading, "find_layout", lambda *args: layouts.KeyLayout("model.", "optimizer."))
 
 
 @mutant(check_to_fsdp2, world=4, kill="Missing key|CheckpointException|RuntimeError")

@@ -16,18 +16,18 @@ import os
 
 
 def _switch(name: str) -> bool:
-    told = os.environ.get(name) or "0"
-    if told not in ("0", "1"):
-        raise ValueError(f"{name}={told!r}: expected 1 to switch it on, or 0")
-    return told == "1"
+    setting = os.environ.get(name) or "0"
+    if setting not in ("0", "1"):
+        raise ValueError(f"{name}={setting!r}: expected 1 to switch it on, or 0")
+    return setting == "1"
 
 
 def _seconds(name: str) -> float:
-    told = os.environ.get(name) or "inf"
+    setting = os.environ.get(name) or "inf"
     with contextlib.suppress(ValueError):
-        if float(told) > 0:
-            return float(told)
-    raise ValueError(f"{name}={told!r}: expected a number of seconds above 0, such as 10; unset it to switch it off")
+        if float(setting) > 0:
+            return float(setting)
+    raise ValueError(f"{name}={setting!r}: expected a number of seconds above 0, such as 10; unset it to switch it off")
 
 
 ON = _switch("HSDP_DEBUG")

@@ -54,14 +54,14 @@ def own_policy(policy: Any) -> Any:
     if own is None:
         return policy
     known = {field.name for field in fields(own)}
-    told = {field.name: getattr(policy, field.name) for field in fields(policy)}
+    values = {field.name: getattr(policy, field.name) for field in fields(policy)}
     for field in fields(policy):
-        if field.name not in known and (value := told.pop(field.name)) != field.default:
+        if field.name not in known and (value := values.pop(field.name)) != field.default:
             raise ValueError(
                 f"{type(policy).__name__}({field.name}={value!r}): hsdp has no such setting; leave it out, and call "
                 "fully_shard with a policy of their own on the modules that it is meant for"
             )
-    return own(**told)
+    return own(**values)
 
 
 class UnshardHandle(_UnshardHandle):

@@ -101,8 +101,10 @@ class HSDPModule(Setters):
         )
         dims = sorted({unit.axes.placement_text(param.spec.dim, param.spec.merged) for param in unit.params})
         count = several(len(unit.params), "parameter")
-        told = ", ".join((f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims)))))
-        return f"{own}, {told}" if own else told
+        described = ", ".join(
+            (f"hsdp unit of {count}", str(unit.axes), *filter(None, (" and ".join(kinds), "/".join(dims))))
+        )
+        return f"{own}, {described}" if own else described
 
     def _apply(self, fn: Callable[..., Any], recurse: bool = True) -> Any:
         if getattr(fn, "__qualname__", "").startswith("Module.share_memory."):  # of a plain module around this one
@@ -281,7 +283,7 @@ class HSDPModule(Setters):
         """
         return self._by_name(lambda unit: unit.gradients.local_sums())
 
-    def _by_name(self, told: Callable[[Unit], dict[str, T]]) -> dict[str, T]:
+    def _by_name(self, values_of: Callable[[Unit], dict[str, T]]) -> dict[str, T]:
         """What units tell by their own names of parameters, by those that parameters have in this module."""
         names = {id(param): name for name, param in cast(nn.Module, self).named_parameters()}
         found: dict[str, T] = {}
@@ -290,8 +292,8 @@ class HSDPModule(Setters):
                 unit.runtime.recover()
             # Inside a forward its unsharded parameters have the names.
             mine = {p.fqn: names.get(id(p.sharded)) or names.get(id(p.unsharded)) for p in unit.params}
-            # A list unit may reach beyond this module: of those parameters nothing is told here.
-            found |= {name: value for fqn, value in told(unit).items() if (name := mine[fqn]) is not None}
+            # A list unit may reach beyond this module: of those parameters nothing is given here.
+            found |= {name: value for fqn, value in values_of(unit).items() if (name := mine[fqn]) is not None}
         return found
 
 

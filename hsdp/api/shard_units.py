@@ -276,9 +276,9 @@ def _check_ties(model: nn.Module, units: list[ChosenUnit], ignored: set[int]) ->
             fqn = dotted(name, key)
             first_owner, first = owners.setdefault(id(param), (owner, fqn))
             if first_owner != owner:
-                told = [f"unit {one!r}" if one is not None else "no unit" for one in (first_owner, owner)]
+                found = [f"unit {one!r}" if one is not None else "no unit" for one in (first_owner, owner)]
                 raise ValueError(
-                    f"shard_units: parameter {first!r} of {told[0]} is tied to {fqn!r} of {told[1]}; leave both to one "
+                    f"shard_units: parameter {first!r} of {found[0]} is tied to {fqn!r} of {found[1]}; leave both to one "
                     "unit (the smallest module that holds both), or untie them"
                 )
         below = [(key, child) for key, child in module.named_children() if not isinstance(child, HSDPModule)]

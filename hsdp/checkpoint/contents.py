@@ -77,8 +77,8 @@ def model_entries(model: nn.Module) -> dict[str, Entry]:
     for raw_name, value in state.items():
         if isinstance(value, Tensor) and local_of(value).is_meta:
             raise CheckpointError(f"{raw_name!r} of the model is on the meta device; call model.to_empty(device=...) first")
-        if isinstance(value, Tensor) and (told := _unfit(value)) is not None:
-            raise CheckpointError(f"{raw_name!r} of the model {told}")
+        if isinstance(value, Tensor) and (problem := _unfit(value)) is not None:
+            raise CheckpointError(f"{raw_name!r} of the model {problem}")
         name = clean_name(raw_name)
         if name in entries:
             raise CheckpointError(
@@ -169,12 +169,12 @@ def refuse_without_memory(tensor: Tensor, name: str) -> None:
         )
 
 
-def savable(value: Any, told: str) -> Any:
+def savable(value: Any, description: str) -> Any:
     """A leaf of an optimizer's state as it is saved; of a sum that is still in parts on the ranks the sum."""
     if isinstance(value, DTensor) and any(placement.is_partial() for placement in value.placements):
         with torch.no_grad():
             value = value.redistribute(placements=[Replicate() if p.is_partial() else p for p in value.placements])
-    return plain(value, told)
+    return plain(value, description)
 
 
 def local_box(tensor: Tensor) -> tuple[tuple[int, ...], tuple[int, ...]]:

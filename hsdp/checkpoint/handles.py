@@ -40,7 +40,7 @@ class SaveHandle:
         self.step = step
         self._finished = threading.Event()
         self._error: BaseException | None = None
-        self._told = False
+        self._reported = False
 
     def done(self) -> bool:
         """Whether `wait` would return, or raise, at once."""
@@ -64,7 +64,7 @@ class SaveHandle:
         if SaveHandle._in_flight is self:
             SaveHandle._in_flight = None
         if self._error is not None:
-            self._told = True
+            self._reported = True
             if isinstance(self._error, Exception):
                 raise self._error
             raise CheckpointError(f"saving {self.path} was ended by {self._error!r}") from self._error
@@ -139,7 +139,7 @@ def when_settled(call: Callable[P, R]) -> Callable[P, R]:
 @atexit.register
 def _complain() -> None:
     handle = SaveHandle._in_flight
-    if handle is not None and handle._error is not None and not handle._told:
+    if handle is not None and handle._error is not None and not handle._reported:
         logger.critical(
             "the process ends without a checkpoint of step %d: saving %s failed, and nobody called wait(): %s",
             handle.step,

@@ -85,15 +85,15 @@ def alike(params: Iterable[Tensor], action: Callable[[], T], given: Callable[[T]
         raised = error
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
     for mesh in dict.fromkeys(param.device_mesh for param in params if isinstance(param, DTensor)):
-        told = sum(value.numel() * value.dtype.itemsize for value in travels if value.device_mesh == mesh)
+        nbytes = sum(value.numel() * value.dtype.itemsize for value in travels if value.device_mesh == mesh)
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         for group in map(mesh.get_group, axes) if mesh.get_coordinate() is not None else ():
-            seen = torch.tensor([text is not None, told, -told], dtype=torch.int64, device=mesh.device_type)
+            seen = torch.tensor([text is not None, nbytes, -nbytes], dtype=torch.int64, device=mesh.device_type)
             dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
             failed, most, least = seen.tolist()
             if failed or most != -least:
                 answers: list[Any] = [None] * group.size()
-                dist.all_gather_object(answers, (text, told), group=group)
+                dist.all_gather_object(answers, (text, nbytes), group=group)
                 text = next((one for one, _ in answers if one is not None), None) or (
                     f"ranks hold other numbers of bytes, {-least:,} and {most:,}: a tensor has another dtype or shape on "
                     "some rank"

@@ -113,11 +113,11 @@ class ModelReading:
         converted = []
         for name, entry in entries.items():
             if name in sources:
-                told = _difference(saved[sources[name]], entry.value, self._options.cast)
-                if told == "":
+                difference = _difference(saved[sources[name]], entry.value, self._options.cast)
+                if difference == "":
                     converted.append(name)
-                elif told is not None:
-                    problems.append(f"{name!r} {told}")
+                elif difference is not None:
+                    problems.append(f"{name!r} {difference}")
         if problems:
             raise CheckpointError(f"checkpoint {self._where} does not fit the model: " + "; ".join(problems[:12]))
         left += sorted(saved.keys() - set(sources.values()))  # renamed to None
@@ -136,8 +136,8 @@ class ModelReading:
         """Asks for tensors: into the model's own memory, unless a hook of the model wants to see them first."""
         for name, entry in entries.items():
             target = entry.value
-            if (told := unwritable(target)) is not None:
-                raise CheckpointError(f"{name!r} cannot be loaded: {told}")
+            if (problem := unwritable(target)) is not None:
+                raise CheckpointError(f"{name!r} cannot be loaded: {problem}")
             if entry.beside is not None:
                 pass  # it is in no state dict: it is read into where it is
             elif not self._handed.writes_to(target):
@@ -294,8 +294,8 @@ class _ExtraState:
             try:
                 return put_together(self._skeleton, leaves)
             except (KeyError, TypeError) as error:
-                told = f"the structure of {self._name!r} is damaged: {type(error).__name__}: {error}"
-                raise CheckpointError(told) from None
+                message = f"the structure of {self._name!r} is damaged: {type(error).__name__}: {error}"
+                raise CheckpointError(message) from None
         return assembled(parts) if parts else self.entry.value
 
 

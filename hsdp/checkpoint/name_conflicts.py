@@ -98,8 +98,8 @@ def contested(claims: Sequence[Claims]) -> list[str]:
                 "and one list of them is saved, that of rank 0: in a pipeline, let each stage save to a directory of its "
                 "own, with process_group= the ranks of the stage"
             )
-        for what, told in other.plain.items():
-            if first.plain.get(what, told) != told:
+        for what, fingerprint in other.plain.items():
+            if first.plain.get(what, fingerprint) != fingerprint:
                 raise CheckpointError(
                     f"the optimizer's state has {what!r} as a plain tensor, with other values on rank {rank} than on rank "
                     "0, whose would be kept; keep state of a rank's own rows as DTensors, torch.zeros_like(param)"
@@ -133,10 +133,10 @@ def agree_on(answers: Sequence[Mapping[str, tuple[Mesh, Any, Any]]]) -> list[Non
     seen: dict[tuple[str, Any], tuple[Mesh, Any]] = {}
     meshes: dict[str, Mesh] = {}
     for answer in answers:
-        for key, (mesh, (shape, placements, at), told) in answer.items():
+        for key, (mesh, (shape, placements, at), part_prints) in answer.items():
             other = meshes.setdefault(key, mesh)
-            before, prints = seen.setdefault((key, at), (mesh, (shape, placements, told)))
-            if len(other) != len(mesh) or prints != (shape, placements, told):
+            before, prints = seen.setdefault((key, at), (mesh, (shape, placements, part_prints)))
+            if len(other) != len(mesh) or prints != (shape, placements, part_prints):
                 raise CheckpointError(
                     f"ranks {ranks_of(before)} and {ranks_of(mesh)} hold different tensors under one name, {key!r}, "
                     "and only one of them would be saved: give them names of their own, or save each of these groups of "

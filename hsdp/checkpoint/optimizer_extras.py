@@ -28,17 +28,17 @@ def added_by(optimizer: Optimizer) -> dict[str, Any]:
     Raises:
         CheckpointError: there are sharded tensors in it.
     """
-    told = "{!r} of the optimizer's state_dict()"
+    where = "{!r} of the optimizer's state_dict()"
     return {
-        key: mapped(value, partial(_copied, told=told.format(key)), told.format(key))
+        key: mapped(value, partial(_copied, where=where.format(key)), where.format(key))
         for key, value in added_in(optimizer.state_dict()).items()
     }
 
 
-def _copied(leaf: Any, told: str) -> Any:
+def _copied(leaf: Any, where: str) -> Any:
     if isinstance(leaf, DTensor):
         raise CheckpointError(
-            f"{told} has a sharded tensor, which no checkpoint can hold there: keep it in the optimizer's state of a "
+            f"{where} has a sharded tensor, which no checkpoint can hold there: keep it in the optimizer's state of a "
             "parameter"
         )
     return leaf.detach().clone() if isinstance(leaf, Tensor) else leaf

@@ -69,8 +69,8 @@ def optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
                 refuse_local_state(name, param, held := optimizer.state[param], counts)
                 state[name] = {}
                 for entry, value in held.items():
-                    told = f"{entry!r} of the optimizer's state of {name!r}"
-                    state[name][entry] = mapped(value, partial(savable, told=told), told)
+                    description = f"{entry!r} of the optimizer's state of {name!r}"
+                    state[name][entry] = mapped(value, partial(savable, description=description), description)
         for key, value in group.items():
             if key != "params" and hides_shards(value, objects=False):
                 raise CheckpointError(
@@ -158,8 +158,10 @@ class OptimizerStaging:
         """
         if unknown := [name for name in state if name not in self.params]:
             if any(isinstance(name, int) for name in unknown):
-                told = "the state has numbers in the place of parameters' names, as torch's optimizer.state_dict() has them"
-                raise CheckpointError(f"{told}; pass what full_optimizer_state_dict returned")
+                message = (
+                    "the state has numbers in the place of parameters' names, as torch's optimizer.state_dict() has them"
+                )
+                raise CheckpointError(f"{message}; pass what full_optimizer_state_dict returned")
             ties = _ties(self._model, self.params)
             if tied := [name for name in unknown if name in ties]:
                 raise CheckpointError(
@@ -204,8 +206,8 @@ class OptimizerStaging:
         for group, members in zip(groups, self._members, strict=True):
             probe = Probe(self._optimizer, group)
             for name in members:
-                if name in state and (told := probe.misfit(self.params[name], state[name])):
-                    raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {told}")
+                if name in state and (misfit := probe.misfit(self.params[name], state[name])):
+                    raise CheckpointError(f"the checkpoint's optimizer state of {name!r} {misfit}")
 
     def groups(self, saved: SavedGroups) -> list[dict[str, Any]]:
         """The optimizer's groups with the hyperparameters of groups that were saved (see `merge_groups`)."""
@@ -356,8 +358,8 @@ class OptimizerReading:
             CheckpointError: they are another optimizer's; tells what differs.
         """
         if self._kind is not None and not is_of_kind(self._optimizer, self._kind):
-            told = f"it is {self._kind}, not {kind_of(self._optimizer)}"
-            raise CheckpointError(f"the checkpoint's optimizer is of another kind: {told}")
+            difference = f"it is {self._kind}, not {kind_of(self._optimizer)}"
+            raise CheckpointError(f"the checkpoint's optimizer is of another kind: {difference}")
         for (name, entry), key in self._keys.items():
             if self._state[name][entry] is None:
                 self._state[name][entry] = self._reader.values[self._prefix + key]

@@ -88,12 +88,12 @@ class Ranks:
                 another rank's `action` raised.
             Exception: what `action` raised here.
         """
-        told = _attempt(action)
+        outcome = _attempt(action)
         given = {name: _shown(value) for name, value in arguments.items()}
-        mine = (told.value if isinstance(told.value, _Failure) else None, given)
+        mine = (outcome.value if isinstance(outcome.value, _Failure) else None, given)
         answers = self.each(what, lambda: mine)
-        if told.error is not None:
-            raise told.error
+        if outcome.error is not None:
+            raise outcome.error
         if self.talk is not None:
             failure = _describe([failure for failure, _ in answers])
             if failure is not None:
@@ -105,7 +105,7 @@ class Ranks:
             ]
             if differing:
                 raise CheckpointError(f"{what}: ranks were called with different arguments: {'; '.join(differing)}")
-        return cast(T, told.value)
+        return cast(T, outcome.value)
 
     def each(self, what: str, action: Callable[[], T]) -> list[T]:
         """Does `action` on every rank; every rank gets all results, in rank order.
@@ -118,10 +118,10 @@ class Ranks:
 
     def one(self, what: str, action: Callable[[], T], rank: int = 0) -> T:
         """Does `action` on one rank; every rank gets its result, or its error as `CheckpointError`."""
-        told = _attempt(action) if self.rank == rank else _Told(None, None)
-        (answer,) = self.meet(what, lambda: (told.value,), lambda answers: [answers[rank]] * self.size)
+        outcome = _attempt(action) if self.rank == rank else _Outcome(None, None)
+        (answer,) = self.meet(what, lambda: (outcome.value,), lambda answers: [answers[rank]] * self.size)
         if isinstance(answer, _Failure):
-            raise CheckpointError(f"{what}: {answer.text}") from told.error
+            raise CheckpointError(f"{what}: {answer.text}") from outcome.error
         return cast(T, answer)
 
     def meet(self, what: str, action: Callable[[], T], combine: Callable[[list[T]], list[R]]) -> R:
@@ -136,21 +136,21 @@ class Ranks:
         Raises:
             CheckpointError: on every rank, if either raised anywhere.
         """
-        told = _attempt(action)
+        outcome = _attempt(action)
         if self.rank > 0:
-            sent = _attempt(lambda: _message(told.value))
-            told = told if sent.error is None else sent
+            sent = _attempt(lambda: _message(outcome.value))
+            outcome = outcome if sent.error is None else sent
             message = sent.value if sent.error is None else pickle.dumps(sent.value)
             self._contact(what, lambda: self._post(message, 0))
             reply = self._contact(what, lambda: _read(self._receive(0)))
         else:
-            answers = [told.value, *map(self._heard, range(1, self.size))]
+            answers = [outcome.value, *map(self._heard, range(1, self.size))]
             failure = _describe(answers)
             if failure is None:
                 combined = _attempt(lambda: _replies(combine(answers)))
             else:
-                combined = _Told(_Failure(failure, self.lost_contact), told.error)
-            told = _Told(told.value, told.error or combined.error)
+                combined = _Outcome(_Failure(failure, self.lost_contact), outcome.error)
+            outcome = _Outcome(outcome.value, outcome.error or combined.error)
             if isinstance(combined.value, _Failure):
                 reply, messages = combined.value, [pickle.dumps(combined.value)] * (self.size - 1)
             else:
@@ -161,7 +161,7 @@ class Ranks:
                 self._post_if_there(message, rank)
         if isinstance(reply, _Failure):
             self.lost_contact |= reply.lost
-            raise CheckpointError(f"{what}: {reply.text}") from told.error
+            raise CheckpointError(f"{what}: {reply.text}") from outcome.error
         return cast(R, reply)
 
     def _heard(self, rank: int) -> Any:
@@ -240,17 +240,17 @@ def _read(message: Tensor) -> Any:
 
 
 @dataclass(frozen=True)
-class _Told:
+class _Outcome:
     value: Any
     error: BaseException | None
 
 
-def _attempt(action: Callable[[], Any]) -> _Told:
+def _attempt(action: Callable[[], Any]) -> _Outcome:
     try:
-        return _Told(action(), None)
+        return _Outcome(action(), None)
     except (Exception, SystemExit) as error:  # who waits for this rank must hear of its end
         text = str(error) if isinstance(error, CheckpointError) else f"{type(error).__name__}: {error}"
-        return _Told(_Failure(text), error)
+        return _Outcome(_Failure(text), error)
 
 
 def _describe(answers: list[Any]) -> str | None:

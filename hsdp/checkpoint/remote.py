@@ -90,7 +90,7 @@ class RemotePath(os.PathLike[str]):
     def _type(self) -> str | None:
         """ "file" or "directory"; None for what is not there. fsspec's own `exists` calls what cannot be read missing."""
         try:
-            with self._told():
+            with self._named_errors():
                 self._fs.invalidate_cache()  # other processes write there too
                 return str(self._fs.info(self._path)["type"])
         except FileNotFoundError:
@@ -119,7 +119,7 @@ class RemotePath(os.PathLike[str]):
         return {name: int(entry["size"]) for name, entry in found.items() if entry["type"] == "file"}
 
     def _listed(self) -> list[dict[str, Any]]:
-        with self._told():
+        with self._named_errors():
             self._fs.invalidate_cache()
             entries = self._fs.ls(self._path, detail=True)
         # Some stores have an object that stands for the directory itself.
@@ -129,18 +129,18 @@ class RemotePath(os.PathLike[str]):
 
     def read_bytes(self) -> bytes:
         """The content."""
-        with self._told():
+        with self._named_errors():
             return bytes(self._fs.cat_file(self._path))
 
     def write_bytes(self, data: bytes) -> None:
         """Writes an object at once; in an object store it appears whole or not at all."""
-        with self._told():
+        with self._named_errors():
             self._fs.pipe_file(self._path, data)
 
     def open(self, mode: str, buffering: int = 0) -> io.RawIOBase:
         """Opens it as a file without a buffer, "rb" or "wb"; an object that is written appears when it is closed."""
         assert mode in ("rb", "wb") and not buffering, "nothing else is needed"
-        with self._told():
+        with self._named_errors():
             more = {"block_size": _BLOCK} if mode == "wb" else {}
             return _Stream(self._fs.open(self._path, mode, **more), self)
 
@@ -149,22 +149,22 @@ class RemotePath(os.PathLike[str]):
         if "/" not in self._path or self.exists():
             return
         self.parent.mkdir()
-        with contextlib.suppress(FileExistsError), self._told():
+        with contextlib.suppress(FileExistsError), self._named_errors():
             self._fs.mkdir(self._path, create_parents=False)
 
     def unlink(self) -> None:
         """Removes an object."""
-        with self._told():
+        with self._named_errors():
             self._fs.rm_file(self._path)
 
     def remove_below(self) -> None:
         """Removes everything whose name begins with it, in whatever order; there may be nothing."""
-        with contextlib.suppress(FileNotFoundError), self._told():
+        with contextlib.suppress(FileNotFoundError), self._named_errors():
             self._fs.invalidate_cache()
             self._fs.rm(self._path, recursive=True)
 
     @contextlib.contextmanager
-    def _told(self) -> Iterator[None]:
+    def _named_errors(self) -> Iterator[None]:
         """Packages for fsspec raise what they like, and OSErrors without a number."""
         try:
             yield
@@ -183,7 +183,7 @@ class _Stream(io.RawIOBase):
 
     def __init__(self, file: Any, path: RemotePath) -> None:
         self._file = file
-        self._told = path._told
+        self._named_errors = path._named_errors
 
     def readable(self) -> bool:
         return True
@@ -195,31 +195,31 @@ class _Stream(io.RawIOBase):
         return True
 
     def seek(self, offset: int, whence: int = os.SEEK_SET) -> int:
-        with self._told():
+        with self._named_errors():
             self._file.seek(offset, whence)
             return int(self._file.tell())
 
     def tell(self) -> int:
-        with self._told():
+        with self._named_errors():
             return int(self._file.tell())
 
     def readinto(self, buffer: Any) -> int:
         view = memoryview(buffer).cast("B")
-        with self._told():
+        with self._named_errors():
             data = self._file.read(len(view))
         view[: len(data)] = data
         return len(data)
 
     def write(self, data: Any) -> int:
         part = memoryview(data).cast("B")[:_PART]
-        with self._told():
+        with self._named_errors():
             count = self._file.write(part)
         return len(part) if count is None else int(count)
 
     def close(self) -> None:
         if not self.closed:
             super().close()
-            with self._told():
+            with self._named_errors():
                 self._file.close()
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:

@@ -315,8 +315,8 @@ def _check(
             and not torch.equal(_read(places[first], value), _read(places[name], value))
         ):
             problems.append(f"{first!r} and {name!r} are one parameter in the model, but differ in the files")
-        elif (told := unwritable(value)) is not None:
-            problems.append(f"{name!r} cannot be loaded: {told}")
+        elif (problem := unwritable(value)) is not None:
+            problems.append(f"{name!r} cannot be loaded: {problem}")
         if dtype != value.dtype:
             converted.append(name)
     loaded = tuple(name for name in wanted if name not in missing)

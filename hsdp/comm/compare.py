@@ -66,6 +66,6 @@ class Greatest:
 
 def _differing_in_gathered(group: ProcessGroup, device: torch.device, values: list[int]) -> list[int]:
     mine = torch.tensor(values, dtype=torch.int64, device=device)
-    told = [torch.empty_like(mine) for _ in range(group.size())]
-    dist.all_gather(told, mine, group=group)
-    return [i for i, of_ranks in enumerate(zip(*(one.tolist() for one in told), strict=True)) if len(set(of_ranks)) > 1]
+    gathered = [torch.empty_like(mine) for _ in range(group.size())]
+    dist.all_gather(gathered, mine, group=group)
+    return [i for i, of_ranks in enumerate(zip(*(one.tolist() for one in gathered), strict=True)) if len(set(of_ranks)) > 1]

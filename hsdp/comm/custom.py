@@ -154,7 +154,7 @@ class Staging:
 
     def __init__(self, comm: object, kind: str, owner: Named) -> None:
         self._allocate = getattr(comm, "allocate", None)
-        self._told = type(comm).__name__, kind, owner
+        self._labels = type(comm).__name__, kind, owner
         self._spans: list[_Span] = []
         self.apart = self._allocate is not None
         self.then: Callable[[], object] | None = None
@@ -185,7 +185,7 @@ class Staging:
         memory: Tensor = self._allocate((size,), dtype=dtype, device=device)
         span = memory.device, memory.data_ptr(), memory.data_ptr() + memory.nbytes
         if _meet([span], self._spans):
-            name, kind, owner = self._told
+            name, kind, owner = self._labels
             raise StateError(
                 f"the {described(kind, owner.name)}: {name}.allocate({(size,)}, dtype={dtype}) returned memory that it has "
                 "returned within this call before, for an input perhaps, whose values would be lost; keep a buffer for "

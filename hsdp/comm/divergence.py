@@ -172,16 +172,16 @@ class DivergenceGuard:
         self._state, self._events = hash((self._state, key)), 0
         return self._compare(self, values, answer) if differs and len(values) > 1 else [0] * differs
 
-    def _learn(self, is_new: bool, told: int) -> None:
+    def _learn(self, is_new: bool, expected: int) -> None:
         # Most of it is of models that are gone, or that take random branches. All ranks have the same, and forget it at the
         # same question; what goes on is known again after two steps.
         if len(self._follows) + len(self._branches) >= _MOST_STATES:
             self._follows, self._branches = {}, {}
         if is_new:
-            self._follows[self._state] = told
+            self._follows[self._state] = expected
         else:
             # The last one: a training loop comes back to it after each evaluation, and stays with it.
-            self._branches[self._state, self._passes] = told
+            self._branches[self._state, self._passes] = expected
 
     def _ask(self, answer: Answer, is_known: bool, value: int | None = None) -> bool:
         """Whether `value` is not the same on all ranks; they all are about to do the same. `is_known`: some op is, here."""

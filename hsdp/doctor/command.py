@@ -176,10 +176,10 @@ def _device(name: str) -> tuple[torch.device, str | None]:
 
 
 def _from_environment(name: str, otherwise: int) -> int:
-    told = os.environ.get(name, str(otherwise))
-    if not told.isdecimal():
-        raise ValueError(f"{name}={told!r}: expected a number, as torchrun sets it")
-    return int(told)
+    setting = os.environ.get(name, str(otherwise))
+    if not setting.isdecimal():
+        raise ValueError(f"{name}={setting!r}: expected a number, as torchrun sets it")
+    return int(setting)
 
 
 def _device_text(device: torch.device) -> str:

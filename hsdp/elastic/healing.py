@@ -106,7 +106,7 @@ class HealedState:
                     apart = take_apart(state, f"the optimizer's state of {name!r}")
                     states[name] = {entry: _sent(value, f"{entry} of {name}") for entry, value in apart.leaves.items()}
                     skeletons[name] = apart.skeleton
-        groups = [{**told, "params": names} for told, names in zip(self._settings, self._members, strict=True)]
+        groups = [{**settings, "params": names} for settings, names in zip(self._settings, self._members, strict=True)]
         optimizer = {"states": states, "skeletons": skeletons, "groups": groups, "added": added_by(self._optimizer)}
         return {"model": model, "buffers": buffers, **optimizer}
 

@@ -152,9 +152,9 @@ class ManagedAllReduce(AllReduceStage):
             Whether the weights were the same, as far as was asked.
         """
         manager = self.manager
-        if (told := self._sums([1, self._order, joins, 0 if joins else skipped], device)) is None:
+        if (sums := self._sums([1, self._order, joins, 0 if joins else skipped], device)) is None:
             return True
-        count, orders, joining, skips = told
+        count, orders, joining, skips = sums
         # One that does not take part gets the others' number with their state; where one joins, all count anew.
         self.joined = joining > 0
         self.skipped_apart = manager.is_participating() and not joins and skips != skipped * (count - joining)
@@ -170,12 +170,12 @@ class ManagedAllReduce(AllReduceStage):
         if not joining:
             return True
         weights = digest() & _MASK
-        if (told := self._sums([1, weights], device)) is None:
+        if (sums := self._sums([1, weights], device)) is None:
             return True
         # Behind step 0 one that takes no part has its old weights by right: it gets the others' before it steps. In step 0
         # managers heal some ranks of a replica by one and the rest by another, which must be alike.
         is_healed = manager.current_step() > 0 and not manager.is_participating()
-        same = is_healed or told[1] == weights * told[0]
+        same = is_healed or sums[1] == weights * sums[0]
         # One that takes no part cannot see it by its own weights, and would go on alone with the gradients of two models.
         apart = self._sums([not same], device)
         if not same or (apart is not None and apart[0]):
@@ -184,9 +184,9 @@ class ManagedAllReduce(AllReduceStage):
 
     def _sums(self, values: list[int], device: torch.device) -> list[int] | None:
         """Sums over those that take part; None behind an error."""
-        told = torch.tensor(values, dtype=torch.int64, device=device)
-        self.manager.allreduce(told, reduce_op=dist.ReduceOp.SUM).wait()
-        return told.tolist() if self.manager.errored() is None else None
+        sums = torch.tensor(values, dtype=torch.int64, device=device)
+        self.manager.allreduce(sums, reduce_op=dist.ReduceOp.SUM).wait()
+        return sums.tolist() if self.manager.errored() is None else None
 
     def _join_quorum(self) -> None:
         """Waits until it is known who takes part. A quorum that was not found is an error of the step, which raises it."""

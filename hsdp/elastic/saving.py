@@ -51,13 +51,13 @@ def save(
     manager = optimizer.manager
     if manager.participating_rank() != 0:
         return None
-    told = {_KEY: manager.state_dict(), "extra": extra}
+    content = {_KEY: manager.state_dict(), "extra": extra}
     try:
         handle = save_job(
             directory,
             optimizer.model,
             optimizer.optimizer,
-            told,
+            content,
             step=manager.current_step(),
             keep=keep,
             process_group=process_group,
@@ -86,11 +86,11 @@ def resume(
     loaded = resume_job(directory, optimizer.model, optimizer.optimizer, process_group=process_group)
     if loaded is None:
         return None
-    told = loaded.extra
-    if not isinstance(told, dict) or _KEY not in told:
+    content = loaded.extra
+    if not isinstance(content, dict) or _KEY not in content:
         raise CheckpointError(
             f"elastic.resume: {loaded.path} was not saved by elastic.save, and does not tell how many batches were taken; "
             "load it with checkpoint.load, and the manager with load_state_dict({'step': ..., 'batches_committed': ...})"
         )
-    optimizer.manager.load_state_dict(told[_KEY])
-    return replace(loaded, extra=told["extra"])
+    optimizer.manager.load_state_dict(content[_KEY])
+    return replace(loaded, extra=content["extra"])

@@ -117,8 +117,8 @@ def main(argv: list[str] | None = None) -> int:
         losses = train(models, options.steps, mesh)
         share, modes = quality(models[0], mesh)
         if rank() == 0:
-            told = [sum(column) / len(column) for column in zip(*losses[-100:], strict=True)]
-            print(f"losses: discriminator {told[0]:.3f}, generator {told[1]:.3f}")
+            means = [sum(column) / len(column) for column in zip(*losses[-100:], strict=True)]
+            print(f"losses: discriminator {means[0]:.3f}, generator {means[1]:.3f}")
             print(f"{share:.0%} of the samples lie in a cloud; {modes} of {NUM_MODES} clouds have some")
     return 0
 

@@ -172,9 +172,9 @@ class _Defaults(argparse.HelpFormatter):
     """Every option ends with its default, in words where it is no value."""
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        told = action.help or ""
+        text = action.help or ""
         plain = action.default is None or action.nargs == 0 or action.default is argparse.SUPPRESS or action.default == []
-        return told if plain else f"{told} (default: %(default)s)"
+        return text if plain else f"{text} (default: %(default)s)"
 
 
 def _parser() -> argparse.ArgumentParser:

@@ -352,8 +352,8 @@ def _mistaken(options: Options, loaded: checkpoint.Loaded) -> str | None:
     asked = _identity(options)
     if not _is_of_this_job(loaded.extra):
         is_elastic = isinstance(loaded.extra, dict) and _is_of_this_job(loaded.extra.get("extra"))  # of elastic.save
-        told = "with --elastic; use that, or" if is_elastic else "by another program; use"
-        return f"{loaded.path} was saved {told} another --checkpoint-dir"
+        origin = "with --elastic; use that, or" if is_elastic else "by another program; use"
+        return f"{loaded.path} was saved {origin} another --checkpoint-dir"
     saved = loaded.extra["run"]
     differing = [f"--{name.replace('_', '-')} {saved[name]}" for name in asked if saved[name] != asked[name]]
     return (

@@ -208,15 +208,15 @@ def _numbers(state: dict[str, Any] | None) -> object:
     """What must be equal for two parameters to step as one: what their state has, and the numbers in it."""
     if not state:
         return ()
-    return tuple(sorted((name, _told(value)) for name, value in state.items()))
+    return tuple(sorted((name, _signature(value)) for name, value in state.items()))
 
 
-def _told(value: Any) -> object:
+def _signature(value: Any) -> object:
     """What a value of the state must have in common: a number, whatever its name, its own; another plain tensor itself."""
     if isinstance(value, DTensor):
         return ...
     if isinstance(value, Tensor):
         return value.item() if value.numel() == 1 else id(value)
     if isinstance(value, CONTAINERS):
-        return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(_told, inside(value)))
+        return type(value), tuple(value) if isinstance(value, dict) else (), tuple(map(_signature, inside(value)))
     return value if isinstance(value, Hashable) else id(value)

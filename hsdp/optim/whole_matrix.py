@@ -178,7 +178,7 @@ class WholeMatrix(torch.optim.Optimizer):
         cuts = repr([(g.get("matrices"), g.get("split_sizes")) for g in self.param_groups])  # a list has no hash
         # Who assigns to `.data` changes no identity, but perhaps what a plan depends on: dtype, device and shape.
         each = ((local_of(p), id(p), id(group), p.grad is not None) for p, group in pairs)
-        key = (cuts, self._stopped, *((id(own), own.dtype, own.device, own.shape, *told) for own, *told in each))
+        key = (cuts, self._stopped, *((id(own), own.dtype, own.device, own.shape, *rest) for own, *rest in each))
         found: list[_Plan] | None = self._plans.get(key)
         if found is None:
             if len(self._plans) >= 16:  # who steps other parameters each time would collect plans
@@ -214,10 +214,10 @@ class WholeMatrix(torch.optim.Optimizer):
             bucket.route(me)
         matrices = [(m.box, m.owner, m.target.param.shape, str(b.dtype)) for b in buckets for m in b.matrices]
         given = [(name_of(target.param), target.param.grad is not None) for target in targets]
-        told = repr((matrices, given, self._over_replicas, self._stopped))
+        signature = repr((matrices, given, self._over_replicas, self._stopped))
         behind = "" if self._stopped is None else f", behind a step that failed after {self._stopped} changes"
         label = Label(f"{type(self).__name__}, {len(stepped)} of {len(targets)} matrix parameters{behind}")
-        key = zlib.crc32(told.encode()) << 16
+        key = zlib.crc32(signature.encode()) << 16
         exchanges = [Exchange(bucket, comm, ranks, label, key + 4 * at) for at, bucket in enumerate(buckets)]
         return _Plan(comm, exchanges, label, key)
 

@@ -37,8 +37,8 @@ class Diagnosis:
     otherwise: str
 
     def __str__(self) -> str:
-        told = ", or ".join(one.text for one in self.advice) or self.otherwise
-        return f"{self.trouble}: {told}."
+        text = ", or ".join(one.text for one in self.advice) or self.otherwise
+        return f"{self.trouble}: {text}."
 
 
 def diagnose(plan: PlanData) -> tuple[Diagnosis, ...]:
@@ -96,16 +96,16 @@ def _double_remedies(plan: PlanData) -> Iterator[dict[str, Any]]:
 
 
 def _recomputations(plan: PlanData) -> Iterator[dict[str, Any]]:
-    told = plan.assumptions
-    if told.activations is None and told.recompute is not True and len(plan.units) > 1:
-        yield from ({"recompute": what} for what in ("selective", True) if what != told.recompute)
+    assumed = plan.assumptions
+    if assumed.activations is None and assumed.recompute is not True and len(plan.units) > 1:
+        yield from ({"recompute": what} for what in ("selective", True) if what != assumed.recompute)
 
 
 def _fewer_tokens(plan: PlanData) -> Iterator[dict[str, Any]]:
     """Half as many tokens, and so on, until they fit, as long as there are whole sequences."""
-    told = plan.assumptions
-    tokens = told.tokens_per_rank // 2
-    while tokens >= (told.seq_len or 1) and plan.memory.peak["activations"]:
+    assumed = plan.assumptions
+    tokens = assumed.tokens_per_rank // 2
+    while tokens >= (assumed.seq_len or 1) and plan.memory.peak["activations"]:
         if plan.changed(tokens_per_rank=tokens).fits:
             yield {"tokens_per_rank": tokens}
             return
@@ -135,9 +135,9 @@ def _step(plan: PlanData) -> Diagnosis:
 
 
 def _without_waits(plan: PlanData) -> Iterator[dict[str, Any]]:
-    told = plan.assumptions
-    if told.activations is None and told.recompute is not False:
-        yield from ({"recompute": what} for what in (False, "selective") if what != told.recompute)
+    assumed = plan.assumptions
+    if assumed.activations is None and assumed.recompute is not False:
+        yield from ({"recompute": what} for what in (False, "selective") if what != assumed.recompute)
     if plan.time.optimizer > HIDDEN * plan.time.step:
         yield from ({"mesh": mesh} for mesh in _other_meshes(plan))
     yield from _shares(plan)
@@ -161,23 +161,23 @@ def _with_waits(plan: PlanData, kind: str) -> Iterator[dict[str, Any]]:
 
 def _more_tokens(plan: PlanData, kind: str) -> Iterator[dict[str, Any]]:
     """The fewest tokens per rank, to a sixteenth, with which that wait is hidden; else as many as fit."""
-    told = plan.assumptions
+    assumed = plan.assumptions
     # Whole sequences, if the batch is made of them.
-    grain = told.sequence if told.seq_len is not None and told.tokens_per_rank % told.sequence == 0 else 1
+    grain = assumed.sequence if assumed.seq_len is not None and assumed.tokens_per_rank % assumed.sequence == 0 else 1
 
     def hides(tokens: int) -> bool:
         time = plan.time_with(tokens)
         return time.exposed[kind] <= HIDDEN * time.step
 
-    high = told.tokens_per_rank // grain
-    while not hides(high * grain) and high * grain <= _MOST * told.tokens_per_rank:
+    high = assumed.tokens_per_rank // grain
+    while not hides(high * grain) and high * grain <= _MOST * assumed.tokens_per_rank:
         high *= 2
     low = high // 2
     while high - low > max(1, low // 16):
         middle = (low + high) // 2
         low, high = (low, middle) if hides(middle * grain) else (middle, high)
     tokens = high * grain
-    while tokens > told.tokens_per_rank:
+    while tokens > assumed.tokens_per_rank:
         if _affordable(plan, plan.changed(tokens_per_rank=tokens)):
             yield {"tokens_per_rank": tokens}
             return
@@ -204,8 +204,8 @@ def _offers(plan: PlanData, options: Iterator[dict[str, Any]]) -> tuple[Advice, 
         key = tuple(one)
         if gain <= 1 + HIDDEN or not _affordable(plan, other) or (key in best and best[key].gain >= gain):
             continue
-        told = f"{gain - 1:.0%} more tokens/s, a peak of {bytes_of(other.memory.most)}"
-        best[key] = Advice(f"{_in_words(plan, one)} ({told} instead of {bytes_of(plan.memory.most)})", one, "speed", gain)
+        effect = f"{gain - 1:.0%} more tokens/s, a peak of {bytes_of(other.memory.most)}"
+        best[key] = Advice(f"{_in_words(plan, one)} ({effect} instead of {bytes_of(plan.memory.most)})", one, "speed", gain)
     return tuple(sorted(best.values(), key=lambda advice: -advice.gain))
 
 

@@ -99,7 +99,7 @@ def plan(
     sizes = _read_mesh(model, mesh, backend_of(backend, "gloo" if machine in ("cpu", MACHINES["cpu"]) else "nccl"))
     backend = backend_of(backend, sizes.backend)
     rates = machine_of(machine or ("cpu" if backend == "gloo" else "h100"))
-    told = Assumptions(
+    assumed = Assumptions(
         tokens_per_rank=tokens_per_rank,
         micro_batches=micro_batches,
         optimizer=optimizer,
@@ -116,7 +116,7 @@ def plan(
         backend=backend,
         streams=sizes.streams and backend != "gloo",
     )
-    return Plan.of(class_name(model), with_active(facts, active), sizes.replicas, sizes.shards, told)
+    return Plan.of(class_name(model), with_active(facts, active), sizes.replicas, sizes.shards, assumed)
 
 
 def compare(model: nn.Module, meshes: Iterable[Mesh], **options: Any) -> Comparison:

@@ -28,8 +28,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = _parser()
     args = parser.parse_args(argv)
     plans = _plans(args, parser)
-    told: Plan | Comparison = plans[0] if len(plans) == 1 else Comparison(tuple(plans))
-    shown = {"table": told.__str__, "json": told.to_json, "csv": told.to_csv}[args.format]()
+    result: Plan | Comparison = plans[0] if len(plans) == 1 else Comparison(tuple(plans))
+    shown = {"table": result.__str__, "json": result.to_json, "csv": result.to_csv}[args.format]()
     sys.stdout.write(shown.rstrip() + "\n")
     return 0 if any(plan.fits for plan in plans) else 1
 
@@ -66,7 +66,7 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
     machine = MACHINES[args.machine]
     link = machine.link
     on_host = args.machine == "cpu"
-    told = Assumptions(
+    assumed = Assumptions(
         tokens_per_rank=args.tokens_per_rank,
         micro_batches=args.micro_batches,
         optimizer=args.optimizer,
@@ -76,24 +76,24 @@ def _plans(args: argparse.Namespace, parser: argparse.ArgumentParser) -> list[Pl
         seq_len=args.seq_len,
         machine=machine.title,
         link=Link(
-            _told(args.fast, 1e9, link.fast),
-            _told(args.slow, 1e9, link.slow),
+            _in_units(args.fast, 1e9, link.fast),
+            _in_units(args.slow, 1e9, link.slow),
             args.ranks_per_node,
-            _told(args.latency, 1e-6, link.latency),
-            _told(args.fast_step, 1e-6, link.fast_step),
-            _told(args.slow_step, 1e-6, link.slow_step),
+            _in_units(args.latency, 1e-6, link.latency),
+            _in_units(args.fast_step, 1e-6, link.fast_step),
+            _in_units(args.slow_step, 1e-6, link.slow_step),
         ),
-        flops=_told(args.flops, 1e12, machine.flops),
-        bandwidth=_told(args.bandwidth, 1e9, machine.bandwidth),
+        flops=_in_units(args.flops, 1e12, machine.flops),
+        bandwidth=_in_units(args.bandwidth, 1e9, machine.bandwidth),
         memory=None if args.memory is None else math.ceil(args.memory * 2**30),
         recompute={"no": False, "full": True}.get(args.recompute, args.recompute),
         backend="gloo" if on_host else "nccl",
         streams=not on_host,
     )
-    return [Plan.of(args.preset, facts, replicas, shards, told) for replicas, shards in dict.fromkeys(meshes)]
+    return [Plan.of(args.preset, facts, replicas, shards, assumed) for replicas, shards in dict.fromkeys(meshes)]
 
 
-def _told(value: float | None, unit: float, otherwise: float) -> float:
+def _in_units(value: float | None, unit: float, otherwise: float) -> float:
     return otherwise if value is None else value * unit
 
 

@@ -186,8 +186,8 @@ class PlanData(ABC):
 
     @property
     def _wires(self) -> Wires:
-        told = self.assumptions
-        return Wires(self.replicas, self.shards, told.link, told.backend, told.over_replicas)
+        assumed = self.assumptions
+        return Wires(self.replicas, self.shards, assumed.link, assumed.backend, assumed.over_replicas)
 
     def changed(
         self: PlanT,
@@ -202,10 +202,10 @@ class PlanData(ABC):
         Args:
             mesh: another `(replicas, shards)`.
             reshard_after_forward, shard_placement_fn: of all units, as for `fully_shard`; None: as they are.
-            assumptions: other values of `Assumptions`. Activations that were told grow with the tokens per rank. `machine`,
+            assumptions: other values of `Assumptions`. Given activations grow with the tokens per rank. `machine`,
                 as for `plan`, brings its link, flops and bandwidth, and `backend` whether streams order the work.
         """
-        told = self.assumptions
+        assumed = self.assumptions
         if "machine" in assumptions:
             rates = machine_of(assumptions["machine"])
             own = {"link": rates.link, "flops": rates.flops, "bandwidth": rates.bandwidth}
@@ -213,10 +213,10 @@ class PlanData(ABC):
         if "backend" in assumptions:
             assumptions["backend"] = backend_of(assumptions["backend"])
             assumptions = {"streams": assumptions["backend"] != "gloo", **assumptions}
-        if told.activations is not None and "tokens_per_rank" in assumptions:
-            grown = told.activations * assumptions["tokens_per_rank"] // told.tokens_per_rank
+        if assumed.activations is not None and "tokens_per_rank" in assumptions:
+            grown = assumed.activations * assumptions["tokens_per_rank"] // assumed.tokens_per_rank
             assumptions = {"activations": grown, **assumptions}
-        now = replace(told, **assumptions)
+        now = replace(assumed, **assumptions)
         same = (mesh, reshard_after_forward, shard_placement_fn) == (None, None, None)
         if same and assumptions.keys() <= _KEEP_UNITS:
             memory = _memory(self.events, self.units, self._wires, now)
@@ -231,8 +231,8 @@ class PlanData(ABC):
 
     def time_with(self, tokens_per_rank: int) -> TimePlan:
         """The time of a step with another number of tokens."""
-        told = replace(self.assumptions, tokens_per_rank=tokens_per_rank)
-        return _time(self.events, self.units, self._wires, told)
+        assumed = replace(self.assumptions, tokens_per_rank=tokens_per_rank)
+        return _time(self.events, self.units, self._wires, assumed)
 
     @classmethod
     def of(
@@ -244,22 +244,21 @@ class PlanData(ABC):
         assumptions: Assumptions,
     ) -> PlanT:
         """Plans a step of a model that is given as facts; needs no module, no process group and no device."""
-        told = assumptions
-        units = tuple(plan_unit(one, replicas, shards, told.backend, told.streams) for one in facts)
-        events = tuple(simulate_step(units, told.micro_batches, told.streams))
-        wires = Wires(replicas, shards, told.link, told.backend, told.over_replicas)
+        units = tuple(plan_unit(one, replicas, shards, assumptions.backend, assumptions.streams) for one in facts)
+        events = tuple(simulate_step(units, assumptions.micro_batches, assumptions.streams))
+        wires = Wires(replicas, shards, assumptions.link, assumptions.backend, assumptions.over_replicas)
         collectives = [one for event in events for one in wires.of(event, units)]
-        stepping = _optimizer(units, wires, told)
+        stepping = _optimizer(units, wires, assumptions)
         collectives += [*(one for unit in units for one in stepping.arriving(unit)), *stepping.exchanged]
         return cls(
             name,
             replicas,
             shards,
-            told,
+            assumptions,
             units,
             add_up(collectives),
-            _memory(events, units, wires, told),
-            _time(events, units, wires, told),
+            _memory(events, units, wires, assumptions),
+            _time(events, units, wires, assumptions),
             events,
         )
 
@@ -268,28 +267,28 @@ _KEEP_UNITS = {"tokens_per_rank", "seq_len", "activations", "recompute", "memory
 """Assumptions that change neither what is communicated nor the order of things."""
 
 
-def _activations(units: Sequence[UnitPlan], told: Assumptions) -> list[UnitActivations]:
-    if told.activations is not None:
-        return scaled(units, told.activations)
-    return estimate(units, told.tokens_per_rank, told.recompute)
+def _activations(units: Sequence[UnitPlan], assumed: Assumptions) -> list[UnitActivations]:
+    if assumed.activations is not None:
+        return scaled(units, assumed.activations)
+    return estimate(units, assumed.tokens_per_rank, assumed.recompute)
 
 
-def _optimizer(units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> OptimizerPlan:
-    return OptimizerPlan(told.optimizer, units, wires, told.optimizer_states, told.flops, told.bandwidth)
+def _optimizer(units: Sequence[UnitPlan], wires: Wires, assumed: Assumptions) -> OptimizerPlan:
+    return OptimizerPlan(assumed.optimizer, units, wires, assumed.optimizer_states, assumed.flops, assumed.bandwidth)
 
 
-def _memory(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> MemoryPlan:
-    stepping = _optimizer(units, wires, told)
-    held = _activations(units, told)
-    return replay(events, units, stepping.state_bytes, held, told.backend, told.over_replicas, stepping.step_bytes)
+def _memory(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, assumed: Assumptions) -> MemoryPlan:
+    stepping = _optimizer(units, wires, assumed)
+    held = _activations(units, assumed)
+    return replay(events, units, stepping.state_bytes, held, assumed.backend, assumed.over_replicas, stepping.step_bytes)
 
 
-def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, told: Assumptions) -> TimePlan:
+def _time(events: Sequence[Event], units: Sequence[UnitPlan], wires: Wires, assumed: Assumptions) -> TimePlan:
     """Forwards, backwards and the optimizer; what it stepped travels to other replicas beside the next step."""
-    predicted = Predicted(units, wires, told.tokens_per_rank, told.sequence, told.flops, told.recompute)
-    stepping = _optimizer(units, wires, told)
+    predicted = Predicted(units, wires, assumed.tokens_per_rank, assumed.sequence, assumed.flops, assumed.recompute)
+    stepping = _optimizer(units, wires, assumed)
     arriving = [sum(one.seconds for one in stepping.arriving(unit)) for unit in units]
-    return clock(events, predicted, told.streams, arriving).with_optimizer(stepping.seconds)
+    return clock(events, predicted, assumed.streams, arriving).with_optimizer(stepping.seconds)
 
 
 @dataclass(frozen=True)

@@ -22,12 +22,12 @@ Row = Sequence[str]
 
 def as_text(plan: PlanData) -> str:
     """The plan as tables."""
-    told = plan.assumptions
+    assumed = plan.assumptions
     head = [
         f"{plan.name}: {count_of(plan.numel)} parameters in {several(len(plan.units), 'unit')} on "
         f"{several(plan.replicas, 'replica')} x {several(plan.shards, 'shard')} ({_nodes(plan)})",
-        f"{told.tokens_per_rank:,} tokens per rank x {several(told.micro_batches, 'micro-batch', 'es')}, backend "
-        f"{told.backend}",
+        f"{assumed.tokens_per_rank:,} tokens per rank x {several(assumed.micro_batches, 'micro-batch', 'es')}, backend "
+        f"{assumed.backend}",
     ]
     tables = [
         "units (sent: bytes per rank and step; fast: inside a node, slow: between nodes; direct: moved without a copy)",
@@ -73,29 +73,29 @@ _RECOMPUTED: dict[Recompute, str] = {
 def _assumed(plans: Sequence[PlanData]) -> Iterable[str]:
     """What the figures rest on, one thing a line; of plans that differ in their meshes alone."""
     plan = plans[0]
-    told, link = plan.assumptions, plan.assumptions.link
+    assumed, link = plan.assumptions, plan.assumptions.link
     yield (
-        f"{told.machine}: a rank achieves {told.flops / 1e12:.4g} Tflop/s and {told.bandwidth / 1e9:.4g} GB/s of memory, "
-        f"{link.fast / 1e9:.4g} GB/s in a node, {link.slow / 1e9:.4g} GB/s between nodes "
-        "(measure yours: python -m hsdp doctor)"
+        f"{assumed.machine}: a rank achieves {assumed.flops / 1e12:.4g} Tflop/s and "
+        f"{assumed.bandwidth / 1e9:.4g} GB/s of memory, {link.fast / 1e9:.4g} GB/s in a node, {link.slow / 1e9:.4g} GB/s "
+        "between nodes (measure yours: python -m hsdp doctor)"
     )
-    if told.activations is not None:
-        yield f"activations: {bytes_of(told.activations)}, as told"
+    if assumed.activations is not None:
+        yield f"activations: {bytes_of(assumed.activations)}, as told"
     else:
-        how = _RECOMPUTED[told.recompute]
+        how = _RECOMPUTED[assumed.recompute]
         yield f"activations: estimated from the shapes of weights, {how}, the loss of logits in fp32"
     width = sum(unit.facts.attention for unit in plan.units)
     yield (
-        f"attention: causal over sequences of {told.sequence:,} tokens, never stored"
+        f"attention: causal over sequences of {assumed.sequence:,} tokens, never stored"
         if width
         else "attention: none was recognised by the names of its layers, so its flops are not counted"
     )
     if any(unit.in_tree for unit in plan.units):
         yield "sums: in one binary order of ranks (reduction='tree'), the time of adding them not counted"
-    states = several(told.optimizer_states, "state")
-    sharers = sorted({one.replicas for one in plans if told.over_replicas and one.replicas > 1})
+    states = several(assumed.optimizer_states, "state")
+    sharers = sorted({one.replicas for one in plans if assumed.over_replicas and one.replicas > 1})
     shares = f", shared out among {' or '.join(map(str, sharers))} replicas" if sharers else ""
-    if told.optimizer == "muon":
+    if assumed.optimizer == "muon":
         yield (
             "optimizer: Muon for the matrices of blocks, 1 state in their dtype, 5 iterations in bf16 on owners dealt by "
             f"cost; {states} per other parameter{shares}"
@@ -139,8 +139,8 @@ def _unit_cells(unit: UnitPlan, sent: Sequence[Collective]) -> Row:
 
 def _dtypes(group: GroupPlan) -> str:
     kind = group.kind
-    told = "/".join(dtype_of(dtype) for dtype in (kind.storage, kind.compute, kind.reduce))
-    return f"{told}{' whole' * kind.replicated}{' subclass' * kind.extension}"
+    dtypes = "/".join(dtype_of(dtype) for dtype in (kind.storage, kind.compute, kind.reduce))
+    return f"{dtypes}{' whole' * kind.replicated}{' subclass' * kind.extension}"
 
 
 def direct_share(unit: UnitPlan, what: str) -> float:
@@ -186,10 +186,10 @@ def _memory_rows(plan: PlanData) -> Iterable[Row]:
         if plan.memory.largest[term]:
             yield term, bytes_of(plan.memory.peak[term]), bytes_of(plan.memory.largest[term]), meaning
     limit = plan.assumptions.memory
-    told = (
+    note = (
         "" if limit is None else f"{'fits' if plan.fits else 'does not fit'} in {bytes_of(limit)}, as far as it is counted"
     )
-    yield "total", bytes_of(plan.memory.total), "", told
+    yield "total", bytes_of(plan.memory.total), "", note
     made = "matrices on their way" if plan.assumptions.optimizer == "muon" else "one of a shard's size (none if fused)"
     yield "in optimizer's step", bytes_of(plan.memory.step), "", f"shards, states, gradients and what it makes: {made}"
     if plan.memory.host:
@@ -243,8 +243,8 @@ def _table(heads: Row, rows: Iterable[Row], left: int, last: bool = False) -> st
     lines = []
     for row in cells:
         flush = [at < left or (last and at == len(row) - 1) for at in range(len(row))]
-        told = [cell.ljust(n) if one else cell.rjust(n) for cell, n, one in zip(row, widths, flush, strict=True)]
-        lines.append(("  " + "  ".join(told)).rstrip())
+        padded = [cell.ljust(n) if one else cell.rjust(n) for cell, n, one in zip(row, widths, flush, strict=True)]
+        lines.append(("  " + "  ".join(padded)).rstrip())
     return "\n".join(lines) + "\n"
 
 
@@ -327,11 +327,11 @@ def as_csv(plan: PlanData) -> str:
 def comparison_as_json(comparison: ComparisonData) -> str:
     """The plans as JSON, and the index of the best."""
     best = comparison.best
-    told = {
+    content = {
         "best": None if best is None else comparison.plans.index(best),
         "plans": [as_dict(plan) for plan in comparison.plans],
     }
-    return json.dumps(told, indent=1)
+    return json.dumps(content, indent=1)
 
 
 def comparison_as_csv(comparison: ComparisonData) -> str:

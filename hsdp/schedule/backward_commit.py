@@ -36,7 +36,7 @@ class BackwardCommit(Root):
             self.awaits_gradients = False
         backward.tasks.clear()
         self.backward = None
-        self.tell(Point.BACKWARD_ENDS)
+        self.notify(Point.BACKWARD_ENDS)
 
     def note_failure(self, token: object) -> None:
         """The engine dropped a callback, and with it the token: that graph task failed.
@@ -62,7 +62,7 @@ class BackwardCommit(Root):
         self._unregister()
         if not self.streams.active:
             self._roll_back(at_once=True)
-            self.tell(Point.DROPPED)
+            self.notify(Point.DROPPED)
 
     def enclose(self) -> None:
         """Inside of a graph task a forward begins, or a unit is entered: backwards inside of it will be parts of it."""

@@ -28,9 +28,9 @@ def closed_unit_used(error: BaseException) -> str | None:
     closed = [(name, owner.name) for name, param in module.named_parameters() if (owner := owner_of(param)) is not None]
     if not closed:
         return None
-    told = ", ".join(f"{name!r} (unit {unit!r})" for name, unit in closed[:3]) + (", ..." if len(closed) > 3 else "")
+    names = ", ".join(f"{name!r} (unit {unit!r})" for name, unit in closed[:3]) + (", ..." if len(closed) > 3 else "")
     return (
-        f"code of {class_name(module)} computes with a sharded parameter of a unit that it has not called, one of {told}: "
+        f"code of {class_name(module)} computes with a sharded parameter of a unit that it has not called, one of {names}: "
         f"it is whole only inside of its unit's forward. Make {class_name(module)} the unit, or call the module that "
         "holds the parameter"
     )

@@ -106,14 +106,14 @@ class ModuleHooks:
             if depth == 0:
                 runtime.end_forward()
         except BaseException as error:
-            told = closed_unit_used(error)
+            message = closed_unit_used(error)
             # Set back, not counted down: the exception may have come at any point.
             runtime.depth = depth
             unit.set_calls(calls)
             if depth == 0:
                 runtime.forget_forward()
-            if told is not None:
-                raise StateError(told) from error
+            if message is not None:
+                raise StateError(message) from error
             raise
         return output
 

@@ -140,12 +140,12 @@ def _in_no_unit(
     names = {id(param): name for root in roots for name, param in root.named_parameters()}
     outside = [param for param in alone.values() if param.requires_grad and id(param) not in names] if beside else []
     if outside:
-        told = ", ".join(f"one of shape {tuple(param.shape)}" for param in outside[:3])
+        shapes = ", ".join(f"one of shape {tuple(param.shape)}" for param in outside[:3])
         more = ", ..." if len(outside) > 3 else ""
         warnings.warn(
             f"hsdp: {type(optimizer).__name__} steps {len(outside)} parameter(s) beside sharded ones that are in no unit: "
-            f"{told}{more}. Their gradients are those of each rank alone, and ranks drift apart unless you sum them; call "
-            "fully_shard on the module that holds them, and make the optimizer afterwards",
+            f"{shapes}{more}. Their gradients are those of each rank alone, and ranks drift apart unless you sum them; "
+            "call fully_shard on the module that holds them, and make the optimizer afterwards",
             stacklevel=6,
         )
     return {names[id(param)]: place for place, param in alone.items() if id(param) in names}
@@ -205,11 +205,11 @@ def _evaluate(
 ) -> Any:
     """A user's closure in a step, and what comes behind it. What runs below this frame is not the step's: `watch_norms`."""
     _closure_begins(optimizer)
-    told = closure(*args, **kwargs)
+    loss = closure(*args, **kwargs)
     with torch.no_grad():
         _make_ready(optimizer)
     _weights_change(optimizer)
-    return told
+    return loss
 
 
 def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -> int | None:

@@ -67,13 +67,13 @@ class Reduction:
         self.in_tree = unit.in_tree
         self.offloads = False
         # The factor too: ranks that scale differently would train on gradients that do not fit together.
-        told = [unit.key + 1, self.factor]
+        keys = [unit.key + 1, self.factor]
         for part in parts:
-            told.append(part.plan.key)
+            keys.append(part.plan.key)
             self.offloads = self.offloads or part.plan.offload is not None
             if all_reduce and part.plan.shares is not None:
                 part.replica_buffers = part.plan.shares.buffers()
-        self.key = hash(tuple(told))
+        self.key = hash(tuple(keys))
 
     def scaling(self, part: GroupReduction) -> Scaling:
         """When the sums of one of its parts are multiplied with its factor, and by how much."""

@@ -125,9 +125,9 @@ class Root:
         """Warns of what units' policies say about the pipeline, which is the root's."""
         for unit in self.units:
             if left := unheeded(unit.comm_policy, self.root.comm_policy):
-                told = ", ".join(f"{name}={value}" for name, value in left.items())
+                settings = ", ".join(f"{name}={value}" for name, value in left.items())
                 warnings.warn(
-                    f"hsdp: CommPolicy({told}) of unit {unit.name!r} has no effect: the outermost unit decides, "
+                    f"hsdp: CommPolicy({settings}) of unit {unit.name!r} has no effect: the outermost unit decides, "
                     f"{self.root.name!r}; give it that policy",
                     stacklevel=6,
                 )
@@ -150,13 +150,13 @@ class Root:
         """The root's module(s)."""
         return (module for ref in self._modules if (module := ref()) is not None)
 
-    def tell(self, point: Point) -> None:
+    def notify(self, point: Point) -> None:
         """Tells whoever observes units of the root that it passes a point."""
-        told = None
+        notified = None
         for unit in self.units:
             observer = unit.context.observer
-            if observer is not None and observer is not told:  # who observes several has them in a row
-                told = observer
+            if observer is not None and observer is not notified:  # who observes several has them in a row
+                notified = observer
                 observer.passes(point, self)
 
     def share_streams(self, other: Root) -> None:
@@ -303,7 +303,7 @@ class Root:
         self._forward_order.leave()
         # Last: what failed in here finds the backward still there, and the next to look clears up behind it once more.
         self.backward = None
-        self.tell(Point.DROPPED)
+        self.notify(Point.DROPPED)
 
     def _leave_word(self) -> None:
         """Other ranks may wait for this one, which failed."""

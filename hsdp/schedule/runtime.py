@@ -42,7 +42,7 @@ class Runtime(Backwards):
         self.refuse_landing("forward")
         self.recover("a backward pass did not end")
         self.adopt()
-        self.tell(Point.FORWARD_BEGINS)
+        self.notify(Point.FORWARD_BEGINS)
         if (event := self.root.settings.post_optim_event) is not None:
             self.root.settings.post_optim_event = None
             self.streams.join(event)
@@ -179,7 +179,7 @@ class Runtime(Backwards):
             unit.settings.drains = True
             unit.end_split()
         self._reshard_all()
-        self.tell(Point.DROPPED)
+        self.notify(Point.DROPPED)
 
     def settle(self) -> None:
         """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.

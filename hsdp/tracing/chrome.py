@@ -48,9 +48,9 @@ def _meta(name: str, rank: int, thread: int, args: dict[str, Any]) -> dict[str, 
 
 
 def _complete(span: Span, rank: int, thread: int) -> dict[str, Any]:
-    told = {"unit": span.unit}
+    details = {"unit": span.unit}
     if span.nbytes:
-        told |= {"bytes": str(span.nbytes), "sent": str(round(span.sent)), "calls": str(span.calls)}
+        details |= {"bytes": str(span.nbytes), "sent": str(round(span.sent)), "calls": str(span.calls)}
     return {
         "ph": "X",
         "name": f"{span.kind} {span.unit}",
@@ -59,5 +59,5 @@ def _complete(span: Span, rank: int, thread: int) -> dict[str, Any]:
         "tid": thread,
         "ts": span.start * 1e6,
         "dur": span.seconds * 1e6,
-        "args": told,
+        "args": details,
     }

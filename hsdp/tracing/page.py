@@ -83,9 +83,9 @@ def _title(row: str) -> str:
 
 
 def _span(event: dict[str, Any]) -> list[Any]:
-    told = event["args"]
+    details = event["args"]
     times = [round(event["ts"], 2), round(event["dur"], 2)]
-    return [*times, event["cat"], told["unit"], *(int(told.get(name, 0)) for name in ("bytes", "sent", "calls"))]
+    return [*times, event["cat"], details["unit"], *(int(details.get(name, 0)) for name in ("bytes", "sent", "calls"))]
 
 
 def _in_model_order(computing: list[list[Any]], spans: list[list[Any]]) -> list[str]:

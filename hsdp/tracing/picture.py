@@ -79,8 +79,8 @@ def _window(recording: Recording, iteration: int) -> Interval:
         backwards = [span.start for span in recording.track("compute") if span.kind == "backward"]
         windows = [one for one in windows if any(one[0] <= at < one[1] for at in backwards)] or windows
     if not -len(windows) <= iteration < len(windows):
-        told = several(len(windows), "forward")
-        raise ValueError(f"to_svg(iteration={iteration}): the trace has {told} (a micro-batch each); choose one of them")
+        count = several(len(windows), "forward")
+        raise ValueError(f"to_svg(iteration={iteration}): the trace has {count} (a micro-batch each); choose one of them")
     start, end = windows[iteration]
     return start, max((span.end for span in recording.spans if start <= span.start < end), default=end)
 
@@ -113,10 +113,10 @@ class _Canvas:
         left, right = self._x(span.start), min(self._x(span.end), _WIDTH - _RIGHT)
         width = max(right - left, 0.3)
         size = f", {span.nbytes:,} bytes" if span.nbytes else ""
-        told = f"{span.kind} of {span.unit}: {1e3 * span.seconds:.2f} ms{size}"
+        title = f"{span.kind} of {span.unit}: {1e3 * span.seconds:.2f} ms{size}"
         self.parts.append(
             f'<rect x="{left:.1f}" y="{y:.1f}" width="{width:.1f}" height="{height}" fill="{self._color(span)}">'
-            f"<title>{escape(told)}</title></rect>"
+            f"<title>{escape(title)}</title></rect>"
         )
         label = _short(span)
         if label and width > _CHARACTER * len(label) + 6:

@@ -26,7 +26,7 @@ def replay(log: list[Entry], names: Mapping[Unit, str]) -> list[Mark]:
     for host, event, op, kind, what in _without_failed_steps(log):
         _apply(stack, heights, op, kind, what, names.keys())
         if op is not Point.FORWARD_BEGINS:
-            marks.append((host, event, *_told(stack, names)))
+            marks.append((host, event, *_described(stack, names)))
     return marks
 
 
@@ -41,7 +41,7 @@ def _without_failed_steps(log: list[Entry]) -> list[Entry]:
     return [entry for at, entry in enumerate(log) if at not in begun] if begun else log
 
 
-def _told(stack: list[_Doing], names: Mapping[Unit, str]) -> tuple[str, str, WorkRecord | None]:
+def _described(stack: list[_Doing], names: Mapping[Unit, str]) -> tuple[str, str, WorkRecord | None]:
     kind, what = stack[-1] if stack else ("", "")
     if isinstance(what, str):
         return kind, what, None

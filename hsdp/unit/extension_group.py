@@ -95,8 +95,8 @@ class ExtensionGroup(DtypeGroup):
             share_marks(param.unsharded, param.sharded)
         if self.shards > 1:
             self.outputs = [flat_buffer.tensor.data.view(U8) for member in self._members for flat_buffer in member.outputs]
-        told = [(member.fqn, member.kinds) for member in self._members]
-        self.wire_signature = zlib.crc32(repr(told).encode()) << 2
+        signature = [(member.fqn, member.kinds) for member in self._members]
+        self.wire_signature = zlib.crc32(repr(signature).encode()) << 2
 
     def _member(self, index: int, local: Tensor) -> _Member:
         piece = self.layout.pieces[index]
@@ -294,17 +294,17 @@ def naming(unit: Callable[[], Named | None], fqn: str, source: Tensor, method: s
 def check_extension(param: ManagedParam, axes: MeshAxes, reshard_after_forward: object, where: str) -> None:
     """Raises ValueError if a parameter with a gather extension cannot be sharded as asked for; `where` names it."""
     parts = reshard_after_forward if type(reshard_after_forward) is int else 1
-    told = ""
+    problem = ""
     if param.replicated and param.spec.shape:
-        told = "is in replicate_params, and what is kept whole is not gathered; leave it out"
+        problem = "is in replicate_params, and what is kept whole is not gathered; leave it out"
     elif param.spec.dim != 0 or param.spec.merged > 1:
-        told = "can be sharded on dim 0 only; let shard_placement_fn return None for it"
+        problem = "can be sharded on dim 0 only; let shard_placement_fn return None for it"
     elif axes.shard_axis is None or (axes.mesh.ndim > 1 and axes.mesh.mesh_dim_names is None):
-        told = "needs a mesh with a shard axis that has a name; pass mesh_dim_names to init_device_mesh"
+        problem = "needs a mesh with a shard axis that has a name; pass mesh_dim_names to init_device_mesh"
     elif 1 < parts < axes.shard_size:
-        told = f"cannot stay sharded over {parts} ranks after forward; pass reshard_after_forward=True or False"
-    if told:
-        raise ValueError(f"{where} has a gather extension and {told}")
+        problem = f"cannot stay sharded over {parts} ranks after forward; pass reshard_after_forward=True or False"
+    if problem:
+        raise ValueError(f"{where} has a gather extension and {problem}")
 
 
 def _leaves_of(param: ManagedParam) -> Sequence[Tensor]:

@@ -158,8 +158,8 @@ class Gradients:
         for slot, held in self._stash.items():
             taken[slot] = held.add_(taken[slot]) if slot in taken else held
         self._stash.clear()
-        parts, told = [], self._settings  # users' code that sees a reduction's buffers finds zeros between gradients
-        clean = told.all_reduce_hook is not None or told.reduces_by_custom or told.replica_reduce is not DEFAULT
+        parts, settings = [], self._settings  # users' code that sees a reduction's buffers finds zeros between gradients
+        clean = settings.all_reduce_hook is not None or settings.reduces_by_custom or settings.replica_reduce is not DEFAULT
         for plan in self._plans:
             # Popped: `fill` has the last references to gradients, so that what it casts is not alive twice.
             parts.append(part := plan.fill(list(map(taken.pop, plan.slots, repeat(None))), clean))

@@ -31,7 +31,7 @@ from hsdp.unit.lookup import units_below
 from hsdp.unit.unit import Unit
 from hsdp.weights.gather import check_idle
 from hsdp.weights.module_buffers import buffers_by_unit, widest
-from hsdp.weights.replica_check import told_by_all
+from hsdp.weights.replica_check import exchange_on_mesh
 
 _MOST_TOLD = 8
 
@@ -82,7 +82,7 @@ def check_replicas(model: nn.Module, optimizer: torch.optim.Optimizer | None = N
         found += _differences(unit.shard_comm, [value for value in values if value.everywhere], unit)
     # What some ranks found all have to know, or the others would go on alone. A mesh tells those of the next one.
     for unit, _ in meshes.values():
-        found = list(dict.fromkeys(line for lines in told_by_all(_WHAT, found, unit) for line in lines))
+        found = list(dict.fromkeys(line for lines in exchange_on_mesh(_WHAT, found, unit) for line in lines))
     if found:
         more = f"; and {len(found) - _MOST_TOLD} more" if len(found) > _MOST_TOLD else ""
         raise DivergenceError(
@@ -122,21 +122,23 @@ def _differences(comm: Comm, values: list[_Value], unit: Unit) -> list[str]:
         return []
     names = [value.name for value in values]
     # With the names: ranks that hold other states (one has not stepped) have other lists.
-    prints = [(value.name, *told) for value, told in zip(values, fingerprints([v.tensor for v in values]), strict=True)]
+    prints = [
+        (value.name, *print_of) for value, print_of in zip(values, fingerprints([v.tensor for v in values]), strict=True)
+    ]
     if comm.all_equal(_WHAT, prints, unit):
         return []
     ranks = dist.get_process_group_ranks(comm.group)
-    told = comm.exchange(_WHAT, prints, unit)
+    of_ranks = comm.exchange(_WHAT, prints, unit)
     lines = []
-    if any([one[0] for one in theirs] != names for theirs in told):
+    if any([one[0] for one in theirs] != names for theirs in of_ranks):
         lines.append(
-            f"ranks {ranks_of(ranks)} hold different sets of values: {', '.join(map(str, sorted(map(len, told))))}"
+            f"ranks {ranks_of(ranks)} hold different sets of values: {', '.join(map(str, sorted(map(len, of_ranks))))}"
         )
-        told = [{one[0]: one for one in theirs} for theirs in told]
-        names = [name for name in dict.fromkeys(names) if all(name in theirs for theirs in told)]
-        told = [[theirs[name] for name in names] for theirs in told]
+        of_ranks = [{one[0]: one for one in theirs} for theirs in of_ranks]
+        names = [name for name in dict.fromkeys(names) if all(name in theirs for theirs in of_ranks)]
+        of_ranks = [[theirs[name] for name in names] for theirs in of_ranks]
     for at, name in enumerate(names):
-        seen = [theirs[at] for theirs in told]
+        seen = [theirs[at] for theirs in of_ranks]
         if len(set(seen)) > 1:
             lines.append(f"{name!r} {_who(seen, ranks)}")
     return lines

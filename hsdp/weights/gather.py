@@ -338,9 +338,9 @@ def _check_fits(value: Any, param: ManagedParam, where: str) -> None:
     """Raises StateError, which `where` begins, if what is registered in the place of a full parameter is not its like."""
     visible = param.inner is not None and param.inner.visible
     if not isinstance(value, Tensor) or isinstance(value, DTensor) != visible or local_of(value).shape != param.spec.shape:
-        told = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
+        description = f"{type(value).__name__} of shape {tuple(value.shape)}" if isinstance(value, Tensor) else repr(value)
         raise StateError(
-            f"{where} was replaced by {told}, which cannot be written back; it must keep its kind and shape "
+            f"{where} was replaced by {description}, which cannot be written back; it must keep its kind and shape "
             f"{param.spec.shape}: write into it in place"
         )
 

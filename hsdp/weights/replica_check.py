@@ -89,8 +89,8 @@ def check_makes(what: str, unit: Unit) -> None:
     if not names:
         return
     makes = [make_of_local(param.sharded) for param in unit.params if param.wrapper is not None]
-    told = unit.shard_comm.exchange(what, unit.replicate_comm.differing(what, makes, unit), unit)
-    if odd := sorted({index for some in told for index in some}):
+    of_rows = unit.shard_comm.exchange(what, unit.replicate_comm.differing(what, makes, unit), unit)
+    if odd := sorted({index for some in of_rows for index in some}):
         raise DivergenceError(
             f"{what}: unit {unit.name!r}: {', '.join(repr(names[index]) for index in odd)} differ between replicas in what "
             f"__tensor_flatten__ tells beside the tensors (this rank has {makes[odd[0]]}), and that is no tensor which "
@@ -131,7 +131,7 @@ def unequal_values(
     prints = [None if index in apart else value for index, value in enumerate(prints)]
     odd = _differing_on_mesh(what, prints, unit)
     if odd and unit.replica_policy == "check":
-        raise unequal(what, names, differing(told_by_all(what, prints, unit)))
+        raise unequal(what, names, differing(exchange_on_mesh(what, prints, unit)))
     return odd
 
 
@@ -151,38 +151,38 @@ def _differing_on_mesh(what: str, prints: Sequence[object], unit: Unit) -> list[
     """Which of `prints`, as many on every rank of the unit's mesh, are not the same on all of them."""
     call = _call_of(what)
     in_row = set(unit.shard_comm.differing(call, prints, unit))
-    told = ["odd" if index in in_row else value for index, value in enumerate(prints)]
-    return sorted(in_row.union(unit.replicate_comm.differing(call, told, unit)))
+    marked = ["odd" if index in in_row else value for index, value in enumerate(prints)]
+    return sorted(in_row.union(unit.replicate_comm.differing(call, marked, unit)))
 
 
 def check_structures(what: str, item: str, structure: list[tuple[Any, ...]], unit: Unit) -> None:
     """Raises DivergenceError if the ranks of the unit's mesh tell of different models; `item` says what they list."""
     if equal_on_mesh(what, structure, unit):
         return
-    told = told_by_all(what, structure, unit)
-    for rank, other_structure in enumerate(told):
-        pairs = itertools.zip_longest(told[0], other_structure, fillvalue="nothing")
+    structures = exchange_on_mesh(what, structure, unit)
+    for rank, other_structure in enumerate(structures):
+        pairs = itertools.zip_longest(structures[0], other_structure, fillvalue="nothing")
         for index, (first, other) in enumerate(pairs):
             if first != other:
-                ranks = [rank for rank, one in enumerate(told) if one == other_structure]
+                ranks = [rank for rank, one in enumerate(structures) if one == other_structure]
                 raise DivergenceError(
                     f"{what}: the ranks build different models: {item} {index} is {first} on the mesh's first rank and "
                     f"{other} on rank(s) {ranks_of(ranks)} of the mesh; build the same module everywhere, in the same order"
                 )
 
 
-def told_by_all(what: str, value: object, unit: Unit) -> list[Any]:
-    """What each rank of the unit's mesh tells (plain data), in the order of the mesh. For errors: it grows with it."""
+def exchange_on_mesh(what: str, value: object, unit: Unit) -> list[Any]:
+    """The value (plain data) of each rank of the unit's mesh, in its order. For errors: it grows with the mesh."""
     call = _call_of(what)
     rows = unit.replicate_comm.exchange(call, unit.shard_comm.exchange(call, value, unit), unit)
-    return [told for row in rows for told in row]
+    return [one for row in rows for one in row]
 
 
-def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
+def differing(of_ranks: Sequence[Sequence[object]]) -> dict[int, list[int]]:
     """Which items of what the ranks of a mesh tell differ from those of its first rank, and on which ranks."""
     found: dict[int, list[int]] = {}
-    for rank, items in enumerate(told):
-        for index, (item, first) in enumerate(zip(items, told[0], strict=True)):
+    for rank, items in enumerate(of_ranks):
+        for index, (item, first) in enumerate(zip(items, of_ranks[0], strict=True)):
             if item != first:
                 found.setdefault(index, []).append(rank)
     return found
@@ -190,9 +190,10 @@ def differing(told: Sequence[Sequence[object]]) -> dict[int, list[int]]:
 
 def unequal(what: str, names: Sequence[str], odd: dict[int, list[int]]) -> DivergenceError:
     """The error of values that differ where `replica_policy` is "check"."""
-    told = ", ".join(f"{names[index]!r} on ranks {ranks_of(ranks)}" for index, ranks in list(odd.items())[:5])
+    differences = ", ".join(f"{names[index]!r} on ranks {ranks_of(ranks)}" for index, ranks in list(odd.items())[:5])
     more = f" and {len(odd) - 5} more" if len(odd) > 5 else ""
     return DivergenceError(
-        f"{what}: values differ from those of the mesh's first rank: {told}{more} of the mesh, and replica_policy='check' "
-        "forbids that; seed all ranks alike and load the same files, or let replica_policy='broadcast' make them equal"
+        f"{what}: values differ from those of the mesh's first rank: {differences}{more} of the mesh, and "
+        "replica_policy='check' forbids that; seed all ranks alike and load the same files, or let "
+        "replica_policy='broadcast' make them equal"
     )

@@ -16,7 +16,7 @@ def explain_whole_tensors(
     """A hook before a module's `load_state_dict`: it changes nothing of what is loaded."""
     messages: list[str] = rest[-1]
     assigns = metadata.get("assign_to_params_buffers", False)  # refused when the module runs
-    if assigns or replicates_implicitly() or any("load_full_state_dict" in told for told in messages):
+    if assigns or replicates_implicitly() or any("load_full_state_dict" in message for message in messages):
         return
     for name, param in module.named_parameters(recurse=False):
         value = state.get(prefix + name)

@@ -1,7 +1,7 @@
 """Where the unsharded gradients of a backward under way are: on the unsharded parameters, until the unit is reduced.
 
-Whoever runs backwards inside of a backward (an autograd function that computes an MLP tile by tile, say) finds them there
-as in plain torch, and may read them, edit them, replace them, or set them to None.
+User code that runs backwards inside of a backward (an autograd function that computes an MLP tile by tile) finds them
+there as in plain torch, and may read them, edit them, replace them, or set them to None.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Arrivals:
         self._params = params
         self._in_blocks = any(param.inner is not None for param in params)
         self.leaves: dict[int, Tensor] = {}
-        self._replaced: dict[int, Tensor] = {}  # gradients of leaves that others have taken the place of
+        self._replaced: dict[int, Tensor] = {}  # gradients of leaves that were replaced by other leaves
 
     def add(self, slot: int, leaf: Tensor) -> None:
         """A gradient is on an unsharded parameter, perhaps another one than the one that has been there before."""
@@ -38,7 +38,7 @@ class Arrivals:
         self.leaves[slot] = leaf
 
     def add_outside(self, zeroed: set[int]) -> bool:
-        """Adds gradients that others put on unsharded parameters, without accumulation; returns whether there were any.
+        """Adds gradients that user code put on unsharded parameters, without accumulation; returns whether there were any.
 
         Those of parameters that were `zeroed` since go: a pipeline's step that failed has left them.
         """

@@ -147,7 +147,7 @@ class DtypeGroup:
         """Makes the shard buffer, for compute on `device`. Parameters are then put into it one by one."""
         self.device = device
         with torch.inference_mode(False):
-            # Zeros: padding is read by whoever reads the flat buffer (norms, checkpoints of it), never by parameters.
+            # Zeros: padding is read with the flat buffer (norms, checkpoints of it), never by parameters.
             home = NOT_OFFLOADED if device.type == "meta" else self.offload
             self.shard = home.memory(self.layout.numel, self.kind.storage, device)
 
@@ -166,7 +166,7 @@ class DtypeGroup:
         return self.axes.shard_size == 1 and self.axes.replicate_size == 1 and not self._moves
 
     def guarded(self, index: int) -> list[Tensor]:
-        """The tensors in which parameter `index`'s gather arrives, and to which nobody else may write."""
+        """The tensors in which parameter `index`'s gather arrives, and to which only the gather writes."""
         if self.shard.is_meta or self.keeps_writes:
             return []
         unsharded = self.params[index].unsharded
@@ -184,7 +184,7 @@ class DtypeGroup:
         size = math.prod(shape)
         with torch.inference_mode(False):
             part = self.shard.data[piece.offset : piece.offset + size]
-            # `.data`: a view would hold the tensor that it was made of, which would count as somebody else's.
+            # `.data`: a view would hold the tensor that it was made of, which would count as the user's.
             return (part if part.is_meta else with_own_storage(part)).view(shape).data
 
     def held_bytes(self, index: int) -> int:
@@ -354,7 +354,7 @@ class DtypeGroup:
             self._packed.alloc()
             # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
             torch._foreach_copy_(self._unpack_to, self._unpack_from)
-        # The copy out of it is enqueued on the stream that this memory belongs to: whoever gets it next is behind.
+        # The copy out of it is enqueued on the stream that this memory belongs to: its next user is ordered behind.
         staging.free()
 
     def release_transients(self) -> None:

@@ -4,8 +4,8 @@
                         '------------------ metadata ------------------------^
 
 What is sent has the shapes and dtypes that the subclass returns, and each input is a transfer of its own. Both methods are
-called once when the buffers are made, on this rank's own rows, so that unsharded parameters are there from the start like
-anybody else's; after that `fsdp_post_all_gather` refills them. Their storages, and those of the outputs, come and go.
+called once when the buffers are made, on this rank's own rows, so that unsharded parameters are there from the start, as
+in other units; after that `fsdp_post_all_gather` refills them. Their storages, and those of the outputs, come and go.
 Gradients of unsharded parameters are reduced as any others.
 """
 

@@ -6,12 +6,12 @@
     .grad      sharded DTensors, or None: what users and the optimizer see
 
 Pending sums are fp32, or the reduce dtype if that is wider. While a parameter has some, its `.grad` has a sentinel (see
-zero_grad.py), on every rank alike: it keeps what others add to the gradient, and tells when somebody zeroes it.
+zero_grad.py), on every rank alike: it keeps what users add to the gradient, and notes when they zero it.
 
 What a backward does to gradients and to pending sums is undone if it fails (rollback.py), with one exception: whole sums
 are added in place, as a second copy of an unsharded model would not fit. They are *lost* then. Whether they are follows
-from what ranks did alike, not from what this rank has added already, and until gradients are zeroed everybody is refused
-who would take them for complete.
+from what ranks did alike, not from what this rank has added already, and until gradients are zeroed every use of
+them as complete ones is refused.
 """
 
 from __future__ import annotations
@@ -144,7 +144,7 @@ class Gradients:
         """Hands all gradients over as the operands of one reduction; every trainable parameter takes part.
 
         Args:
-            runs_on: the reduction may land after the end of backward, when somebody may have called `zero_grad`.
+            runs_on: the reduction may land after the end of backward, behind a `zero_grad` of the user's.
             all_reduce: it sums over replicas too; if not, its result comes back to `defer`.
         """
         if self.sentinels.up:
@@ -290,7 +290,7 @@ class Gradients:
                 self.sentinels.put_up(slot)
 
     def heed_zero_grad(self) -> set[int]:
-        """Drops the pending sums of parameters whose gradient somebody set to None or zeroed meanwhile; returns them."""
+        """Drops the pending sums of parameters whose gradient was set to None or zeroed meanwhile; returns them."""
         gone = self.sentinels.gone()
         for slot in gone:
             self.sentinels.take_down(slot)

@@ -78,7 +78,7 @@ def mark_landed(locals_: list[Tensor]) -> None:
 
 
 def is_landed(memory: Tensor) -> bool:
-    """Whether hsdp laid out a buffer of gradients; users may have put theirs side by side, too."""
+    """Whether hsdp laid out a buffer of gradients; users' gradients may lie side by side, too."""
     return hasattr(memory, _MARK)
 
 
@@ -93,7 +93,7 @@ def assign_grad(param: Tensor, grad: Tensor) -> None:
 
 
 def refuse_assigned_grads(params: Iterable[ManagedParam], unit: str, what: str) -> None:
-    """Raises StateError, once, if somebody assigned to the `.data` of a gradient: the values are lost.
+    """Raises StateError, once, if the `.data` of a gradient was assigned to: the values are lost.
 
     torch gives such a DTensor another wrapper and leaves its local tensor as it was. `p.grad.data *= 2` writes to that
     first, and then assigns the wrapper that is there already.
@@ -145,7 +145,7 @@ def note_grads_read(params: Iterable[ManagedParam], streams: Streams) -> None:
 def shared_memory(layout: GradLayout) -> Tensor | None:
     """The buffer that the gradients of all of a layout's parameters are views of, as an earlier landing left them.
 
-    Users may have put theirs side by side, too, without the gaps, and in another order of dims.
+    Users' gradients may lie side by side, too, without the gaps, and in another order of dims.
     """
     base: Tensor | None = None
     for param, offset in zip(layout.params, layout.offsets, strict=True):

@@ -48,7 +48,7 @@ def name_of(param: Tensor) -> str:
 def place_of(param: Tensor) -> tuple[int | str, ...]:
     """Sorts parameters alike on all ranks, in whatever order these list them (a set of parameters has another on each).
 
-    Those of units come first, by the numbers of their units; of others nobody knows how other ranks call them: they stay in
+    Those of units come first, by the numbers of their units; the names of others may differ between ranks: they stay in
     the order in which they are.
     """
     unit = unit_of(param)

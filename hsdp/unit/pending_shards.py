@@ -2,10 +2,10 @@
 
     optimizer.step()      each replica steps its share; the gathers of all units start          (optim/replicas.py)
     next forward          a unit's own gather reads its shards: they land first                 (`Unit.version`)
-    anybody else          finds a stand-in behind the DTensor, which lands them first           (params/pending.py)
+any other reader      finds a stand-in behind the DTensor, which lands them first           (params/pending.py)
 
 A tensor that shares a shard's memory and was made before the step (`p.to_local()`, kept in a list) has no stand-in before
-it. `held_elsewhere` finds out that there is one, whoever holds it: then the shards land before the step returns.
+it. `held_elsewhere` finds out that there is one: then the shards land before the step returns.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ list of the optimizer that steps it, and what looks."""
 
 
 class PendingShards:
-    """The gather of a unit's stepped parameters, which somebody will wait for.
+    """The gather of a unit's stepped parameters; the first reader waits for it.
 
     Args:
         finish: waits for the gather, which writes to the memory of their local tensors by aliases that have storages of
@@ -56,9 +56,9 @@ class PendingShards:
         self._lock = threading.RLock()
 
     def held_elsewhere(self) -> bool:
-        """Whether anybody but hsdp and the DTensors may hold a tensor in the memory of the shards.
+        """Whether user code, beside the DTensors, may hold a tensor in the memory of the shards.
 
-        What is inside of a tensor subclass others may hold without its knowing.
+        Tensors inside of a tensor subclass may be held without its knowing.
         """
         return any(
             param.wrapper is not None or storage_uses(param.local) != 1 or sys.getrefcount(param.local) > _HOLDERS
@@ -79,18 +79,18 @@ class PendingShards:
         """Waits for the gather, and puts the local tensors back; at once if that was done.
 
         Raises:
-            CollectiveError, DivergenceError: the gather failed. Whoever comes next is told, too.
+            CollectiveError, DivergenceError: the gather failed; the next call raises it, too.
         """
         with self._lock:
             if not self._stood_in:
                 return
-            with outside_transforms():  # a forward under vmap or jvp may be whoever reads them first
+            with outside_transforms():  # the first reader may be a forward under vmap or jvp
                 self._finish()
             if self._streams.active and self._streams.current() != self._began_on:
                 # The stream of this reader is behind the gather now. Those that are ordered behind the step are not.
                 host_wait(self._streams.device)
             for sharded, local, stand_in in self._stood_in:
-                if sharded._local_tensor is stand_in:  # else somebody replaced it, which `disturbed` is to see
+                if sharded._local_tensor is stand_in:  # else the user replaced it, which `disturbed` is to see
                     sharded._local_tensor = local
             self._stood_in = []
 

@@ -30,7 +30,7 @@ class ReplicaGather:
         self._due = False
         comm = unit.replicate_comm
         self._comm = comm
-        self._unit = weakref.ref(unit)  # which has the gather until somebody waits for it
+        self._unit = weakref.ref(unit)  # which has the gather until it is waited for
         self._key = hash((unit.key + 3, zlib.crc32(what.encode()), *(slot for slot, _, _ in shared)))
         self._direct: list[tuple[Tensor, Tensor]] = []  # as bytes, so that tensors of several dtypes share a call
         self._packed: dict[torch.dtype, list[tuple[Tensor, Share]]] = {}
@@ -48,7 +48,7 @@ class ReplicaGather:
             abandon(self._work)
 
     def fall_due(self) -> None:
-        """Shares have new values: until a gather of them has been started, whoever waits for it starts it."""
+        """Shares have new values: until a gather of them has been started, the first wait starts it."""
         self._due = True
 
     def start(self) -> None:

@@ -53,7 +53,7 @@ class Undo:
         memory.add_(landed)
 
     def forget_taken(self, since: int) -> None:
-        """Lets go of gradients that somebody took away meanwhile (an optimizer in backward): they are not to be kept."""
+        """Lets go of gradients that were taken away meanwhile (an optimizer in backward): they are not to be kept."""
         late = self.entries[since:]
         for at, one in enumerate(late):
             if isinstance(one, _Assigned):
@@ -70,8 +70,8 @@ class Undo:
     def run(self, at_once: bool) -> bool:
         """Puts everything back, last things first; returns whether it could.
 
-        Without `at_once` somebody may have written to a gradient since the failure. Zeros stay then, as they were
-        zeroed. Of anything else nobody knows what it should be.
+        Without `at_once` the user may have written to a gradient since the failure. Zeros stay then, as they were
+        zeroed. What anything else should be is unknown.
         """
         able = True
         untouched: dict[int, bool] = {}

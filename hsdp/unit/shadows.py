@@ -1,4 +1,4 @@
-"""Unsharded parameters shown to whoever asks a module for an attribute, in one of two ways.
+"""Unsharded parameters as attributes of their modules, shown in one of two ways.
 
 Inside forwards and backwards they are *registered* in the place of the sharded ones, where `parameters()` finds them too,
 and where `torch.func.functional_call` puts others. At other moments they lie in front of these, in modules' `__dict__`,
@@ -31,7 +31,7 @@ class Shadows:
             until the unit is built, which `mend` tells.
 
     Attributes:
-        toggled: somebody set `requires_grad` of parameters as they are shown; `choose` is to be called.
+        toggled: the user set `requires_grad` of shown parameters; `choose` is to be called.
         registered: `parameters()` gives the unsharded parameters.
     """
 
@@ -112,7 +112,7 @@ class Shadows:
             self._heed_toggles()
 
     def _heed_toggles(self) -> None:
-        """Whoever set `requires_grad` of parameters as they were shown, in a forward say, meant the sharded ones."""
+        """A `requires_grad` that the user set on shown parameters, in a forward say, is meant for the sharded ones."""
         now = list(map(requires_grad_of, self._leaves))
         if now != self._wanted:
             params = [param for param in self._params if param.unsharded is not None]
@@ -148,7 +148,7 @@ class Shadows:
             self._registered, self._registered_as, self._registered_params, self._unsharded, params, strict=True
         ):
             now = registered.get(name)
-            if now is sharded or now is unsharded:  # else somebody replaced it, which `disturbed` is to see
+            if now is sharded or now is unsharded:  # else the user replaced it, which `disturbed` is to see
                 registered[name] = after
         self._expected = params
 
@@ -171,7 +171,7 @@ class Shadows:
         return None
 
     def spoil(self) -> None:
-        """Counts as disturbed from now on: the unit is being built, and whoever finds it half built begins anew."""
+        """Counts as disturbed from now on: the unit is being built, and a call that finds it half built begins anew."""
         self._expected = [object()] * len(self._registered)
 
     def mend(self) -> None:
@@ -179,14 +179,14 @@ class Shadows:
         self._expected = self._registered_params
 
     def disturbed(self) -> bool:
-        """Whether somebody replaced or moved a parameter since these shadows were made."""
+        """Whether a parameter was replaced or moved since these shadows were made."""
         for sharded, local in self._with_locals:
             if sharded._local_tensor is not local:
                 return True
         return any(map(is_not, map(dict.get, self._registered, self._registered_as), self._expected))
 
     def replaced(self) -> str | None:
-        """The name of a parameter that somebody replaced or moved since these shadows were made."""
+        """The name of a parameter that was replaced or moved since these shadows were made."""
         for (_, _, param), registered, name, expected in zip(
             self._holders, self._registered, self._registered_as, self._expected, strict=True
         ):
@@ -195,7 +195,7 @@ class Shadows:
         return None
 
     def assigned(self) -> str | None:
-        """The name of a sharded parameter whose `.data` somebody assigned to; its shadows then forget about that.
+        """The name of a sharded parameter whose `.data` was assigned to; its shadows then forget about that.
 
         torch gives such a DTensor another wrapper and leaves its local tensor as it was.
         """
@@ -204,7 +204,7 @@ class Shadows:
             return None
         found = None
         for at, (param, sharded) in enumerate(zip(self._params, self._sharded, strict=True)):
-            # Else somebody replaced both (`swap_tensors`), which `disturbed` is to see, and may put both back.
+            # Else the user replaced both (`swap_tensors`), which `disturbed` is to see, and may put both back.
             if now[at] is not self._wrappers[at] and sharded._local_tensor is param.local:  # type: ignore[attr-defined]
                 found, self._wrappers[at] = param.fqn, now[at]
         return found

@@ -1,4 +1,4 @@
-"""Fingerprints of a shard's values, which tell whether somebody wrote to it past all version counters (`p.data`)."""
+"""Fingerprints of a shard's values, which show writes to it past all version counters (`p.data`)."""
 
 from __future__ import annotations
 

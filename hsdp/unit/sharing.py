@@ -54,7 +54,7 @@ def gather_gradients(units: Iterable[Unit], params: Iterable[Tensor]) -> None:
             if param.share is None or grad is None or id(param.sharded) not in named:
                 continue
             if not isinstance(grad, DTensor) or grad._spec.placements != param.grad_spec.placements:
-                continue  # somebody's own, as every replica has it
+                continue  # the user's own, as every replica has it
             part = grad._local_tensor
             whole = torch.empty(param.local.shape, dtype=part.dtype, device=part.device)
             param.share.of(whole).copy_(part)

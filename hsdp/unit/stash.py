@@ -38,7 +38,7 @@ class Stash(dict[int, Tensor]):
     def weigh(self, begun: bool) -> None:
         """Before it is added to, or sent: its sums get what makes up for a scale, or an op, that has changed since.
 
-        Whoever sends them multiplies all of them with the factor of then. `begun`: some rank has put a gradient into it.
+        A reduction multiplies all of them with the factor of then. `begun`: some rank has put a gradient into it.
         """
         scale, divisor = self._settings.gradient_scale, self._settings.op_divisor(self._ranks)
         self.mixes_ops = begun and (self.mixes_ops or divisor != self._divisor)

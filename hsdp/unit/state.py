@@ -56,10 +56,10 @@ class Stateful(Protocol):
 
 
 class UnitActivity:
-    """What one unit is doing; `Unit` is one. Others tell it what begins and ends, and none of them writes to it.
+    """What one unit is doing; `Unit` is one. The engine tells it what begins and ends, and writes to none of it.
 
     Attributes:
-        state: what it is doing outside of backwards, which have their own list; `lent`: its parameters are somebody's
+        state: what it is doing outside of backwards, which have their own list; `lent`: its parameters are lent to
             `full_params`; `lent_to_write`: and are written back. `training_state` knows all of it.
         calls: forward calls of its modules under way.
         ran: identities of its modules whose forward ended while others of them were still to run.
@@ -90,7 +90,7 @@ class UnitActivity:
         self.calls = calls
 
     def lend(self, writes_back: bool) -> None:
-        """Its parameters are somebody's `full_params` from now on, whose values may become its own in the end."""
+        """Its parameters are lent to `full_params` from now on, whose values may become its own in the end."""
         self.lent, self.lent_to_write = True, writes_back
 
     def take_back(self) -> None:
@@ -113,7 +113,7 @@ class UnitActivity:
 
 
 def training_state(unit: Stateful) -> TrainingState:
-    """What `unit` is doing now. A backward that raised is over, though nobody could tell the unit."""
+    """What `unit` is doing now. A backward that raised is over, though no call told the unit."""
     if unit.lent:
         return FULL_PARAMS
     runtime = unit.runtime
@@ -128,7 +128,7 @@ def expect(unit: Stateful, what: str, *expected: TrainingState) -> None:
 
 
 def refuse_assigned(units: Iterable[Stateful], what: str) -> None:
-    """Raises StateError, once, if somebody assigned to the `.data` of a sharded parameter: the values are lost."""
+    """Raises StateError, once, if the `.data` of a sharded parameter was assigned to: the values are lost."""
     found = [(unit, name) for unit in units if (name := unit.shadows.assigned()) is not None]
     if found:
         unit, name = found[0]

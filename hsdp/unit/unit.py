@@ -41,7 +41,7 @@ from hsdp.unit.write_guard import WriteGuard
 
 
 class Schedule(Protocol):
-    """The schedule of a root, as far as its units and whoever has one of them ask it: `schedule.runtime.Runtime`."""
+    """The schedule of a root, as far as its units and callers with a unit ask it: `schedule.runtime.Runtime`."""
 
     def in_backward(self) -> bool:
         """Whether a backward of the root runs at this moment."""
@@ -56,7 +56,7 @@ class Schedule(Protocol):
         ...
 
     def settle(self) -> None:
-        """What comes before anybody looks at gradients."""
+        """What comes before gradients are looked at."""
         ...
 
     def has_graphs(self) -> bool:
@@ -121,7 +121,7 @@ class Unit(UnitActivity, UnshardedParams):
         if self.in_tree:
             self.settings.replica_reduce = TREE
 
-        # Its place among others, known once a root is.
+        # Its place among its root's units, known once a root is.
         self.runtime_ref: weakref.ref[Schedule] | None = None
         self.parent: Unit | None = None
         self.key = 0
@@ -212,7 +212,7 @@ class Unit(UnitActivity, UnshardedParams):
             self.gradients.lose()
 
     def devices(self) -> set[torch.device]:
-        """Where the sharded parameters are at present: on one device, but while somebody moves them."""
+        """Where the sharded parameters are at present: on one device, but while they are moved."""
         return {param.sharded._local_tensor.device for param in self.params}  # type: ignore[attr-defined]
 
     def _make_dtype_groups(self, device: torch.device) -> None:
@@ -263,7 +263,7 @@ class Unit(UnitActivity, UnshardedParams):
     def _watch(self, slot: int) -> None:
         """Hooks autograd's accumulation into an unsharded parameter: counts what the graph task is still to make.
 
-        The gradient stays where it is: whoever runs backwards inside of a backward may read it, edit it or take it away.
+        The gradient stays where it is: code that runs backwards inside of a backward may read, edit or remove it.
         """
         param = self.params[slot]
         unsharded, this = param.trained, weakref.ref(self)
@@ -291,7 +291,7 @@ class Unit(UnitActivity, UnshardedParams):
         unsharded.register_post_accumulate_grad_hook(accumulated)
 
     def check_opened(self) -> None:
-        """Raises StateError if somebody wrote to what `unshard` shows; if those are the shards themselves, all is well."""
+        """Raises StateError if what `unshard` shows was written to; if those are the shards themselves, all is well."""
         if self.open and not any(group.is_shard for group in self.dtype_groups):
             self.check_unwritten()
 
@@ -312,7 +312,7 @@ class Unit(UnitActivity, UnshardedParams):
             self.key = zlib.crc32(name.encode()) << 2
 
     def observe(self, observer: Observer | None) -> None:
-        """Tells `observer` from now on what the unit and its process groups do; None: nobody."""
+        """Tells `observer` from now on what the unit and its process groups do; None: stops."""
         self.context.observer = observer
 
     def separate_reduce_scatters(self, separate: bool) -> None:
@@ -428,7 +428,7 @@ class Unit(UnitActivity, UnshardedParams):
         """
         runtime = self.runtime
         if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
-            unsharded.grad = None  # nobody knows of it, and the next backward would add to it
+            unsharded.grad = None  # no reduction has it, and the next backward would add to it
             raise unentered(self, f"parameter {self.params[slot].fqn!r}")
         if task not in self.remaining:
             runtime.enter_task()
@@ -446,5 +446,5 @@ class Unit(UnitActivity, UnshardedParams):
             self.context.observer.passes(Point.BACKWARD_LEFT, self)
 
     def take_outside(self) -> bool:
-        """Takes gradients that others put on unsharded parameters, without accumulation; returns whether there were any."""
+        """Takes gradients that users put on unsharded parameters, without accumulation; returns whether there were any."""
         return self.gradients.arrivals.add_outside(zeroed=self.gradients.heed_zero_grad())

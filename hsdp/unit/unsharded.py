@@ -1,4 +1,4 @@
-"""The unsharded parameters of a unit: gathered, shown to forwards, freed, and guarded against writes of others.
+"""The unsharded parameters of a unit: gathered, shown to forwards, freed, and guarded against users' writes.
 
     SHARDED --launch--> GATHERING --finish--> UNSHARDED --reshard--> SHARDED
 
@@ -66,7 +66,7 @@ class UnshardedParams:
         part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
     """
 
-    # Set by `Unit`: who it is, and what its dtype groups, made last by `Unit._arrange`, consist of.
+    # Set by `Unit`: its name, and what its dtype groups, made last by `Unit._arrange`, consist of.
     name: str
     params: list[ManagedParam]
     axes: MeshAxes
@@ -143,7 +143,7 @@ class UnshardedParams:
                         transfers += group.prepare_parts()
                     else:
                         group.prepare_gather()
-            except BaseException:  # no room for all of it, say: somebody may go on with a smaller batch
+            except BaseException:  # no room for all of it, say: the user may go on with a smaller batch
                 self._release()
                 raise
             if parts:
@@ -229,7 +229,7 @@ class UnshardedParams:
         for group in self.dtype_groups:
             group.keep_part(self.axes.shard_rank % self._parts)
         self._part_version = self.gathered_version
-        self.note_shards()  # who writes to `p.data` before they are gathered again changes these alone
+        self.note_shards()  # a write to `p.data` before the next gather changes these alone
         self.residency = SHARDED
         self._free()
         if self.context.observer is not None:
@@ -318,7 +318,7 @@ class UnshardedParams:
         """Tells the sharded parameters' values from earlier ones: changes that hsdp made or was told of, and those that
         autograd's version counters saw (`p.mul_()`). Writes to `p.data` pass by both.
 
-        Whoever asks is about to read the shards: they land first, if parts of them are on their way.
+        The caller is about to read the shards: they land first, if parts of them are on their way.
         """
         if self._pending_shards is not None:
             self.land_shards()
@@ -326,7 +326,7 @@ class UnshardedParams:
             return self.weights_version, sum(map(_version_of, self._versioned))
 
     def check_unwritten(self) -> None:
-        """Raises StateError if somebody wrote to the unsharded parameters since they were gathered."""
+        """Raises StateError if the unsharded parameters were written to since they were gathered."""
         if self.residency is UNSHARDED and (name := self.guard.written()) is not None:
             self.retained = False  # a graph of gradients would read what was written: it is freed, and gathered for it anew
             raise written(self.name, name)
@@ -386,13 +386,13 @@ class UnshardedParams:
                 self._free()
 
     def reshard_stale(self) -> None:
-        """Frees unsharded parameters that are not those of the shards any more: whoever opens the unit gathers it anew."""
+        """Frees unsharded parameters that are not those of the shards any more: the next opening of the unit gathers it."""
         if (self.holds_unsharded or self.retained) and self.is_stale():
             self.let_go()
             self.reshard()
 
     def is_stale(self) -> bool:
-        """Whether the shards have other values than when they were gathered last, as far as anybody can see."""
+        """Whether the shards have other values than when they were gathered last, as far as versions show."""
         return self.gathered_version != self.version or not self.shards_unchanged()
 
     def keep(self) -> None:
@@ -422,18 +422,18 @@ class UnshardedParams:
         self.open = False
 
     def await_shards(self, pending: PendingShards) -> None:
-        """Parts of the shards are on their way; they land when somebody reads one."""
+        """Parts of the shards are on their way; they land with the first read."""
         self._pending_shards = pending
         pending.stand_in()
 
     def land_shards(self) -> None:
-        """The shards are whole, as they must be before anybody reads them. Raises what their gather does."""
+        """The shards are whole, as they must be before they are read. Raises what their gather does."""
         if self._pending_shards is not None:
             self._pending_shards.land()
             self._pending_shards = None
 
     def disturbed(self) -> bool:
-        """Whether somebody replaced or moved a parameter since its buffers were made."""
+        """Whether a parameter was replaced or moved since its buffers were made."""
         if self._pending_shards is not None:
             self.land_shards()
         return self.shadows.disturbed()
@@ -444,7 +444,7 @@ class UnshardedParams:
 
 
 def launch_ahead(units: Iterable[UnshardedParams]) -> None:
-    """Starts gathers for backwards, each as in the unit's forward: whoever enters a unit looks at its version then."""
+    """Starts gathers for backwards, each as in the unit's forward: entering a unit compares its version then."""
     for unit in units:
         if unit.residency is SHARDED and unit.settings.unshard_in_backward:
             unit.launch(unit.forward_version, looked=True)

@@ -1,10 +1,10 @@
-"""A guard over unsharded parameters: what the engine gathered is what the backward finds, and nobody's write is lost.
+"""A guard over unsharded parameters: what the engine gathered is what the backward finds; no user's write is lost.
 
 An unsharded parameter is a copy that is freed at the end of its use. A forward that writes to it (`weight.copy_()`,
 `weight.data = ...`, an embedding with `max_norm`) changes that copy alone: its backward would compute with other weights
 than its forward, and the shards would keep the old ones. The guard looks at what a write leaves behind: a parameter's
 version counter, its storage, offset and shape, and its content, as writes to `weight.data` change nothing else: in debug
-mode always, else now and then: in the first two forwards, as who writes there does so from the start, as a rule; then
+mode always, else now and then: in the first two forwards, as a model that writes does so from the start, as a rule; then
 whenever their number has doubled, and at last in one of a thousand.
 
 Between its uses an unsharded parameter has no memory, or memory that a gather is still to fill, and in a later use it may
@@ -34,7 +34,7 @@ fingerprints take 24 MiB meanwhile."""
 
 
 class WriteGuard:
-    """What the unsharded parameters of a unit look like while nobody but the engine wrote to them.
+    """What the unsharded parameters of a unit look like while only the engine wrote to them.
 
     Args:
         dtype_groups: those of the unit. Writes to unsharded parameters that are the shards themselves, on one rank alone,

@@ -5,7 +5,7 @@
     {dp: R, tp: S(0)}   each rank of tp has its rows
 
 FSDP2 reads them from torch 2.14 on. Here, too, such a parameter is sharded as a DTensor with those placements is, and is
-a plain tensor in forwards, with its annotation. hsdp never imports the package: whoever annotates, or checks, has done so.
+a plain tensor in forwards, with its annotation. hsdp never imports the package: code that annotates or checks has done so.
 """
 
 from __future__ import annotations

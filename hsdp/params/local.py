@@ -28,7 +28,7 @@ def parts_beside(param: Tensor) -> list[tuple[str, Tensor]]:
 
 
 def is_expanded(tensor: Tensor) -> bool:
-    """Whether several of a plain tensor's elements are one place in memory, which nobody may write to as to several."""
+    """Whether several of a plain tensor's elements are one place in memory, which must not be written to."""
     return any(size > 1 and stride == 0 for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

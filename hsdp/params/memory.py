@@ -44,7 +44,7 @@ class _Span:
 
 
 class _Storage:
-    """A storage that others hold too, and where in it parameters lay that are sharded by now."""
+    """A storage that other tensors use too, and where in it parameters lay that are sharded by now."""
 
     def __init__(self, storage: torch.UntypedStorage) -> None:
         self.ref = StorageWeakRef(storage)
@@ -71,7 +71,7 @@ class _Storage:
 
 
 _left: dict[int, _Storage] = {}
-"""Storages in which parameters lay that are sharded by now, and that were others' too."""
+"""Storages of parameters that are sharded by now, which other tensors use too."""
 
 
 def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> None:
@@ -151,7 +151,7 @@ def _spans_of(place: ParamName, param: Tensor, unit: str) -> Iterator[tuple[int,
     for part in parts_of(local_of(param)):
         if part.numel() and has_storage(part):
             start = int(part.storage_offset()) * part.itemsize
-            # Of what has gaps, where others may lie, the first element alone is sure.
+            # Gaps may belong to other tensors: then the first element alone is sure.
             stop = start + (part.numel() * part.itemsize if part.is_contiguous() else 1)
             yield storage_key(part.untyped_storage()), part, _Span(start, stop, place, unit, param.requires_grad)
 

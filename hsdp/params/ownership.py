@@ -89,7 +89,7 @@ def _is_view(tensor: DTensor, other: DTensor) -> bool:
 
 
 def refuse_tied(param: ManagedParam, unit_name: str) -> None:
-    """Nobody ties a sharded parameter to another one: each has memory, a gradient and a gather of its own.
+    """Refuses ties of a sharded parameter to another one: each has memory, a gradient and a gather of its own.
 
     Raises:
         StateError: a module that held `param` holds a parameter instead that has not left its own place. (One that has,

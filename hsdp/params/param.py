@@ -37,10 +37,10 @@ from hsdp.policies import is_trainable
 PlacementFn = Callable[..., Any]
 
 originals: Any = WeakIdKeyDictionary()
-"""Parameters that were sharded and that somebody still holds (a tie to another module, say) -> where they went."""
+"""Parameters that were sharded and are still referenced (a tie to another module, say) -> where they went."""
 
 shown: Any = WeakIdKeyDictionary()
-"""Full parameters that stood for sharded ones for a while, and that somebody still holds -> for which ones."""
+"""Full parameters that stood for sharded ones for a while, and are still referenced -> for which ones."""
 
 
 @dataclass(frozen=True)
@@ -151,7 +151,7 @@ class ManagedParam:
         with torch.inference_mode(False):
             self.sharded = nn.Parameter(as_dtensor(local, self.tensor_spec), requires_grad=original.requires_grad)
         self.sharded._local_tensor = local  # type: ignore[attr-defined]  # nn.Parameter made an alias of it
-        # The same dicts: whoever holds the handle of a hook can remove it as before.
+        # The same dicts: a hook's handle removes it as before.
         hooked = self.sharded
         hooked._backward_hooks, hooked._post_accumulate_grad_hooks = before, behind
         # Marks that users and libraries put on parameters; not what the subclass itself needs.
@@ -189,7 +189,7 @@ class ManagedParam:
             self.trained = self.unsharded
 
     def heed_toggle(self, leaf: nn.Parameter, wants: bool) -> None:
-        """Somebody set `requires_grad` of a `leaf` that was shown as the unsharded parameter: the sharded one gets it too.
+        """The user set `requires_grad` of a `leaf` that was shown as the unsharded parameter: the sharded one gets it too.
 
         Graphs that were made before a freeze lead to the leaf: what arrives there is dropped as for any parameter that was
         frozen meanwhile. Graphs that were made behind a thaw do, too: it is the leaf that trains from now on.
@@ -236,7 +236,7 @@ class ManagedParam:
         self.sharded._local_tensor = local  # type: ignore[attr-defined]
 
     def moved(self) -> bool:
-        """Whether somebody replaced the parameter, or its local tensor, since hsdp last looked.
+        """Whether the parameter, or its local tensor, was replaced since hsdp last looked.
 
         In a forward the unsharded one is in its place.
         """
@@ -310,7 +310,7 @@ def _same_values(one: Any, other: Any) -> bool:
 
 
 def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:
-    """Turns a parameter into `value`, on another device; who holds it (optimizers) does not notice. Its gradient goes.
+    """Turns a parameter into `value`, on another device, in its own object (for optimizers). Its gradient goes.
 
     Raises:
         StateError: torch does not allow it for `what`, as something refers to the parameter weakly or by autograd.
@@ -327,7 +327,7 @@ def put_into(param: nn.Parameter, value: Tensor, what: str) -> None:
 
 
 def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None:
-    """A forward computed with a parameter that was sharded, as it was then: nobody would ever train it."""
+    """A forward computed with a parameter that was sharded, as it was then, which is never trained."""
     if (owner := unit()) is not None:
         raise StateError(
             f"a gradient came for what parameter {fqn!r} of unit {owner.name!r} was before fully_shard: a forward still "

@@ -1,4 +1,4 @@
-"""Stands for a sharded parameter's local tensor while parts of it are on their way: whoever touches it waits first.
+"""Stands for a sharded parameter's local tensor while parts of it are on their way: any use of it waits first.
 
 `torch.distributed._functional_collectives` has the same for the results of collectives (AsyncCollectiveTensor).
 """

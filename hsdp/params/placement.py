@@ -37,7 +37,7 @@ def least_padding(param: Tensor, shards: int) -> Shard | tuple[Shard, Shard]:
 
 
 def _largest_block(param: Any) -> tuple[int, ...]:
-    """The shape of what the first rank of a DTensor's mesh holds: others may hold less, and would choose another dim."""
+    """The shape of what the first rank of a DTensor's mesh holds: ranks with less would choose another dim."""
     shape = list(param.shape)
     for axis, placement in enumerate(param.placements):
         if isinstance(placement, (Shard, _StridedShard)):

@@ -20,7 +20,7 @@ from hsdp.params.tensor_parallel import over_replicas
 
 @dataclass(frozen=True)
 class Share:
-    """What this replica has of a parameter: `rows` rows of its local tensor from `start` on; others have up to `chunk`.
+    """What this replica has of a parameter: `rows` rows of its local tensor from `start` on; a replica has up to `chunk`.
 
     `spec` is that of a tensor of the parameter's shape of which each rank holds such a share.
     """

@@ -1,4 +1,4 @@
-"""Which part of a DTensor each rank of its mesh holds, from shape, mesh and placements alone: nobody is asked.
+"""Which part of a DTensor each rank of its mesh holds, from shape, mesh and placements, without communication.
 
 A part is a box: where it begins in each tensor dim, and its size there.
 

@@ -1,4 +1,4 @@
-"""Parameters that are tensor subclasses with a gather extension: what is inside, and the same wrapper around others.
+"""Parameters that are tensor subclasses with a gather extension: what is inside, and the same wrapper around other tensors.
 
     Int8Weight around (4096, 4096) fp32         the user's parameter: around one plain tensor of its own shape and dtype
     Int8Weight around (512, 4096) fp32          the sharded one's local tensor: the same wrapper around rows of the shards

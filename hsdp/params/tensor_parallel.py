@@ -144,7 +144,7 @@ def over_replicas(spec: DTensorSpec, axis: int) -> DTensorSpec | None:
         axis: the mesh axis that replicates it.
 
     Returns:
-        The spec; None if placements cannot tell who holds what then.
+        The spec; None if placements cannot say which rank holds what.
     """
     mesh, shape = spec.mesh, spec.shape
     cuts = [at for at, p in enumerate(spec.placements) if isinstance(p, (Shard, _StridedShard)) and p.dim == 0]

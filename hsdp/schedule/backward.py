@@ -89,7 +89,7 @@ class Backwards(BackwardCommit):
 
         Raises:
             StaleParametersError: the parameters changed since the forward.
-            StateError: somebody's `full_params` has the unit.
+            StateError: the unit is lent to `full_params`.
         """
         if unit.context.observer is not None:
             unit.context.observer.passes(Point.BACKWARD_ENTERED, unit)
@@ -169,7 +169,7 @@ class Backwards(BackwardCommit):
             self._end_visits_behind(backward, node)
 
     def _pass_to(self, backward: BackwardPass, unit: Unit, visit: Visit | None, node: SequenceNumber) -> list[Unit]:
-        """Goes on to `unit` in the order of the backward; returns the units that others may have entered before it."""
+        """Goes on to `unit` in the order of the backward; returns the units that other ranks may have entered before."""
         forward_pass = visit.forward_pass if visit is not None else None
         forward_pass = forward_pass or backward.forward_pass or self.forward_pass
         gathers = backward.gathers
@@ -352,7 +352,7 @@ class Backwards(BackwardCommit):
                 due = settings.requires_grad_sync and (gradients.stashed or deferred)
                 if due or unit in left or gradients.arrivals.leaves:
                     self._reduce(unit)
-        # Where units have been called under another root since, nobody will ask this one for what runs on.
+        # Where units have been called under another root since, no call will wait for what runs on here.
         if drains or any(unit.runtime_ref is not self.reference for unit in self.units):
             self.drain()
         else:
@@ -415,4 +415,4 @@ def _stay(unit: Unit) -> None:
     """A unit whose visit is over stays whole, also on ranks that passed over it: then its next use gathers on none."""
     if unit.residency is GATHERING:
         unit.finish()
-    unit.note_shards()  # who writes to `p.data` meanwhile changes them alone, which an earlier forward's backward is to see
+    unit.note_shards()  # writes to `p.data` meanwhile change them alone, which an earlier forward's backward is to see

@@ -220,7 +220,7 @@ class BackwardGathers(Generic[UnitT]):
 
         These are the ones that come before it in the order. Where its place does not tell, as it was passed already, has no
         place, or was called once more later in the forward, they are those that the engine is behind when it runs `node`:
-        `unit` itself is one of them if others have entered it for the later call.
+        `unit` is one of them if other ranks have entered it for the later call.
         """
         place, began = self._places.get(unit), self.began.get(unit)
         if place is not None and place >= self._at and (began is None or began <= node):

@@ -37,7 +37,7 @@ from hsdp.unit.unit import Unit
 class _Held(NamedTuple):
     """What an optimizer holds, as it was found when its parameters had these `ids`, and units had changed so often.
 
-    Parameters are told by their places among all of its groups: torch does not cast those that somebody refers to weakly.
+    Parameters are given by their places among all of its groups: torch casts none that has weak references.
     """
 
     ids: list[int]
@@ -125,8 +125,8 @@ def _in_no_unit(
 ) -> dict[str, int]:
     """Parameters that were added to sharded modules, perhaps as adapters that an optimizer steps alone, by their names.
 
-    Nothing sums their gradients over ranks. Nor those of parameters beside sharded ones in a module that nobody called
-    `fully_shard` on, whom it warns of: their users may do it.
+    Nothing sums their gradients over ranks. Nor those of parameters beside sharded ones in a module that is no
+    unit, of which it warns: the user may sum them.
     """
     beside = bool(units)
     units = units or all_units()
@@ -306,7 +306,7 @@ def check_communicated(unit: Unit, before: str, may_drop: bool = False) -> None:
         may_drop: sums may be pending if the all-reduce stage drops the step anyway.
 
     Raises:
-        StateError: the unit has pending sums, or lost some; somebody assigned to the `.data` of a gradient.
+        StateError: the unit has pending sums, or lost some; the `.data` of a gradient was assigned to.
     """
     # What runs on lands first, also under another root: only then does it show whether sums are still pending.
     if unit.runtime is not None:

@@ -231,7 +231,7 @@ def _may_hold(name: str, value: Any, module: nn.Module) -> bool:
 
 
 def _is_object(value: Any) -> bool:
-    """Whether it is an object of somebody's class, or a distribution of torch's; functions and ours are none."""
+    """Whether it is an object of a user's class, or a distribution of torch's; functions and ours are none."""
     if isinstance(value, _NO_TENSORS) or callable(value):
         return False
     module = type(value).__module__

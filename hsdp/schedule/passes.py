@@ -78,7 +78,7 @@ class Token:
 
 
 class BackwardPass:
-    """One backward of the root, from its first hook on. If it fails it is there until somebody notices, and drops it.
+    """One backward of the root, from its first hook on. If it fails it is there until `recover` drops it.
 
     Args:
         reduces: its first graph task accumulates into unsharded parameters; that of `autograd.grad` does not.

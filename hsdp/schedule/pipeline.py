@@ -404,7 +404,7 @@ def _scatter(bucket: ReductionBucket) -> CommWork:
     if first.in_tree:
         return reduce_scatter(comm, bucket, bucket.key, outputs, inputs, replicated, scale, uneven)
     if in_sum and not replicated and len(factors) == 1 and min(factors) > 0.0:
-        # The used-flags that go with the gradients are scaled too: nobody asks more of them than whether they are 0, which
-        # flags of micro-batches whose factors have other signs might add up to.
+        # The used-flags that go with the gradients are scaled too: only whether they are 0 matters, which flags of
+        # micro-batches whose factors have other signs might add up to.
         return comm.reduce_scatter(bucket, bucket.key, outputs, inputs, [], None, factors.pop(), uneven)
     return comm.reduce_scatter(bucket, bucket.key, outputs, inputs, replicated, scale, 1.0, uneven)

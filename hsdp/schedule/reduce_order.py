@@ -11,7 +11,7 @@ Forwards without gradients that are recomputed have visits, too, which no forwar
 the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
 the end.
 
-Turns are taken among the units of one rank set (gather_order.py): of others these ranks may run different ones.
+Turns are taken among the units of one rank set (gather_order.py): units of other rank sets may differ between these ranks.
 """
 
 from __future__ import annotations

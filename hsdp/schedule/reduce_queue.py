@@ -230,7 +230,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         """The oldest bucket's shards are summed. Where the host orders the work, the next stage can start only now."""
         bucket = self._holding[0]
         if bucket.work is not None:
-            bucket.work.wait()  # if it raises, the bucket is still there for whoever cleans up
+            bucket.work.wait()  # if it raises, the bucket is still there for the clean-up
         self._holding.popleft()
         try:
             self.release(bucket)

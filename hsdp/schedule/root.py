@@ -104,8 +104,8 @@ class Root:
             if before is this and not fresh and unit.context.streams is self.streams:
                 continue
             if before is not None and before is not this and not before.in_backward():
-                # The unit had another root, whose backward may have failed, or left reductions that run on: nobody asks
-                # that root for the unit's gradients any more.
+                # The unit had another root, whose backward may have failed, or left reductions that run on: calls
+                # for the unit's gradients do not reach that root any more.
                 before.settle()
             unit.join(this, self.streams, parent, name)
         if fresh:
@@ -134,9 +134,9 @@ class Root:
                 return
 
     def _warn_of_half_a_step(self) -> None:
-        """Warns of weights of which nobody knows which an optimizer's step has changed.
+        """Warns of weights of which a step that raised has changed an unknown part.
 
-        Ranks whose step ended hear of a rank whose did not from the versions of weights, which all that raised have alike.
+        Ranks whose step ended learn of it from the versions of weights, which are alike on all ranks whose step raised.
         """
         name, self.stepping = self.stepping, ""
         warnings.warn(
@@ -151,11 +151,11 @@ class Root:
         return (module for ref in self._modules if (module := ref()) is not None)
 
     def notify(self, point: Point) -> None:
-        """Tells whoever observes units of the root that it passes a point."""
+        """Tells observers of the root's units that it passes a point."""
         notified = None
         for unit in self.units:
             observer = unit.context.observer
-            if observer is not None and observer is not notified:  # who observes several has them in a row
+            if observer is not None and observer is not notified:  # one observer's units come in a row
                 notified = observer
                 observer.passes(point, self)
 
@@ -198,7 +198,7 @@ class Root:
                 unit.let_go()
             try:
                 unit.reshard()
-            except HSDPError:  # its gather failed: somebody was told, or an error is on its way up
+            except HSDPError:  # its gather failed: that error was raised, or is on its way up
                 unit.discard_gather()
 
     def _unregister(self) -> None:
@@ -351,7 +351,7 @@ class Root:
         if self.depth:
             return self.thread != get_ident()
         backward = self.backward
-        # Who has caught the error of a backward of its own may hold what tells that it is over.
+        # A traceback of a caught error may hold the tokens whose end tells that the backward is over.
         if backward is None or backward.thread == get_ident():
             return False
         bury_tasks(backward.tasks)

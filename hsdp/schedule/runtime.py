@@ -155,13 +155,13 @@ class Runtime(Backwards):
         grad = torch.is_grad_enabled()
         for unit in self.units:
             if unit.state is FORWARD and not unit.calls:
-                # Not all of its modules were called, some were again after all of them had been, or a forward raised. Of
-                # one that raised nobody has seen an output, but hooks may have kept what came inside of it.
+                # Not all of its modules were called, some were again after all of them had been, or a forward raised. One
+                # that raised returned no output, but hooks may have kept what came inside of it.
                 self._close(unit, hidden=unit not in self.forward_pass.exits and any(unit.trainable))
             unused = unit.residency is GATHERING or (not grad and unit.residency is UNSHARDED)
             if unused and not unit.pinned:
                 self._release(unit)
-        # Whoever writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
+        # The user's writes to offloaded shards after a forward, by hand or by a load, must not change what it computes.
         self.streams.finish_host_reads()
 
     def forget_forward(self) -> None:
@@ -182,7 +182,7 @@ class Runtime(Backwards):
         self.notify(Point.DROPPED)
 
     def settle(self) -> None:
-        """What comes before anybody looks at gradients: a failed backward is forgotten, reductions under way land.
+        """What comes before gradients are looked at: a failed backward is forgotten, reductions under way land.
 
         Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
         """
@@ -199,7 +199,7 @@ class Runtime(Backwards):
         """Communicates every pending sum now, outside of a backward. Every rank calls it.
 
         Args:
-            runs_on: wait for nothing. `flush` does, and so does whoever looks at gradients.
+            runs_on: wait for nothing. `flush` waits, and so do readers of gradients.
         """
         self.recover()
         # All units are asked before any communicates: where one raises, no rank has started a collective.

@@ -56,7 +56,7 @@ def _ask(closure: CodeType, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
     if (optimizer := _stepping(closure)) is not None:
         _compare_orders(optimizer, tensor)
         return op(full_tensor(tensor), *args[1:])
-    # Not gathered here: who logs on one rank alone would wait for the others.
+    # Not gathered here: code that logs on one rank alone would hang.
     warnings.warn(
         "hsdp: item(), float() or bool() of a DTensor that is still to be reduced over ranks (a norm, sum or maximum "
         "of sharded tensors) gives this rank's part of it; call .full_tensor() first, on all ranks",
@@ -66,7 +66,7 @@ def _ask(closure: CodeType, op: Any, args: tuple[Any, ...], kwargs: dict[str, An
 
 
 def _in_place(closure: CodeType, op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """The tensor gets other placements, in its own object: nobody has a copy of what was still to be added up."""
+    """The tensor gets other placements, in its own object: no copy of the partial one is left."""
     tensor = args[0]
     if is_watched(tensor) and _is_partial(tensor):
         if (optimizer := _stepping(closure)) is not None:
@@ -81,7 +81,7 @@ def _is_partial(tensor: DTensor) -> bool:
 
 
 def _stepping(closure: CodeType) -> Optimizer | None:
-    """The optimizer whose step asks: on all ranks. Its closure is the user's, who may look at a loss on one rank."""
+    """The optimizer whose step asks, on all ranks. Its closure is the user's, and may read a loss on one rank."""
     frame: FrameType | None = sys._getframe(2)
     while frame is not None:
         code = frame.f_code

@@ -1,4 +1,4 @@
-"""Who talks to whom: meshes, streams, collectives, and the guard that notices when ranks disagree.
+"""Communication: meshes, streams, collectives, and the guard that notices when ranks disagree.
 
     mesh.py              a DeviceMesh as one axis of shards and one of replicas
     streams.py           a device's side streams and events
@@ -14,7 +14,7 @@
     divergence.py        ranks that are about to start different collectives get an error instead of a hang
     questions.py         how they ask each other over the store, at a cost that is the same for any number of ranks
     labels.py            names of what is started and waited for, in torch.profiler
-    observer.py          the points at which whoever watches a unit is told what happens: `hsdp.trace`
+    observer.py          the points at which a unit's observer is told what happens: `hsdp.trace`
     groups.py            a process group's backend and patience; groups of some of its ranks
     replica_reduce.py    the all-reduce over replicas as a stage (compressed.py: 16 bits on the wire)
     tree.py              sums over ranks in one order, whatever the mesh

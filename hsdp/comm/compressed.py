@@ -5,7 +5,7 @@
     the sum of part r --cast--> all-gather --> the whole sum
 
 A reduction in bf16 rounds the running sum at every hop; here each value is rounded once, and with replicas the sum once
-more, however many ranks there are. Who adds adds in the order of ranks, so that the result depends on no timing.
+more, however many ranks there are. Ranks add in the order of ranks, so that the result depends on no timing.
 """
 
 from __future__ import annotations

@@ -45,7 +45,7 @@ class AllGather(Protocol):
         All parts are equal: a unit that has its own all-gather or reduce-scatter pads all that does not go evenly.
         With `async_op` it may return a work to wait for; without, or if it returns None, the output is there, on a device
         in the order of the current stream. A work without `is_completed` is waited for by `wait()`, once and without a
-        time-out; if that raises, its tensors are left to it for good, and others are made.
+        time-out; if that raises, its tensors are left to it for good, and new ones are made.
         """
         ...
 
@@ -137,7 +137,7 @@ _ALIGN = 256
 """Bytes: where each transfer begins in memory that several share, as a device's allocator would have it."""
 
 _used: list[tuple[weakref.ref[UnderWay], list[_Span]]] = []
-"""Collectives that somebody may wait for yet, with the users' memory that they work on."""
+"""Collectives that may be waited for yet, with the users' memory that they work on."""
 
 
 class Staging:
@@ -160,7 +160,7 @@ class Staging:
         self.then: Callable[[], object] | None = None
 
     def like(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """A 1-D tensor for each of `tensors`, which nobody uses; or these themselves.
+        """An unused 1-D tensor for each of `tensors`; or these themselves.
 
         Raises:
             StateError: it is memory that this call has already.

@@ -1,7 +1,7 @@
 """All ranks of a group start the same collectives in the same order, or learn which of them did not.
 
 A collective that ranks disagree about hangs, or kills the process (gloo), or hands out garbage (NCCL). So before a rank
-starts one it must know that the others will. It does not ask each time:
+starts one it must know that all ranks will. It does not ask each time:
 
     known     this op followed when ranks were here before. At each point of the order one op is known, and starts at once.
     unknown   any other op. The ranks ask each other what they are about to do. They differ: every rank raises. They agree:
@@ -17,13 +17,13 @@ How ranks ask depends on what they know:
 
     in the group    where nothing is known no rank starts anything without asking. So the question is a collective of the
                     group itself: the greatest and the least of all ranks' digests, 32 bytes, whatever the number of ranks.
-    in the store    where an op is known the others may be in it. The question is written to the store that the process
+    in the store    where an op is known other ranks may be in it. The question is written to the store that the process
                     group was made with; ranks that wait in the known collective find it there and answer: all raise.
-                    The first question of a group is of this kind too: whoever is not there is named, however the backend
-                    deals with a rank that is missing while it connects. Groups that torch did not make ask here only.
+                    The first question of a group is of this kind too: it names missing ranks, whatever the backend does
+                    about a rank that is missing while it connects. Groups that torch did not make ask here only.
 
 What is known is the same on all ranks, as they learn from questions alone; so they choose the same way to ask, or one of
-them is in the store. A pass that is new to everybody has one question in the store at most, and then asks in the group.
+them is in the store. A pass that is new to all ranks has one question in the store at most, and then asks in the group.
 
 A steady training loop is known after two steps (in the second one units are gathered ahead for the first time): nothing is
 sent and no rank waits.
@@ -217,7 +217,7 @@ class DivergenceGuard:
             self._questions.note_wait(answer, waited)
             differs = self._questions.asks(answer)
         except dist.DistError:
-            # The store is gone, as when the rank that holds it has ended before others: nobody can ask there any more, and
+            # The store is gone, as when the rank that holds it has ended before others: no rank can ask there any more, and
             # what was started, among ranks that are all here, may end well.
             return
         if differs:
@@ -225,7 +225,7 @@ class DivergenceGuard:
                 raise self._questions.alarm(answer)
 
     def alone(self, count: int, kind: str, name: str, asked: int) -> DivergenceError:
-        """The error of a rank that asks in the group, as in `answer_peers`, and has waited for others for too long."""
+        """The error of a rank that asks in the group, as in `answer_peers`, and has waited for too long."""
         error = self._questions.alarm(Answer(self._rank, count, described(kind, name), asked), gives_up=True)
         self._broken = str(error)
         return error
@@ -252,7 +252,7 @@ class DivergenceGuard:
 
 
 class Member(Protocol):
-    """Who communicates in a group."""
+    """An object that communicates in a group."""
 
     divergence_guard: DivergenceGuard | None
     number: int
@@ -279,7 +279,7 @@ class _Store:
     of its own, which the groups in it share. All ranks are clients of one server, which has a file open for each.
 
     Attributes:
-        exclusive: nobody but hsdp uses its clients.
+        exclusive: only hsdp uses its clients.
     """
 
     def __init__(self, prefix: str) -> None:

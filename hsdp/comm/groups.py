@@ -60,7 +60,7 @@ def timeout_of(group: ProcessGroup | None, device: torch.device) -> float:
 def subgroup(group: ProcessGroup, rank: int, size: int, device: torch.device) -> ProcessGroup:
     """The group of `size` neighbouring ranks of `group` that this rank (number `rank` in it) belongs to.
 
-    Every rank of `group` calls it; a group is made once for all who ask for it.
+    Every rank of `group` calls it; a group is made once for all callers.
     """
     first = rank // size * size
     ranks = dist.get_process_group_ranks(group)[first : first + size]

@@ -101,7 +101,7 @@ class Mapping:
 
 
 class Block(Mapping):
-    """Memory of this rank's own: until `close` a file that others can be sent."""
+    """Memory of this rank's own: until `close` a file that can be sent to other ranks."""
 
     def __init__(self, number: int, nbytes: int) -> None:
         self.number = number
@@ -112,12 +112,12 @@ class Block(Mapping):
         super().__init__(self.file, nbytes)
 
     def give_back(self) -> None:
-        """Gives pages back that nobody will read again; they come back, as zeros, when the block is written to."""
+        """Gives pages back that will not be read again; they come back, as zeros, when the block is written to."""
         # Where the kernel cannot, they stay.
         _libc.madvise(ctypes.c_void_p(self.memory.data_ptr()), ctypes.c_size_t(self.nbytes), mmap.MADV_REMOVE)
 
     def close(self) -> None:
-        """Closes the file when the others have it: their mappings keep the memory, and this one's."""
+        """Closes the file when other ranks have it: their mappings keep the memory, and this one's."""
         if self.file is not None:
             os.close(self.file)
         self.file = None

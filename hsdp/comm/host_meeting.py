@@ -59,7 +59,7 @@ def _meet(group: ProcessGroup) -> HostMemory | None:
         if goes and probe is not None and probe.file is not None:
             probe.header = secret, rank
             goes = all(_reaches(peers, other, int(names[other]), rank, probe.file) for other in range(rank))
-        # Behind the first question all calls have come, or nobody goes on; behind the second all have what they need.
+        # Behind the first question all connections are made, or no rank goes on; behind the second all are accepted.
         if _on_all(goes, group) and _on_all(_hears(peers, listener, secret, names), group):
             return HostMemory(rank, peers)
         for peer in peers.values():
@@ -74,7 +74,7 @@ def _on_all(goes: bool, group: ProcessGroup) -> bool:
 
 
 _HELLO = struct.Struct("2q")
-"""The secret of who is called, and the caller's rank."""
+"""The secret of the called rank, and the caller's rank."""
 
 
 def _address(secret: int) -> str:
@@ -99,7 +99,7 @@ def _hears(peers: dict[int, socket.socket], listener: socket.socket, secret: int
             hello, files, _, _ = socket.recv_fds(peer, _HELLO.size, 1, socket.MSG_CMSG_CLOEXEC)
             known, other = _HELLO.unpack(hello.ljust(_HELLO.size, b"\0"))
             try:
-                if known != secret:  # somebody else's call
+                if known != secret:  # another program's call
                     peer.close()
                     continue
                 peers[other] = peer

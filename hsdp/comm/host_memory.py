@@ -2,7 +2,7 @@
 
     start    rank 0  [ its part ] --copy--> a block of rank 0's  --a line: where it lies--> ranks 1, 2, ...
              rank 1  [ its part ] --copy--> a block of rank 1's  --a line: where it lies--> ranks 0, 2, ...
-    wait     each rank takes the others' lines, and reads in their blocks what it needs: copies it, or adds it in rank order
+    wait     each rank takes all ranks' lines, and reads in their blocks what it needs: copies it, or adds it in rank order
 
 Gloo copies each byte into the kernel and out again, on threads that take turns with the ranks' own work. Here a byte is
 copied once and read where it lies, and only lines of numbers go through the kernel: Unix sockets, whose messages order
@@ -62,7 +62,7 @@ class Line(NamedTuple):
 class Reading(NamedTuple):
     """Which posts a rank has read when it wrote post `at`: all `below` one, and of the newest those without a bit.
 
-    One post that nobody waits for must not hold the blocks of all that come after it.
+    One post that is never waited for must not hold the blocks of all that come after it.
     """
 
     at: int = -1
@@ -78,7 +78,7 @@ class Reading(NamedTuple):
 class _Post:
     """What the ranks write for one collective: a work that ends when all have written.
 
-    It counts as read by this rank when it goes, whether this rank has read the others' blocks or never will.
+    It counts as read by this rank when it goes, whether this rank has read other ranks' blocks or never will.
     """
 
     def __init__(self, memory: HostMemory, kind: str, name: str, key: int, layout: BlockLayout) -> None:
@@ -141,7 +141,7 @@ class HostMemory:
         _alive.add(self)
 
     def close(self) -> None:
-        """Closes the connections: nothing comes through them, and the others see that this end is gone."""
+        """Closes the connections: nothing comes through them, and other ranks see that this end is gone."""
         for peer in self._peers.values():
             peer.close()
 
@@ -220,7 +220,7 @@ class HostMemory:
             mappings = self._mappings_of(post)
             with outside_transforms(), torch.no_grad():
                 put_down(mappings, post.layout)
-            # Should anybody ever write a block again too early, or map another one for it, that must not pass for results.
+            # A block that was ever written again too early, or mapped in another's place, must not pass for results.
             wanted = post.number, post.key
             for rank, mapping in enumerate(mappings):
                 if mapping.header != wanted:
@@ -248,7 +248,7 @@ class HostMemory:
             for tensor, place in zip(tensors, block.tensors(post.layout), strict=True):
                 place.copy_(tensor)
         # Not before: a post that failed, for want of memory say, was none, and the next one has its number. So has the next
-        # block that of one which goes to nobody: the others count those that come.
+        # block that of one which is not sent: other ranks count those that come.
         if block.file is not None:
             self._blocks += 1
         post.number = number
@@ -289,7 +289,7 @@ class HostMemory:
     def _take(self, nbytes: int) -> Block:
         """A block for a post: one that all have read, or a new one.
 
-        Waiting for others to read could wait for ever: they may wait for this post.
+        Waiting for other ranks to read could wait for ever: they may wait for this post.
         """
         readings = self._readings.values()
         for post in [post for post in self._written if post not in self._unread]:
@@ -303,7 +303,7 @@ class HostMemory:
         # They may be those of a smaller model that is gone. Steady loops come by here in their first steps alone.
         for block in self._free:
             block.give_back()
-        # Few sizes, so that blocks fit other posts, too; pages that nobody touches take no memory.
+        # Few sizes, so that blocks fit other posts, too; pages that are not touched take no memory.
         return Block(self._blocks, max(_SMALLEST_BLOCK, 1 << (nbytes - 1).bit_length()))
 
     # -- lines -----------------------------------------------------------------------------------------------------------
@@ -326,7 +326,7 @@ class HostMemory:
                     self._take_lines(1e-3)
                     continue
                 full = "cannot be sent a block: too many are on their way (raise ulimit -n)"
-                self._lost[rank] = full if error.errno == errno.ETOOMANYREFS else _CLOSED  # whoever waits for it is told
+                self._lost[rank] = full if error.errno == errno.ETOOMANYREFS else _CLOSED  # a wait for it raises
 
     def receive(self, number: int, timeout: float | None) -> bool:
         """Waits until all ranks have sent their lines of a post; returns whether they have.
@@ -348,8 +348,8 @@ class HostMemory:
 
     def _take_lines(self, timeout: float | None) -> bool:
         """Takes what has come, waiting for something if need be; returns whether anything came."""
-        # Who asks for a post that nobody waits for any more may do so from in here, as garbage collection ends a model, or
-        # from another thread: lines that two take would be counted twice, or out of order.
+        # A post that is given up may be asked for from in here, as garbage collection ends a model, or from another
+        # thread: lines that two calls take would be counted twice, or out of order.
         if timeout is not None and timeout <= 0.0 and self._taking.locked():
             return False
         with self._taking:
@@ -402,8 +402,8 @@ def _close_all() -> None:
         memory.close()
 
 
-# Workers of a data loader that are forked have the connections too, and may outlive a rank that is killed: without this the
-# others would not see that it is gone before they are.
+# Workers of a data loader that are forked have the connections too, and may outlive a rank that is killed: without this
+# other ranks would not see that it is gone before they are.
 os.register_at_fork(after_in_child=_close_all)
 
 

@@ -16,7 +16,7 @@ from hsdp.torch_private import concatenated, flattened, unflattened
 
 @dataclass(frozen=True)
 class DataParallelMeshDims:
-    """Which axes of a bigger, named mesh hsdp uses; the others belong to somebody else (tensor, pipeline, ...).
+    """Which axes of a bigger, named mesh hsdp uses; the others are of other parallelisms (tensor, pipeline, ...).
 
     Args:
         shard: the axis, or axes, over which parameters are sharded. None: nothing is sharded, as in DDP.

@@ -1,4 +1,4 @@
-"""What whoever watches a unit is told, and where: nobody watches by default, and then each place costs one look at None.
+"""What a unit's observer is told, and where: by default a unit has no observer, and each place costs one look at None.
 
     passes      the root's forwards and backwards begin, end and fail; units are entered and left
     begins      hsdp's own work in between, which `ends`: launching a gather, filling a reduction, landing, waiting
@@ -45,14 +45,14 @@ into the operands of a reduction ("copy"), or lands one; or a `CommWork` is wait
 
 
 class Observer(Protocol):
-    """Who is told. Its methods must not raise, and must not change anything that they are given."""
+    """Is told what happens. Its methods must not raise, nor change anything that they are given."""
 
     def passes(self, point: Point, what: Any) -> None:
         """A root (a `Runtime`) or a unit passes a point."""
         ...
 
     def begins(self, work: Work, what: Any) -> None:
-        """Work of a unit, or the waiting for a `CommWork`, begins. Others may begin and end before it ends."""
+        """Work of a unit, or the waiting for a `CommWork`, begins. Other work may begin and end before."""
         ...
 
     def ends(self, work: Work, what: Any) -> None:
@@ -84,7 +84,7 @@ class CommContext:
 
     Attributes:
         streams: the side streams of the unit's root.
-        observer: who is told what the unit and its process groups do; None: nobody.
+        observer: is told what the unit and its process groups do; None: no observer.
     """
 
     __slots__ = ("observer", "streams")

@@ -6,7 +6,7 @@ current when a hook runs is called the compute stream. Users may have several: t
 `backward` on another one than the forward's, or run a branch of a forward beside the rest.
 
 Gradients have one compute stream all the same, `home`, to which all memory of reductions belongs: autograd accumulates into
-a parameter on the stream on which it was sharded, and nobody orders that stream behind a wait on another one.
+a parameter on the stream on which it was sharded, and autograd does not order that stream behind a wait on another one.
 """
 
 from __future__ import annotations

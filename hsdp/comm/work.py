@@ -42,7 +42,7 @@ _GIVES_UP = 0.9
 """Of the time-out: then a rank gives up a question in the group, before its backend does, which may end the process."""
 
 _outstanding: dict[int, weakref.ref[CommWork]] = {}
-"""By identity, collectives that were not waited for yet, and some that nobody holds any more."""
+"""By identity, collectives that were not waited for yet, and some that were deleted meanwhile."""
 
 _MOST_OUTSTANDING = 1024
 
@@ -150,7 +150,7 @@ class CommWork:
                 observer.ends("wait", self)
         # Not where waiting raised: that collective is the first that a time-out has to tell of.
         _outstanding.pop(id(self), None)
-        # A device's side stream may still read the buffers, but whoever reuses their memory is behind the event now.
+        # A device's side stream may still read the buffers, but their memory's next use is behind the event now.
         self._keep = self._finish = None
         if self._in_use is not None:
             self._in_use.used = None
@@ -167,7 +167,7 @@ class CommWork:
             self.wait()
 
     def traffic(self) -> tuple[list[Tensor], list[Tensor]]:
-        """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until somebody waited."""
+        """The operands that a ring sends once (gathered, scattered) and twice (summed in place), until `wait`."""
         keep = self._keep
         if keep is None:
             return [], []
@@ -196,7 +196,7 @@ class CommWork:
 class _InUse:
     """What a side stream uses until an event.
 
-    If it is deleted while `used` is set, nobody waited for the collective: its backward failed, and the model was deleted.
+    If it is deleted while `used` is set, the collective was not waited for: its backward failed, and the model was deleted.
     The buffers are kept until the event: they belong to the compute stream, whose allocator would hand them out while the
     side stream still works on them.
     """
@@ -234,7 +234,7 @@ class TwoPhases(CommWork):
         return self._phase[-1].event
 
     def done(self) -> bool:
-        """Never before `wait`, on the CPU: whoever polls would start the second phase, at another point on each rank."""
+        """Never before `wait`, on the CPU: a poll would start the second phase, at another point on each rank."""
         return self._go_on is None and all(work.done() for work in self._phase)
 
     def wait(self) -> None:
@@ -314,7 +314,7 @@ def _ends(work: Any, backend: str) -> bool:
 
 
 _kept: dict[int, tuple[Callable[[], bool], Any]] = {}
-"""By a number, what collectives use that nobody waits for any more, and whether they have ended."""
+"""By a number, what collectives use that were given up, and whether they have ended."""
 _numbers = itertools.count()
 
 
@@ -331,7 +331,7 @@ def _let_go() -> None:
 
 
 def abandon(comm_work: CommWork) -> None:
-    """Keeps the buffers of a collective that nobody waits for any more until its collective has ended."""
+    """Keeps the buffers of a collective that was given up until it has ended."""
     _keep_until(comm_work.done, comm_work)
     _outstanding.pop(id(comm_work), None)
 

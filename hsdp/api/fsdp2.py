@@ -4,7 +4,7 @@
 class cannot be joined in any other way. So every public method of that class is overridden, here, in setters.py or in
 `HSDPModule`: what cannot be had is refused with a remedy, and nothing of torch's own implementation is ever reached.
 
-    who asks                     what it does with the answer                          with hsdp
+    caller                       what it does with the answer                          with hsdp
     pipelining schedules         unshard / reshard around the micro-batches, switches  works: `FSDPStateShim`
                                  gradient sync off, runs the reduction by itself
     Lightning                    switches gradient sync off while it accumulates       works
@@ -129,7 +129,7 @@ class FSDP2Compat(fsdp.FSDPModule):
         """Communicates the gradients of all backwards before, as `flush` does, and frees unsharded parameters.
 
         Args:
-            async_op: return a handle, whose `wait` is to be called before anybody uses the gradients.
+            async_op: return a handle, whose `wait` is to be called before gradients are used.
 
         Raises:
             StateError: in the middle of a forward or backward, or gradients of weights that a pipeline schedule computes by

@@ -138,7 +138,7 @@ def _attach(state: ModuleHooks, modules: list[nn.Module]) -> None:
         put_fsdp_state_shim(module)
 
 
-# Where torch's pipelining looks, if somebody puts hsdp's function in the place of torch's.
+# Where torch's pipelining looks, if hsdp's function stands in the place of torch's.
 fully_shard.state = fsdp_state  # type: ignore[attr-defined]
 
 

@@ -119,7 +119,7 @@ class HSDPModule(Setters):
         for sharded, marks in marked:
             vars(sharded).update(marks)
         unit = self._hsdp_state.unit
-        # Of a unit of several modules the others follow; what they leave apart the next use of the unit refuses.
+        # Of a unit of several modules the others follow; if they do not, the next use of the unit is refused.
         if unit.disturbed() and len(unit.devices()) == 1:
             unit.rebuild()
         return result
@@ -170,8 +170,8 @@ class HSDPModule(Setters):
         Args:
             async_op: return a handle at once, whose `wait()` waits for the gather; a forward waits for it too. Then the
                 unsharded parameters serve every forward and backward until `reshard()`, until one that is told to
-                reshard, or until the optimizer or a load changes the shards: for those who schedule gathers themselves,
-                such as pipelines. Do not write to `p.data` meanwhile: on a device nobody notices.
+                reshard, or until the optimizer or a load changes the shards: for callers that schedule gathers,
+                such as pipelines. Do not write to `p.data` meanwhile: on a device it is not seen.
 
         Raises:
             StateError: inside `full_params`.
@@ -195,7 +195,7 @@ class HSDPModule(Setters):
         Those that a graph of gradients (`create_graph=True`) reads are freed when that graph is gone.
 
         Raises:
-            StateError: the unit computes with them, or is lent to `full_params`; or somebody wrote to them, which is lost.
+            StateError: the unit computes with them, or is lent to `full_params`; or they were written to, which is lost.
         """
         for unit in self._units(recurse=False):
             expect(unit, "reshard", IDLE, BACKWARD_POST)

@@ -119,7 +119,7 @@ _Given = tuple[DeviceMesh, DataParallelMeshDims | None]
 
 
 def _axes_of(info: Any) -> tuple[int | None, int | None]:
-    """The axes of its mesh over which an info replicates and shards; the others belong to somebody else."""
+    """The axes of its mesh over which an info replicates and shards; the others are not hsdp's."""
     return info.replicate_mesh_dim, info.shard_mesh_dim
 
 

@@ -75,7 +75,7 @@ class CompositeGroup(ExtensionGroup):
             return full if piece.rows(self.rank) == piece.chunk else full.narrow(0, 0, piece.rows(self.rank))
 
     def trial_gather(self) -> None:
-        """Goes once from the original parameters to whole ones: what fails does so while the module is as it was."""
+        """Gathers once from the original parameters: user code that fails does so while the module is unchanged."""
         if self.shard.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():

@@ -1,4 +1,4 @@
-"""The dtype group of parameters that say themselves how they are gathered: in 8 bits, say. The protocol is FSDP2's.
+"""The dtype group of parameters that define how they are gathered (in 8 bits, say), by FSDP2's protocol.
 
     shard --fsdp_pre_all_gather--> inputs ==all-gather==> outputs --fsdp_post_all_gather--> unsharded parameter
                         '------------------ metadata ------------------------^
@@ -61,7 +61,7 @@ class ExtensionGroup(DtypeGroup):
     ) -> None:
         super().__init__(kind, params, slots, axes, thresholds, parts, offload)
         self._unit = unit
-        # Subclasses are written for FSDP2, and get what it would give them.
+        # Subclasses are written for FSDP2, and get its arguments.
         self._policy = fsdp.MixedPrecisionPolicy(
             policy.param_dtype, policy.reduce_dtype, policy.output_dtype, policy.cast_forward_inputs
         )
@@ -69,7 +69,7 @@ class ExtensionGroup(DtypeGroup):
 
     @property
     def _moves(self) -> bool:
-        """Always: what a subclass sends is its own."""
+        """Always: a subclass sends tensors of its own."""
         return True
 
     def local(self, index: int) -> Tensor:
@@ -79,7 +79,7 @@ class ExtensionGroup(DtypeGroup):
         return wrapper.around(super().local(index))
 
     def trial_gather(self) -> None:
-        """Goes once from the original parameters to whole ones: what fails does so while the module is as it was."""
+        """Gathers once from the original parameters: user code that fails does so while the module is unchanged."""
         if self.shard.is_meta:
             return
         with torch.inference_mode(False), torch.no_grad():
@@ -131,7 +131,7 @@ class ExtensionGroup(DtypeGroup):
         return sum(flat_buffer.held for member in self._members for flat_buffer in member.flat_buffers)
 
     def prepare_gather(self) -> None:
-        """Asks what to send. On the compute stream: it orders the memory, and what a subclass communicates by itself."""
+        """Calls `fsdp_pre_all_gather`. On the compute stream, which orders memory, and a subclass's own collectives."""
         with torch.inference_mode(False), torch.no_grad():
             for index, (param, member) in enumerate(zip(self.params, self._members, strict=True)):
                 member.prepare(self._source(index, param.local))
@@ -139,20 +139,20 @@ class ExtensionGroup(DtypeGroup):
             self.inputs = [as_bytes(tensor) for member in self._members for tensor in member.inputs]
 
     def fill_gather(self) -> None:
-        """With one shard rank, what would be sent is what arrives."""
+        """With one shard rank, copies the inputs to the outputs."""
         if self.shards == 1:
             for member in self._members:
                 member.fill(1)
 
     def assemble(self) -> None:
-        """Has unsharded parameters made of what was gathered. On the compute stream, as it computes."""
+        """Makes unsharded parameters of the outputs. On the compute stream, as `fsdp_post_all_gather` computes."""
         with torch.inference_mode(False), torch.no_grad():
             for param, member in zip(self.params, self._members, strict=True):
                 member.assemble(_leaves_of(param))
         self.release_transients()
 
     def release_transients(self) -> None:
-        """Frees what was sent, and what arrived unless the unsharded parameters live in it."""
+        """Frees the inputs, and the outputs unless the unsharded parameters live in them."""
         self.inputs = []
         for member in self._members:
             member.release_transients()
@@ -252,7 +252,7 @@ class _Member:
         for flat_buffer in self._inner:
             flat_buffer.alloc()
         for leaf in leaves:
-            # Autograd must not take it for a change between forward and backward: units compare versions.
+            # Autograd must not see a change between forward and backward: units compare versions.
             with naming(self._unit, self.fqn, source, POST), keeping_versions((leaf, *parts_of(leaf))):
                 getattr(source, POST)(self._shown, self._metadata, self._dtype, out=leaf)
         self._metadata = None
@@ -278,7 +278,7 @@ class _Member:
 
 @contextmanager
 def naming(unit: Callable[[], Named | None], fqn: str, source: Tensor, method: str) -> Iterator[None]:
-    """Errors of a subclass's own code, inside it, are ExtensionErrors that tell whose they are."""
+    """Turns errors of a subclass's own code, inside it, into ExtensionErrors that name the parameter."""
     try:
         yield
     except HSDPError:

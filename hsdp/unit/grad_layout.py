@@ -55,7 +55,7 @@ class GradLayout:
         self.numel = numel
         self.flags = len(self.params)
         self.alone = alone
-        # Those that lie side by side and look alike are cut in one: a view takes the host as long for one as for two.
+        # Adjacent gradients of one shape are cut by one view: it takes the host as long for one as for two.
         self._stacked: list[bool] = []
         self._cuts: tuple[list[tuple[int, ...]], list[tuple[int, ...]], list[int]] = [], [], []
         for first, *rest in runs_of(list(zip(shapes, offsets, strict=True))):

@@ -9,9 +9,9 @@ Pending sums are fp32, or the reduce dtype if that is wider. While a parameter h
 zero_grad.py), on every rank alike: it keeps what users add to the gradient, and notes when they zero it.
 
 What a backward does to gradients and to pending sums is undone if it fails (rollback.py), with one exception: whole sums
-are added in place, as a second copy of an unsharded model would not fit. They are *lost* then. Whether they are follows
-from what ranks did alike, not from what this rank has added already, and until gradients are zeroed every use of
-them as complete ones is refused.
+are added in place, as a second copy of an unsharded model would not fit. They are *lost* then: on all ranks or on none,
+as that follows from what all ranks did alike, not from what this rank has added; until gradients are zeroed, their use
+as complete sums is refused.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class Gradients:
             ranks, as is `deferred`: they decide about collectives.
         deferred: a reduction without all-reduce was submitted, and none with it since.
         sentinels: those in gradients of parameters that have pending sums.
-        lost: whole sums went with a backward that failed. Ask `refuse_lost`.
+        lost: whole sums went with a backward that failed; see `refuse_lost`.
         shared: replicas have shares of some of them.
 
     Args:
@@ -88,7 +88,7 @@ class Gradients:
         self.stashed = self.deferred = self.lost = self.shared = False
         self.sentinels = Sentinels(params)
         self._running: list[GroupReduction] = []
-        # Of the backward under way: reductions on their way, and how things were before it.
+        # Of the backward under way: its reductions, and the state from before it.
         self._open: list[GroupReduction] = []
         self._undo = Undo()
         self._owed_before: tuple[bool, bool, list[int]] | None = None
@@ -185,7 +185,7 @@ class Gradients:
                     self.sentinels.put_up(slot)
         for plan in self._plans:
             for slot, param in zip(plan.slots, plan.params, strict=True):
-                # Used here or not: other ranks may have used it. Frozen since its forward, it gets none on any rank.
+                # Used here or not: other ranks may have used it. A parameter frozen since its forward has none on any rank.
                 if slot in self._stash or param.sharded.requires_grad:
                     self.sentinels.put_up(slot)
 
@@ -208,7 +208,7 @@ class Gradients:
     def hand_over_deferred(self, parts: list[GroupReduction]) -> None:
         """Hands what was deferred to the operands that it will be added to, by `join_deferred`.
 
-        They hold it until they land: by then the compute stream, to which that memory belongs, is behind the sum.
+        Operands hold it until they land: by then the compute stream, to which its memory belongs, is behind the sum.
         """
         if self.deferred_sums is not None:
             for held, part in zip(self.deferred_sums, parts, strict=True):
@@ -260,7 +260,7 @@ class Gradients:
             )
 
     def cut_whole(self) -> None:
-        """Shards the gradients that DTensor left whole: those that penalties give to parameters with few rows."""
+        """Shards gradients that DTensor left whole: those of penalties on parameters with few rows."""
         for param in self._few_rows:
             if param.sharded.grad is not None:
                 local_grad(param)
@@ -342,7 +342,7 @@ class Gradients:
                 self._undo.forget_taken(noted)
 
     def _settle(self, parts: list[GroupReduction]) -> bool:
-        """The parts are about to come to rest. Returns whether the backward that they are of may still fail."""
+        """The parts are about to land, or to be deferred. Returns whether their backward may still fail."""
         if self.sentinels.up:
             self.heed_zero_grad()
         undoable = parts[0].undoable
@@ -353,7 +353,7 @@ class Gradients:
         return undoable
 
     def _assign(self, part: GroupReduction, used: list[bool], undoable: bool) -> None:
-        """Its values are added to the gradients of the parameters that were used, or become them."""
+        """A part's values are added to the gradients of the used parameters, or become them."""
         mark_landed(locals_ := part.locals())
         for param, local in compress(zip(part.grad_layout.params, locals_, strict=True), used):
             sharded: Any = param.sharded
@@ -375,7 +375,7 @@ class Gradients:
                     continue
                 if undoable:
                     self._undo.note_assigned([param], [sharded.grad], [local])
-                backing.base = local  # it stood for zeros; now it stands for the gradient
+                backing.base = local  # the sentinel stood for zeros; now for the gradient
 
     def _add_flat(self, part: GroupReduction, undoable: bool) -> bool:
         """One kernel for the unit, when its gradients are still the views of one buffer that an earlier landing left."""
@@ -394,7 +394,7 @@ class Gradients:
     # -- the end of a backward -----------------------------------------------------------------------------------
 
     def commit(self) -> None:
-        """The backward ended well: what it did stays."""
+        """The backward ended well: its gradients stay."""
         for part in self._open:
             part.undoable = False
         self._open.clear()
@@ -411,7 +411,7 @@ class Gradients:
         return sum(part.held_bytes() for part in {*self._open, *self._running})
 
     def roll_back(self, at_once: bool = False) -> None:
-        """The backward failed: gradients, and sums, are what they were before it. `at_once`: no user's code ran since."""
+        """The backward failed: gradients and sums are restored. `at_once`: no user code ran since."""
         self.arrivals.drop()
         self._running = [part for part in self._running if part not in self._open]
         for part in self._open:
@@ -435,7 +435,7 @@ class Gradients:
         self.lose()
 
     def lose(self, parts: Sequence[GroupReduction] = ()) -> None:
-        """Whole sums, or `parts` that have left the queue, are lost: until gradients are zeroed, to use them raises."""
+        """Whole sums, or `parts` that have left the queue, are lost: until gradients are zeroed, their use raises."""
         self._running = [part for part in self._running if part not in parts]
         self._stash.clear()
         self.stashed, self.lost = False, True

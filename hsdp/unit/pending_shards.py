@@ -96,7 +96,7 @@ class PendingShards:
 
 
 class _Landed:
-    """What a stand-in calls."""
+    """The call that a stand-in makes."""
 
     __slots__ = ("_param", "_pending")
 

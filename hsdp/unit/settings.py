@@ -1,4 +1,4 @@
-"""What users may change about a unit between iterations: the attributes behind the setters of `HSDPModule`.
+"""A unit's settings, which users may change between iterations by the setters of `HSDPModule`.
 
 What more follows from than a value to read (process groups of its own, users' collectives) is set by methods of `Unit`.
 """
@@ -28,7 +28,7 @@ class UnitSettings(Generic[UnitT]):
         unshard_in_backward: backward gathers the unit.
         forward_prefetch, backward_prefetch: what is gathered when its pass begins; None: what the recorded order says.
         requires_grad_sync: backward communicates gradients.
-        requires_all_reduce: where it does, it sums over replicas too.
+        requires_all_reduce: if so, it sums over replicas too.
         drains: the end of a backward of which the unit is the root waits for every reduction.
         reduce_op, gradient_scale, divide_factor: how sums become gradients, see `factor`; of which backward, see `Stash`.
         forces_sum: FSDP2 would divide by `divide_factor` behind the last collective of a step.
@@ -58,7 +58,7 @@ class UnitSettings(Generic[UnitT]):
     post_optim_event: Event = None
 
     def factor(self, ranks: int) -> float:
-        """What a sum over so many ranks is multiplied with when it is sent.
+        """The factor of a sum over so many ranks when it is sent.
 
         `divide_factor` replaces the division of "avg"; the scale comes on top of either.
         """
@@ -67,5 +67,5 @@ class UnitSettings(Generic[UnitT]):
         return self.gradient_scale / self.op_divisor(ranks)
 
     def op_divisor(self, ranks: int, op: str | None = None) -> int:
-        """What the reduce op, or another one, divides a sum over so many ranks by."""
+        """The divisor of the reduce op, or of another one, for a sum over so many ranks."""
         return ranks if (op or self.reduce_op) == "avg" else 1

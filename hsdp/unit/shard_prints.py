@@ -15,8 +15,8 @@ def in_columns(shard: Tensor) -> list[Tensor]:
 
     Values that change places, or signs, change the sums of columns, while they keep the sum of all: the number of columns
     is a prime that divides no usual size. float64 is cut into 32-bit halves: an int64 sum overflows, and does not see the
-    highest bits of two values change. A shard of few bytes stays in one piece, of
-    which a copy is made.
+    highest bits of two values change. A shard of few bytes stays in one piece, and is
+    copied.
     """
     data = shard.view(torch.uint8)
     whole = data.numel() // 8 * 8

@@ -51,7 +51,7 @@ class Stateful(Protocol):
 
     @property
     def shadows(self) -> _Shadows:
-        """What opening, closing and checking it go through."""
+        """Its shadows, by which it is opened, closed and checked."""
         ...
 
 
@@ -76,7 +76,7 @@ class UnitActivity:
         self.split = self.unfound = False
 
     def rest(self) -> None:
-        """Whatever it was doing is over."""
+        """The unit is idle."""
         self.state = IDLE
 
     def end_call(self, module: int, modules: int, calls: int) -> bool:
@@ -86,7 +86,7 @@ class UnitActivity:
         return len(self.ran) < modules or calls > 0
 
     def set_calls(self, calls: int) -> None:
-        """So many forward calls of its modules are under way. Set, not counted: an exception may come at any point."""
+        """Sets how many forward calls of its modules are under way. Not counted: an exception may come at any point."""
         self.calls = calls
 
     def lend(self, writes_back: bool) -> None:
@@ -94,7 +94,7 @@ class UnitActivity:
         self.lent, self.lent_to_write = True, writes_back
 
     def take_back(self) -> None:
-        """They are its own again."""
+        """`full_params` has returned its parameters."""
         self.lent = self.lent_to_write = False
 
     def note_split(self, found: bool) -> None:

@@ -48,7 +48,7 @@ class Schedule(Protocol):
         ...
 
     def state_of(self, unit: Unit) -> TrainingState | None:
-        """What that backward does with `unit`."""
+        """What the root's backward does with `unit`."""
         ...
 
     def recover(self, reason: str = ...) -> None:
@@ -56,7 +56,7 @@ class Schedule(Protocol):
         ...
 
     def settle(self) -> None:
-        """What comes before gradients are looked at."""
+        """Makes gradients ready to be read."""
         ...
 
     def has_graphs(self) -> bool:
@@ -148,7 +148,7 @@ class Unit(UnitActivity, UnshardedParams):
         self._parts = 1 if self.part_comm is None else self.part_comm.size
 
     def _comm_of_parts(self, parts: bool | int | None) -> Comm | None:
-        """Over the `parts` neighbouring ranks among which unsharded parameters stay sharded after forward, if they do."""
+        """The group of `parts` neighbouring ranks over which parameters stay sharded after forward, if they do."""
         axes = self.axes
         if type(parts) is not int or not 1 < parts < axes.shard_size:
             return None
@@ -159,13 +159,13 @@ class Unit(UnitActivity, UnshardedParams):
     # -- building ------------------------------------------------------------------------------------------------
 
     def trial_gather(self) -> None:
-        """What comes before `build` and may fail in code of the user's: the parameters are still the original ones."""
+        """Runs user code that may fail before `build` shards anything: the parameters are still the original ones."""
         self._make_dtype_groups(self.axes.device)
         for group in self.dtype_groups:
             group.trial_gather()
 
     def build(self) -> None:
-        """Shards the original parameters, one at a time: none is held twice but the one at hand."""
+        """Shards the original parameters one at a time: at most one is in memory twice."""
         for group in self.dtype_groups:
             for index, param in enumerate(group.params):
                 param.shard(group.local(index), group.layout.pieces[index], self.axes, weakref.ref(self))
@@ -175,15 +175,15 @@ class Unit(UnitActivity, UnshardedParams):
         """Makes the buffers anew around sharded parameters that were moved, cast, replaced or materialised.
 
         Args:
-            loses_sums: gradient sums that are pending are lost, and said to be.
+            loses_sums: pending gradient sums are marked as lost.
 
         Raises:
-            StateError: such sums are pending otherwise. Those of parameters that were replaced by others went with them.
+            StateError: sums are pending, and `loses_sums` is off. Those of replaced parameters went with these.
         """
         if self.lent:
             expect(self, "use of the sharded parameters", IDLE)
         if self.gradients.in_flight and (runtime := self.runtime) is not None:
-            runtime.settle()  # reductions that run on behind a backward know the buffers of now
+            runtime.settle()  # reductions that run on behind a backward use the old buffers
         self.land_shards()
         self.let_go()
         self.reshard()
@@ -271,13 +271,13 @@ class Unit(UnitActivity, UnshardedParams):
         with torch.inference_mode(False), torch.enable_grad(), self.context.streams.at_home():
             param.node = torch.autograd.graph.get_gradient_edge(unsharded).node
 
-        remaining = self.remaining  # holds numbers; what holds parameters would keep them alive from here on
+        remaining = self.remaining  # holds numbers: a reference to parameters would keep them alive from here on
 
         def accumulated(tensor: Tensor) -> None:
             unit = this()
             if unit is None:
                 return
-            # In here, and not in a method: a call of Python's for each gradient of a model.
+            # Inlined: a method would cost a Python call for each gradient of a model.
             task = graph_task()
             if task not in remaining or unit.residency is not UNSHARDED:
                 unit._admit(slot, tensor, task)
@@ -320,12 +320,12 @@ class Unit(UnitActivity, UnshardedParams):
         self.scatter_comm = twin_of(self.shard_comm) if separate else self.shard_comm
 
     def gather_by(self, custom: AllGather | None) -> None:
-        """Its gathers are `custom` from now on, those of parts too; None: the backend's."""
+        """Sets the collective of gathers, those of parts too; None: the backend's."""
         parts = () if self.part_comm is None else (self.part_comm,)
         self._exchange_by("custom_all_gather", custom, self.shard_comm, *parts)
 
     def reduce_scatter_by(self, custom: ReduceScatter | None) -> None:
-        """Its reduce-scatters are `custom` from now on; None: the backend's."""
+        """Sets the collective of reduce-scatters; None: the backend's."""
         self._exchange_by("custom_reduce_scatter", custom, self.shard_comm, self.scatter_comm)
         self.settings.reduces_by_custom = custom is not None
 
@@ -344,7 +344,7 @@ class Unit(UnitActivity, UnshardedParams):
             raise
 
     def bound_reduce_scatters(self, most: int) -> None:
-        """So many reductions may hold unsharded gradients, if it is a root."""
+        """Bounds the reductions that hold unsharded gradients, in a root."""
         self.comm_policy = replace(self.comm_policy, max_inflight_reduce_scatters=most)
 
     def begin_forward(self, afresh: bool) -> None:
@@ -355,7 +355,7 @@ class Unit(UnitActivity, UnshardedParams):
             self._shard_prints = None  # of a gather that was interrupted outside of a pass
 
     def enter_forward(self, afresh: bool) -> None:
-        """The same, of one of its modules."""
+        """The forward of one of its modules begins."""
         self.calls += 1
         self.begin_forward(afresh)
         self.state = FORWARD
@@ -364,7 +364,7 @@ class Unit(UnitActivity, UnshardedParams):
         """The forwards of all of its modules ended.
 
         Raises:
-            StateError: one wrote to an unsharded parameter.
+            StateError: a forward wrote to an unsharded parameter.
         """
         self.ran.clear()
         self.state = IDLE
@@ -373,8 +373,8 @@ class Unit(UnitActivity, UnshardedParams):
     def choose_trainable(self, afresh: bool) -> None:
         """Notes which parameters want gradients; users may change that at any moment.
 
-        A forward, or a recomputation, sees what holds when it begins. A reduction covers all forwards behind it, so that a
-        parameter that was frozen since takes part in it. `afresh`: no backward of an earlier forward is to come.
+        A forward, or a recomputation, uses `requires_grad` as it is at its begin. A reduction covers all forwards behind
+        it: a parameter that was frozen since takes part. `afresh`: no backward of an earlier forward is to come.
         """
         with plain_access():
             wanted = tuple(map(requires_grad_of, self._sharded))
@@ -400,7 +400,7 @@ class Unit(UnitActivity, UnshardedParams):
                 param.refuse_untrainable(self.name)
             if param.unsharded is not None:
                 if param.trained is not None and param.node is None:
-                    self._watch(slot)  # thawed where it was shown: a graph may lead to it, whatever is wanted now
+                    self._watch(slot)  # thawed where it was shown: a graph may lead to the leaf, whatever is wanted now
                 param.choose(wants)
                 if wants and param.node is None:
                     self._watch(slot)
@@ -424,7 +424,7 @@ class Unit(UnitActivity, UnshardedParams):
         """A gradient arrived in a graph task that has not entered the unit, or the unit is not whole.
 
         Raises:
-            StateError: it was never entered: the backward read memory that no gather had filled.
+            StateError: the unit was never entered: the backward read memory that no gather had filled.
         """
         runtime = self.runtime
         if runtime is None or (self.residency is not UNSHARDED and not runtime.has_entered(self)):
@@ -435,10 +435,10 @@ class Unit(UnitActivity, UnshardedParams):
             self.begin_task(task)
 
     def _all_arrived(self) -> None:
-        """All gradients of the unit are there that the graph task makes."""
+        """The graph task has made its last gradient of the unit."""
         runtime = self.runtime
         assert runtime is not None, "the root of a backward is alive"
-        # Entering a unit compares weights; one that is whole since its forward may be trained without.
+        # Entering a unit compares versions; a unit that stayed whole since its forward may be trained without.
         if not runtime.has_entered(self) and (self.version != self.forward_version or not self.shards_unchanged()):
             raise stale(self)
         runtime.completed(self)

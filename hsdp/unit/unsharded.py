@@ -2,8 +2,8 @@
 
     SHARDED --launch--> GATHERING --finish--> UNSHARDED --reshard--> SHARDED
 
-A unit is *open* when attributes of its modules give unsharded parameters. Between its forward's begin and the moment it is
-closed these are registered there, in the place of the sharded ones.
+A unit is *open* when attributes of its modules give unsharded parameters. From the begin of its forward until it
+is closed, modules have these registered in the place of the sharded ones.
 """
 
 from __future__ import annotations
@@ -55,14 +55,14 @@ class UnshardedParams:
     """The unsharded parameters of one unit, which `Unit` builds.
 
     Attributes:
-        residency: where they are; `pinned`: a user's asynchronous `unshard` asked to keep them; `sought`: from then until
+        residency: where they are; `pinned`: an asynchronous `unshard` of the user's keeps them; `sought`: from then until
             the next backward that waits for all reductions, even if they were resharded in between; `retained`: a graph of
             gradients (`create_graph=True`) may read their memory, which stays when they are resharded. Gathers do not
             depend on it: garbage collection decides when a graph goes, on each rank by itself.
         weights_version: raised whenever the sharded parameters change in a way that is known (optimizer step, load, move).
         gathered_version: `version` at the last gather, which is valid for that version.
-        whole_bytes: what they take, as the layout says; what counts for how far gathers run ahead.
-        unpacks_first: they are copied to their places before gathers ahead start, which find the memory of staging free.
+        whole_bytes: their bytes, as the layout says, by which gathers ahead are bounded.
+        unpacks_first: packed ones are unpacked before gathers ahead start, which find the memory of staging free.
         part_comm: the smaller group over which they stay sharded after forward, if any; `readers`: a device's streams.
     """
 
@@ -107,7 +107,7 @@ class UnshardedParams:
 
         Args:
             version: `version`, if the caller has just asked for it; None: ahead of use, before which shards may be written.
-            looked: the caller has checked `disturbed()`, or does before the parameters are used.
+            looked: the caller has checked `disturbed()`, or does before the first use.
 
         Raises:
             StateError: a parameter was replaced by something that is not its equal, is still on the meta device, or was
@@ -137,7 +137,7 @@ class UnshardedParams:
                 self._drop_parts()
             transfers: list[tuple[Tensor, Tensor]] = []
             try:
-                # While compute's stream is current: the gather joins it next, behind whatever used that memory before.
+                # On the compute stream: the gather's stream joins it next, behind earlier uses of that memory.
                 for group in self.dtype_groups:
                     if parts:
                         transfers += group.prepare_parts()
@@ -153,7 +153,7 @@ class UnshardedParams:
                     self._gather_work = self._start_whole()
             else:
                 self._gather_work = self._start_whole()
-        except (ExtensionError, DivergenceError):  # nothing is on its way
+        except (ExtensionError, DivergenceError):  # no collective was started
             self._release()
             raise
         finally:
@@ -206,18 +206,18 @@ class UnshardedParams:
             return self.part_comm.all_gather(self, self.key, outputs, inputs, None)
 
     def pin(self) -> None:
-        """Starts the gather, if they are sharded; what it fills stays until `reshard`, or until the shards change."""
+        """Starts the gather, if there is none; its result stays until `reshard`, or until the shards change."""
         if self.residency is SHARDED:
             self.launch()
         self.pinned = self.sought = True
 
     def end_search(self) -> None:
-        """A schedule has all gradients of weights: `parameters()` gives sharded ones, and it seeks what is still pinned."""
+        """A pipeline schedule has all gradients of weights: `parameters()` gives sharded parameters again."""
         self.shadows.unregister()
         self.sought = self.pinned
 
     def retain(self) -> None:
-        """A graph of gradients may read their memory from now on."""
+        """A graph of gradients may read unsharded memory from now on."""
         self.retained = True
 
     def keep_part(self) -> None:
@@ -246,10 +246,10 @@ class UnshardedParams:
         try:
             self._gather_work.wait()
         except BaseException:
-            if self._gather_work.broken:  # else it may still be writing: the unit keeps it, and nothing is freed
+            if self._gather_work.broken:  # else the backend may still write: the unit keeps the gather
                 self.discard_gather()
             raise
-        self.residency = SHARDED  # before the work goes: an interrupt from the keyboard must not leave a gather without one
+        self.residency = SHARDED  # first: a KeyboardInterrupt must not leave GATHERING without a work
         self._gather_work = None
         if self.readers is not None:
             self.readers.add(self.context.streams, self.dtype_groups)
@@ -275,7 +275,7 @@ class UnshardedParams:
             observer.allocates(self)
 
     def discard_gather(self) -> None:
-        """Gives up a gather whose waiting failed. While it may still write, its memory is left to it and made anew."""
+        """Gives up a gather whose wait failed. While the backend may still write to its memory, new memory is made."""
         comm_work, self.residency, self._gather_work = self._gather_work, SHARDED, None  # in this order, as in `finish`
         self.hide()
         if comm_work is not None and not comm_work.done():
@@ -285,12 +285,12 @@ class UnshardedParams:
         self._release()
 
     def join_gather(self) -> None:
-        """Whatever the caller's stream does next to the shards comes behind a gather under way, which reads them."""
+        """Orders the current stream behind a gather under way, which reads the shards, before it writes to them."""
         if self._gather_work is not None:
             self.context.streams.join(self._gather_work.event)
 
     def _release(self) -> None:
-        """Frees what a gather that came to nothing allocated."""
+        """Frees what a failed gather allocated."""
         self.retained = self.pinned = False
         for group in self.dtype_groups:
             group.release_transients()
@@ -328,14 +328,14 @@ class UnshardedParams:
     def check_unwritten(self) -> None:
         """Raises StateError if the unsharded parameters were written to since they were gathered."""
         if self.residency is UNSHARDED and (name := self.guard.written()) is not None:
-            self.retained = False  # a graph of gradients would read what was written: it is freed, and gathered for it anew
+            self.retained = False  # a graph of gradients would read the written values: they are freed, and gathered anew
             raise written(self.name, name)
 
     def undo_writes(self) -> bool:
         """Gives unsharded parameters their memory back that a failed forward replaced; returns whether one was written to.
 
         With one shard rank, and of `replicate_params`, they are the shards themselves, and the next gather raises, because
-        other ranks may hold other values. What users wrote to such shards behind the gather does not count.
+        ranks may hold different values. Users' writes to such shards behind the gather do not count.
         """
         aliases = {param.fqn for group in self.dtype_groups if group.is_shard for param in group.params}
         looks = not aliases or self.gathered_version == self.version
@@ -347,11 +347,11 @@ class UnshardedParams:
     def reshard(self) -> None:
         """Closes the unit and frees the unsharded parameters: -> SHARDED. A gather under way is waited for first."""
         self.pinned = False
-        if not self.open:  # a schedule may have asked to see them all the same
+        if not self.open:  # a pipeline schedule may have registered them all the same
             self.shadows.unregister()
         if self.residency is GATHERING:
             self.finish()
-        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward asks `shards_unchanged`
+        if not self.retained:  # else a graph of gradients reads on what was gathered: its backward calls `shards_unchanged`
             self._shard_prints = None
         if self.residency is UNSHARDED:
             self.residency = SHARDED
@@ -378,7 +378,7 @@ class UnshardedParams:
                 group.free_unsharded()
 
     def let_go(self) -> None:
-        """Frees the memory that was retained for graphs of gradients: none is alive, or none may go on."""
+        """Frees the memory that was retained for graphs of gradients, which are gone, or must not run."""
         if self.retained:
             self.retained = False
             if self.residency is SHARDED:
@@ -386,7 +386,7 @@ class UnshardedParams:
                 self._free()
 
     def reshard_stale(self) -> None:
-        """Frees unsharded parameters that are not those of the shards any more: the next opening of the unit gathers it."""
+        """Frees unsharded parameters if the shards have changed since: the next opening of the unit gathers it anew."""
         if (self.holds_unsharded or self.retained) and self.is_stale():
             self.let_go()
             self.reshard()
@@ -403,14 +403,14 @@ class UnshardedParams:
     def note_shards(self) -> None:
         """Notes the values of the shards that were gathered, for `shards_unchanged`."""
         if self._shard_prints is None and (debug.ON or not self.context.streams.active):
-            with outside_transforms():  # they outlive a transform of torch.func, whose tensors end with it
+            with outside_transforms():  # the prints outlive a transform of torch.func, whose tensors end with it
                 self._shard_prints = [part.sum(0) if part.ndim > 1 else part.clone() for part in self._columns]
 
     def shards_unchanged(self) -> bool:
-        """Whether the shards behind unsharded parameters that were kept have their values of then.
+        """Whether the shards behind kept unsharded parameters have the values that were gathered.
 
-        Writes to `p.data` show in nothing else. On a device the host would have to wait for the answer: there it is given
-        in debug mode only.
+        Versions do not show writes to `p.data`. On a device the host would have to wait for the comparison: there it is
+        made in debug mode only.
         """
         kept, now = self._shard_prints, self._columns
         with outside_transforms():
@@ -439,7 +439,7 @@ class UnshardedParams:
         return self.shadows.disturbed()
 
     def weights_changed(self) -> None:
-        """Says that the sharded parameters have new values: what was gathered, and a forward that waits, are stale."""
+        """Notes that the shards have new values: gathered ones, and forwards that wait for a backward, are stale."""
         self.weights_version += 1
 
 

@@ -1,16 +1,16 @@
-"""A sentinel stands in `.grad` while sums are pending: it sees what users do to the gradient, for optimizers have no hook
-for `zero_grad`, and versions do not tell.
+"""A sentinel stands in `.grad` while sums are pending, and sees the user's operations on it: optimizers have no hook for
+`zero_grad`, and version counters do not say what an operation did.
 
     reads               see what has landed so far: the gradient that was there before, or zeros that take no memory
     additions           are kept: in that gradient, or in zeros that become one (`add_`, autograd's own accumulation)
     zeroing, setting    clears the pending sums, as it would clear the gradient (`zero_`, `mul_(0)`, `fill_`, `copy_`)
     any other change    cannot be made to sums that are not here yet: an error that names the parameter
 
-What was computed from a gradient without its pending sums is not to come back as its change either (a clipping whose norm
+A value computed from a gradient without its pending sums must not be written back either (a clipping whose norm
 is 0, `g.copy_(g.clamp(-1, 1))`): behind a read, settings and factors that come as tensors are errors, and behind one of
 element by element (no norm or sum, which people log), so are additions.
 
-Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) share its `SentinelBacking`: nothing passes it by.
+Aliases and views of a sentinel (`.data`, `detach()`, `[0]`) share its `SentinelBacking`: no write goes unseen.
 """
 
 from __future__ import annotations
@@ -72,7 +72,7 @@ class SentinelBacking:
         return None if self.is_blank else self.base
 
     def memory(self, write: bool) -> Tensor:
-        """The memory behind it; zeros become real where there was none."""
+        """The memory of `base`, which is allocated as zeros if there is none."""
         if self.base is None:
             self.base, self.is_blank = self.zeros(), True
         if write:
@@ -80,7 +80,7 @@ class SentinelBacking:
         return self.base
 
     def zeros(self) -> Tensor:
-        """What a gradient that is not there reads as."""
+        """Zeros, as which an absent gradient reads."""
         return torch.zeros(self.like.shape, dtype=self.like.dtype, device=self.like.device)
 
 
@@ -90,7 +90,7 @@ class ZeroGradSentinel(Tensor):
     Attributes:
         backing: the gradient behind it, shared with its aliases.
         view_of: the part of the memory that it shows; None: all of it, as it lies.
-        part: whether that leaves elements out.
+        part: whether `view_of` leaves elements out.
     """
 
     backing: SentinelBacking
@@ -121,7 +121,7 @@ class ZeroGradSentinel(Tensor):
         return self.backing.memory(write)
 
     def shown(self) -> Tensor:
-        """What it reads as. Takes memory only while it is looked at."""
+        """The values that it reads as; zeros are allocated for the read alone."""
         if self.view_of is None and self.backing.base is None:
             return self.backing.zeros()
         return self.behind(write=False)
@@ -130,7 +130,7 @@ class ZeroGradSentinel(Tensor):
     def __torch_dispatch__(  # type: ignore[override]
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs the operation on what the sentinels stand for."""
+        """Runs the operation on the memory behind the sentinels."""
         kwargs = kwargs or {}
         if func._schema.is_mutable:
             return _write(func, args, kwargs)
@@ -243,7 +243,7 @@ class Sentinels:
     """The sentinels of a unit's gradients.
 
     Attributes:
-        up: those that stand, by the slots of their parameters.
+        up: the gradients that have one, by the slots of their parameters.
         owner: gives the owner of the sums, to be kept alive.
     """
 
@@ -256,11 +256,11 @@ class Sentinels:
         self.owner: Callable[[], object] = lambda: None
 
     def names(self) -> list[str]:
-        """Of their parameters."""
+        """The names of their parameters."""
         return [self._params[slot].fqn for slot in sorted(self.up)]
 
     def put_up(self, slot: int) -> None:
-        """Has a sentinel stand in the gradient of a parameter from now on."""
+        """Puts a sentinel into the gradient of a parameter."""
         if slot in self.up:
             return
         param = self._params[slot]
@@ -280,7 +280,7 @@ class Sentinels:
         """The slots of gradients that were zeroed, set or replaced since their sentinels were put up.
 
         Raises:
-            StateError: one was replaced by what was computed from it, as far as it had landed.
+            StateError: one was replaced by a value that was computed without its pending sums.
         """
         return {slot for slot in list(self.up) if self._is_gone(slot)}
 
@@ -304,7 +304,7 @@ class Sentinels:
         return True
 
     def take_down(self, slot: int) -> None:
-        """Nothing is pending any more: the gradient that a sentinel stood for shows again."""
+        """Removes a sentinel, as no sums are pending: `.grad` is the gradient behind it again."""
         grad = self.up.pop(slot)
         backing = self._backings.pop(slot)
         backing.over, backing.owner = True, None
@@ -317,14 +317,14 @@ class Sentinels:
             param.sharded.grad = None
 
     def restore(self, slots: list[int]) -> None:
-        """They stand where they stood before a backward that failed, and nowhere else: other sums are not to come."""
+        """Puts sentinels at `slots` alone, as before a backward that failed, whose sums are not to come."""
         for slot in set(self.up).difference(slots):
             self.take_down(slot)
         for slot in slots:
             self.put_up(slot)
 
     def take_all_down(self) -> None:
-        """As `take_down`, of all of them."""
+        """Removes all sentinels."""
         for slot in list(self.up):
             self.take_down(slot)
 
@@ -333,7 +333,7 @@ def local_grad(param: ManagedParam) -> Tensor:
     """This rank's part of a parameter's gradient, as far as it has landed; a sentinel where nothing has.
 
     Raises:
-        StateError: it is not sharded as the parameter is.
+        StateError: the gradient is not sharded as the parameter is.
     """
     grad: Any = param.sharded.grad
     spec = param.tensor_spec if param.share is None else param.share.spec
@@ -344,7 +344,7 @@ def local_grad(param: ManagedParam) -> Tensor:
     if isinstance(local, ZeroGradSentinel) and local.backing.gradient is not None:
         local = local.backing.gradient
     if not fits and param.share is not None:
-        # Replicas all have the same: a penalty's, or one from before they had shares.
+        # Replicas have equal gradients: a penalty's, or one from before they had shares.
         local = grad._local_tensor = param.part_of(local)
         grad._spec = param.grad_spec
     return local

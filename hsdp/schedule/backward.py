@@ -23,14 +23,14 @@ from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED, launch_ahead
 
 
 class Backwards(BackwardCommit):
-    """What happens between the first hook of a root's backward and its end, or the failure of one."""
+    """Runs a root's backward from its first hook to its end, or to its failure."""
 
     def has_entered(self, unit: Unit) -> bool:
         """Whether the backward under way has entered `unit`."""
         return self.backward is not None and unit in self.backward.entered
 
     def state_of(self, unit: Unit) -> TrainingState | None:
-        """What the backward that runs at this moment does with `unit`; None if none runs, or has not come to it."""
+        """The state of `unit` in the backward under way; None if there is none, or it has not come to the unit."""
         if not self.in_backward() or not self.has_entered(unit):
             return None
         assert self.backward is not None
@@ -61,7 +61,7 @@ class Backwards(BackwardCommit):
 
     def _begin_backward(self) -> BackwardPass:
         self.begun += 1
-        self.pipeline.policy = self.root.comm_policy  # its bounds may be set between iterations
+        self.pipeline.policy = self.root.comm_policy  # the user may set its bounds between iterations
         reduces = self._accumulates()
         if reduces:
             for unit in self.units:
@@ -78,7 +78,7 @@ class Backwards(BackwardCommit):
         return self.backward
 
     def enter_backward(self, unit: Unit, visit: Visit | None, creates_graph: bool, node: SequenceNumber) -> None:
-        """The gradient of an output of `unit` is there, or it is recomputed: opens the unit for its backward.
+        """The gradient of an output of `unit` has arrived, or a recomputation begins: opens the unit for its backward.
 
         Args:
             unit: the unit.
@@ -98,7 +98,7 @@ class Backwards(BackwardCommit):
         task = graph_task()
         backward = self._join(task)
         if unit.runtime_ref is not self.reference and (other := unit.runtime) is not None:
-            # The unit was called under another root since: what a reentrant checkpoint in it recomputes is that root's.
+            # The unit was called under another root since: recomputations of a reentrant checkpoint in it are that root's.
             cast(BackwardCommit, other).enclose()
         if not unit.open and unit.disturbed():
             raise stale(unit)
@@ -107,7 +107,7 @@ class Backwards(BackwardCommit):
         backward.entered.add(unit)
         backward.reduced.discard(unit)
         if visit is None or not unit.open:
-            # A recomputation, also one inside the unit's own forward, sees the `requires_grad` of now.
+            # A recomputation, also one inside the unit's own forward, uses the present `requires_grad`.
             unit.choose_trainable(afresh=False)
         if backward.reduces and task not in unit.remaining:
             unit.begin_task(task)
@@ -118,7 +118,7 @@ class Backwards(BackwardCommit):
         if others_gather_here or not unit.open:
             self._catch_up(backward, unit, visit, node, ends_visits=others_gather_here)
         _count_calls_behind(backward, unit, node)
-        # All ranks have passed over the same units when one of them finds that weights changed: they stop at one point.
+        # All ranks have passed over the same units when one of them finds that weights changed: all stop at one point.
         version = unit.version
         if (visit is not None and visit.version != version) or not (unit in backward.opened or unit.shards_unchanged()):
             raise stale(unit)
@@ -129,17 +129,17 @@ class Backwards(BackwardCommit):
             unit.shadows.register()
             if unit.readers is not None:
                 unit.readers.add(unit.context.streams, unit.dtype_groups)
-            if others_gather_here:  # also where it is open on this rank alone, by a visit of its own
+            if others_gather_here:  # also where the unit is open on this rank alone, by a visit of its own
                 launch_ahead(ahead)
             if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
         else:
-            self.pipeline.advance()  # lands what is at rest: the gather can have that memory
+            self.pipeline.advance()  # lands reductions that have ended: the gather can have their memory
             if visit is None or unit.settings.unshard_in_backward:
                 unit.gather(version, looked=True)
                 launch_ahead(ahead)
-                unit.show(registered=True)  # a part of the module may be recomputed without a word to hsdp
-        opened = backward.opened.get(unit)  # perhaps another one: it was passed over, or its visits have ended
+                unit.show(registered=True)  # a part of the module may be recomputed without a hook of hsdp's
+        opened = backward.opened.get(unit)  # perhaps newly gathered: the unit was passed over, or its visits have ended
         begun, earliest = (set(), None) if opened is None else (opened.begun, opened.earliest)
         if visit is not None and begins:
             begun.add(visit.first_node)
@@ -147,7 +147,7 @@ class Backwards(BackwardCommit):
         backward.opened[unit] = OpenVisits(begun, earliest, task)
 
     def _keep_for_graph(self, backward: BackwardPass, unit: Unit, visit: Visit) -> None:
-        """Unsharded parameters are part of the new graph, which keeps that of the forward alive: they stay."""
+        """Unsharded parameters are part of the new graph, which keeps the forward's graph alive: they stay."""
         backward.keeps_graph = True
         unit.retain()
         Root._graphs.append(weakref.ref(visit))
@@ -174,8 +174,8 @@ class Backwards(BackwardCommit):
         forward_pass = forward_pass or backward.forward_pass or self.forward_pass
         gathers = backward.gathers
         if gathers is None or backward.forward_pass is None or forward_pass.number < backward.forward_pass.number:
-            # The engine runs what was made later first: with several forwards behind one backward, the last one's.
-            # Units that stayed whole have their place in the order too: it is that of the reductions.
+            # The engine runs nodes that were made later first: with several forwards behind one backward, the last one's.
+            # Units that stayed whole have a place in the order too: reductions follow it.
             self._pass_over_rest(backward)
             gathers = backward.gathers = self._backward_order.begin(
                 (other, None if ended is None else ended[0])
@@ -186,7 +186,7 @@ class Backwards(BackwardCommit):
         return gathers.enter(unit, node)
 
     def _pass_over(self, backward: BackwardPass, unit: Unit) -> None:
-        """This rank's backward comes behind `unit` without having entered it: does what ranks do that entered it.
+        """This rank's backward passes `unit` without having entered it: starts the collectives of ranks that entered it.
 
         They gather it, gather ahead from there, and end its visit when a node of an earlier unit is about to run. A unit
         that an earlier backward of this forward visited, and that was stepped since, can be entered on no rank, and is
@@ -222,7 +222,7 @@ class Backwards(BackwardCommit):
             assert backward.forward_pass is not None, "an order belongs to a forward"
             for unit in backward.opened:
                 _count_calls_behind(backward, unit, BEFORE_ALL)
-            if not self.reduce_order.retained:  # else ranks may come back to these units
+            if not self.reduce_order.retained:  # else other ranks may come back to these units
                 backward.forward_pass.visited.update(backward.gathers.expected)
 
     def _end_visits_behind(self, backward: BackwardPass, node: SequenceNumber) -> None:
@@ -240,7 +240,7 @@ class Backwards(BackwardCommit):
                 self._end_visit(backward, unit)
 
     def _end_visit(self, backward: BackwardPass, unit: Unit) -> None:
-        """A visit of `unit` is over: if it was the last one, so is the unit, whatever this rank used of it."""
+        """A visit of `unit` is over: behind the last one its gradients are reduced, whatever this rank used of it."""
         turns = backward.turns
         if unit in turns.waiting:
             if turns.expects(unit):
@@ -266,14 +266,14 @@ class Backwards(BackwardCommit):
             self._reduce(unit)
         elif unit not in self._parents:
             self._complete(backward.turns, unit)
-        # A unit with units below it is completed when its visit ends: when its last gradient comes differs by rank.
+        # A unit with units below it is completed when its visit ends: the time of its last gradient differs by rank.
 
     def _complete(self, turns: ReduceTurns, unit: Unit) -> None:
         for other in turns.complete(unit):
             self._reduce(other)
 
     def _reduce(self, unit: Unit) -> None:
-        # With create_graph=True, which takes a twentieth of `no_grad` to ask; or on another stream than gradients come to.
+        # With create_graph=True (asking takes a twentieth of `no_grad`); or on another stream than gradients arrive on.
         if torch.is_grad_enabled() or (self.streams.active and self.streams.is_away()):
             with torch.no_grad(), self.streams.at_home():
                 self._reduce(unit)
@@ -318,8 +318,8 @@ class Backwards(BackwardCommit):
     def _end_task(self, backward: BackwardPass, task: int, token: Token) -> None:
         """A graph task ended. With the outermost one the backward is over: whatever is left is swept."""
         if backward is not self.backward or task not in backward.tasks:
-            return  # of an iteration that was aborted
-        bury_tasks(backward.tasks)  # a task inside of this one may have failed, and its error been caught there
+            return  # a task of an iteration that was aborted
+        bury_tasks(backward.tasks)  # a task inside of this one may have failed, with an error that was caught
         if len(backward.tasks) == 1:
             try:
                 backward.ending = True
@@ -331,7 +331,7 @@ class Backwards(BackwardCommit):
             return
         del backward.tasks[task]
         for unit, opened in list(backward.opened.items()):
-            if opened.task == task:  # what an inner task (reentrant checkpointing) entered is over with it
+            if opened.task == task:  # units that an inner task (reentrant checkpointing) entered are over with it
                 self._end_visit(backward, unit)
 
     def _end_backward(self, backward: BackwardPass) -> None:
@@ -356,13 +356,13 @@ class Backwards(BackwardCommit):
         if drains or any(unit.runtime_ref is not self.reference for unit in self.units):
             self.drain()
         else:
-            self.pipeline.tell_errors()  # of what landed meanwhile; what runs on tells when it is drained
+            self.pipeline.tell_errors()  # for landed reductions; those that run on do so in `drain`
             self.note_gradients_read()
         for unit in self.units:
             unit.remaining.clear()
             if backward.keeps_graph and (unit.retained or unit in backward.opened):
-                # Entered or passed over, it stays whole on all ranks until the next forward: else a second backward would
-                # gather it on some ranks only.
+                # Entered or passed over, the unit stays whole on all ranks until the next forward: else a second backward
+                # would gather it on some ranks only.
                 _stay(unit)
                 if unit.residency is UNSHARDED and not unit.calls:
                     unit.keep()
@@ -390,7 +390,7 @@ def _move_to(backward: BackwardPass, unit: Unit) -> Collection[Unit]:
 def _count_calls_behind(backward: BackwardPass, unit: Unit, node: SequenceNumber) -> None:
     """Counts the calls of `unit` that the engine is behind when it runs `node`: their visits are over on all ranks.
 
-    Where this rank has not made them, other ranks may have, whose losses use other calls. Not before this rank has entered
+    Calls that this rank's loss does not use may be used by other ranks' losses. Not counted before this rank has entered
     the unit, or passed over it, in the forward whose backward runs. So calls are counted when the unit is entered, where a
     visit might end, and when the backward of that forward is over.
     """

@@ -1,4 +1,4 @@
-"""A root: the units below it, what they share, and what becomes of them all when an iteration fails.
+"""A root: the units below it, their shared state, and recovery when an iteration fails.
 
     Root              the units, what they share, recovery              this file
     BackwardCommit    what landed in a backward stays, or is undone     backward_commit.py
@@ -48,21 +48,21 @@ class Root:
 
     Attributes:
         generation: raised by every `fully_shard` call, in any model: roots then look again at which units are below them.
-        reference: as units below the root have it (`Unit.runtime_ref`).
+        reference: the weak reference that its units hold (`Unit.runtime_ref`).
         units: every unit of the root, parents before children.
         pipeline: the queue of its reductions.
-        reduce_order: the order in which units come to it.
+        reduce_order: the order in which units are submitted to the pipeline.
         forward_pass: the last forward that began.
         backward: the backward under way, or one that failed and was not noticed yet.
         enclosing: the graph tasks of other backwards that its backwards run inside of.
         begun: how many backwards have begun; `begun_before`: before the last forward.
         depth: forward calls under way; `thread`: the thread that they run in.
-        stepping: the class of an optimizer that began to change weights of the root, and has not said that it is through.
+        stepping: the class of an optimizer whose step on weights of the root has begun, and has not ended.
         awaits_gradients: a forward ran with gradients, and no backward that accumulates into parameters since.
     """
 
     generation: ClassVar[int] = 0
-    # Not of one root: a unit that a graph reads may be called under another one, or by itself.
+    # For all roots: a unit that a graph reads may be called under another root, or by itself.
     _graphs: ClassVar[list[weakref.ref[Visit]]] = []
 
     def __init__(self, root: Unit, modules: list[nn.Module], device: torch.device) -> None:
@@ -88,7 +88,7 @@ class Root:
         self._modules = [weakref.ref(module) for module in modules]
 
     def adopt(self) -> None:
-        """Puts the units below the root under this runtime, and looks for them anew if `fully_shard` was called since."""
+        """Puts the units below the root under this runtime; searches for them anew if `fully_shard` was called since."""
         if fresh := self._generation != Root.generation:
             self.units, self._members = [], []
             for module in self.modules():
@@ -122,7 +122,7 @@ class Root:
                 known.append(unit.mesh_ranks)
 
     def _warn_of_unheeded(self) -> None:
-        """Warns of what units' policies say about the pipeline, which is the root's."""
+        """Warns of settings in units' policies that only the root's policy decides."""
         for unit in self.units:
             if left := unheeded(unit.comm_policy, self.root.comm_policy):
                 settings = ", ".join(f"{name}={value}" for name, value in left.items())
@@ -177,7 +177,7 @@ class Root:
     def lacks_gradients(self) -> bool:
         """Whether a backward has begun since the last forward, and none since one with gradients has accumulated any.
 
-        Behind a forward of which no backward comes, an evaluation's, those of earlier ones tell nothing.
+        Behind a forward without a backward, an evaluation's, earlier backwards tell nothing.
         """
         return self.awaits_gradients and self.begun != self.begun_before
 
@@ -198,7 +198,7 @@ class Root:
                 unit.let_go()
             try:
                 unit.reshard()
-            except HSDPError:  # its gather failed: that error was raised, or is on its way up
+            except HSDPError:  # its gather failed: the error was raised, or is propagating
                 unit.discard_gather()
 
     def _unregister(self) -> None:
@@ -216,7 +216,7 @@ class Root:
             self.note_gradients_read()
 
     def note_gradients_read(self) -> None:
-        """As `hsdp.unit.landing.note_grads_read`, of all units."""
+        """`hsdp.unit.landing.note_grads_read` for all units."""
         note_grads_read((param for unit in self.units for param in unit.params), self.streams)
 
     def _accumulates(self) -> bool:
@@ -230,7 +230,7 @@ class Root:
             if any(unit.will_get_gradients() for unit in self.units):
                 return True
             return any(any(unit.trainable) for unit in self.units) and runs_all_leaves()
-        except RuntimeError:  # the engine will not say: the parameter is an input of autograd.grad
+        except RuntimeError:  # the engine raises: the parameter is an input of autograd.grad
             return False
 
     def _asks_for_weights(self) -> bool:
@@ -244,15 +244,15 @@ class Root:
     def splits(self) -> bool:
         """Whether a pipeline schedule may still compute gradients of weights by an `autograd.grad` that enters no unit.
 
-        What that recomputes (a checkpoint around a unit) is a part of a backward all the same.
+        A recomputation in it (of a checkpoint around a unit) is a part of a backward all the same.
         """
         return any(unit.split for unit in self.units)
 
     def take_outside(self) -> None:
         """Keeps gradients that a pipeline schedule computed by `autograd.grad` and put on unsharded parameters.
 
-        Once it `splits` backwards, those of all units, also of units that this rank's loss does not use: another rank's
-        may, and they are reduced on all ranks alike.
+        Once it `splits` backwards, of all units, also of units that this rank's loss does not use: another rank's loss
+        may, and units are reduced on all ranks alike.
         """
         splits = self.splits()
         with self.streams.at_home():
@@ -270,25 +270,25 @@ class Root:
             )
 
     def recover(self, reason: str = "a backward pass failed") -> None:
-        """Forgets a backward that failed, if one did since, and warns of it. Called before gradients are looked at, and
+        """Forgets a backward that failed, if there is one, and warns of it. Called before gradients are read, and
         before a pass begins.
         """
         if self.backward is None:
             return
         reduces, kept = self.backward.reduces, self.backward.kept
         self.reset()
-        # Last: where warnings are errors, the next iteration is fresh all the same.
+        # Last: where warnings are errors, the state is cleared all the same.
         lost = "gradients of that iteration are dropped" if reduces else "an autograd.grad: no parameter's gradient is lost"
         if kept:
             lost = "it was over, and its gradients are kept"
         warnings.warn(f"hsdp: {reason}; {lost}", stacklevel=2)
 
     def reset(self) -> None:
-        """Forgets the iteration under way: its work is waited for, its buffers are freed, gradients are those before it."""
+        """Forgets the iteration under way: waits for its collectives, frees its buffers, restores gradients."""
         self.streams.catch_up()
         # Gradients before the queue: `roll_back` marks the reductions that `abort` is not to land any more.
         self._roll_back()
-        if self.backward is None or self.backward.reduces:  # that of `autograd.grad` had no gradients to give up
+        if self.backward is None or self.backward.reduces:  # `autograd.grad` has no gradients to give up
             for divergence_guard in (*self._shard_guards, *self._backward_guards):
                 divergence_guard.note_event(FAILED)
         with self.streams.at_home():
@@ -298,15 +298,15 @@ class Root:
             unit.gradients.commit()
             for param in unit.params:
                 if param.trained is not None:
-                    param.trained.grad = None  # a hook that was interrupted did not take it
+                    param.trained.grad = None  # a hook that was interrupted did not take the gradient
             unit.remaining.clear()
         self._forward_order.leave()
-        # Last: what failed in here finds the backward still there, and the next to look clears up behind it once more.
+        # Last: if the reset fails half-way, `backward` is still set, and the next `recover` resets once more.
         self.backward = None
         self.notify(Point.DROPPED)
 
     def _leave_word(self) -> None:
-        """Other ranks may wait for this one, which failed."""
+        """Notifies ranks that may wait for this one, which failed."""
         for divergence_guard in (*self._shard_guards, *self._backward_guards):
             divergence_guard.note_failure()
         for stage in {unit.settings.replica_reduce for unit in self.units}:
@@ -314,10 +314,10 @@ class Root:
 
     def _roll_back(self, at_once: bool = False) -> None:
         if self.backward is not None and not self.backward.reduces:
-            return  # that of `autograd.grad`: it took no gradients
+            return  # `autograd.grad` took no gradients
         if self.backward is not None:
             self._leave_word()
-            if self.backward.kept:  # it was interrupted when it was over, in some units but not in all
+            if self.backward.kept:  # interrupted while units commit: some have, others not
                 self._keep_landed()
                 return
         with torch.no_grad(), self.streams.at_home():
@@ -346,7 +346,7 @@ class Root:
 
     def runs_elsewhere(self) -> bool:
         """Whether another thread runs a forward or backward of this root."""
-        if graph_task() != NO_TASK:  # a recomputation, which on a device the engine's own thread makes
+        if graph_task() != NO_TASK:  # a recomputation, on a device in the engine's thread
             return False
         if self.depth:
             return self.thread != get_ident()
@@ -355,7 +355,7 @@ class Root:
         if backward is None or backward.thread == get_ident():
             return False
         bury_tasks(backward.tasks)
-        # One that failed on a device has told the host before the engine's thread has let go of it.
+        # On a device, a failed backward's error is raised before the engine's thread has let go of its tokens.
         deadline = time.monotonic() + (_LETS_GO if self.streams.active else 0.0)
         while backward.tasks and time.monotonic() < deadline:
             time.sleep(1e-4)
@@ -363,9 +363,9 @@ class Root:
         return bool(backward.tasks)
 
     def running(self) -> SequenceNumber:
-        """When the autograd node that asks for a recomputation was made, in a backward of this root."""
+        """The sequence number of the autograd node that asks for a recomputation, in a backward of this root."""
         made_in, this = NO_TASK, graph_task()
-        for task in () if self.backward is None else self.backward.tasks:  # from the outermost one
+        for task in () if self.backward is None else self.backward.tasks:  # the outermost one first
             if task == this:
                 break
             made_in = task

@@ -24,7 +24,7 @@ from hsdp.unit.unsharded import GATHERING, SHARDED, UNSHARDED
 
 
 class Runtime(Backwards):
-    """What the units below one root share, and what they do in forwards and between iterations."""
+    """The schedule of one root's units: forwards, and what comes between iterations."""
 
     def begin_forward(self) -> None:
         """A forward of the root begins.
@@ -38,7 +38,7 @@ class Runtime(Backwards):
                 "hsdp.checkpoint.full_state_dict(model)"
             )
         self.thread = get_ident()
-        # First: a backward that failed is rolled back before anything asks which units are whole, or have pending sums.
+        # First: a failed backward is rolled back before units are asked whether they are whole, or have pending sums.
         self.refuse_landing("forward")
         self.recover("a backward pass did not end")
         self.adopt()
@@ -46,7 +46,7 @@ class Runtime(Backwards):
         if (event := self.root.settings.post_optim_event) is not None:
             self.root.settings.post_optim_event = None
             self.streams.join(event)
-        if graph_task() != NO_TASK:  # also without gradients: in a checkpoint inside of the one that runs, it is run again
+        if graph_task() != NO_TASK:  # also without gradients: a checkpoint inside of the running one calls it again
             self.enclose()
         if self.stepping:
             self._warn_of_half_a_step()
@@ -56,7 +56,7 @@ class Runtime(Backwards):
         self.forward_pass = ForwardPass(self.forward_pass.number + 1)
         self.awaits_gradients = self.awaits_gradients or torch.is_grad_enabled()
         self.begun_before = self.begun
-        # Parameters that an earlier forward left whole may have been written since (`p.data`), which nothing shows.
+        # The shards of parameters that stayed whole may have been written to since (`p.data`), unseen by versions.
         for unit in self.units:
             if unit.lent:
                 expect(unit, "forward", IDLE)
@@ -98,7 +98,7 @@ class Runtime(Backwards):
         Args:
             unit: the unit.
             more: other modules of it are still to run.
-            visit: that of its backward; None if no gradient can enter it.
+            visit: the record for its backward; None if no gradient can enter it.
 
         Raises:
             StateError: the forward wrote to an unsharded parameter.
@@ -111,7 +111,7 @@ class Runtime(Backwards):
             exits[unit] = (visit.first_node, visit.version)
             calls = self.forward_pass.calls.setdefault(unit, [])
             at = bisect_left(calls, visit.first_node)
-            if at == len(calls) or calls[at] != visit.first_node:  # else it began by calling itself: the visit is one
+            if at == len(calls) or calls[at] != visit.first_node:  # else the unit called itself: both calls are one visit
                 calls.insert(at, visit.first_node)
                 counts = self.reduce_order.calls
                 counts[unit] = counts.get(unit, 0) + 1
@@ -121,7 +121,7 @@ class Runtime(Backwards):
             unit.context.observer.passes(Point.FORWARD_LEFT, unit)
 
     def _close(self, unit: Unit, hidden: bool) -> None:
-        """`unit`'s forward ended: its unsharded parameters go, or stay for its backward.
+        """`unit`'s forward ended: its unsharded parameters are freed, or stay for its backward.
 
         Args:
             unit: the unit.
@@ -167,11 +167,11 @@ class Runtime(Backwards):
     def forget_forward(self) -> None:
         """The root's forward raised: frees whatever is whole. Sums of earlier micro-batches stay.
 
-        That further backwards were to come is void: the schedule of a pipeline that has said so does not go on. The next
-        one begins with an `autograd.grad` to find out shapes, which would pass for a part of a backward that it splits.
+        A pipeline schedule's announcement of further backwards is void: that schedule does not go on. The next one
+        begins with an `autograd.grad` to find out shapes, which would pass for a part of a backward that it splits.
         """
         if self.splits():
-            self.take_outside()  # into sums, which `zero_grad()` clears: it does not see unsharded weights
+            self.take_outside()  # into pending sums, which `zero_grad()` clears, unlike gradients on unsharded weights
         self._forward_order.leave()
         self.reduce_order.forget_forward()
         for unit in self.units:
@@ -182,9 +182,9 @@ class Runtime(Backwards):
         self.notify(Point.DROPPED)
 
     def settle(self) -> None:
-        """What comes before gradients are looked at: a failed backward is forgotten, reductions under way land.
+        """Makes gradients ready to be read: a failed backward is forgotten, reductions under way land.
 
-        Not inside a backward, nor at its end, where reductions land: an optimizer's step is that of a hook there.
+        Does nothing inside a backward, or at its end, where reductions land: an optimizer's step there is a hook's.
         """
         if not self.is_ending() and not self.in_backward():
             self.recover()
@@ -221,7 +221,7 @@ class Runtime(Backwards):
 
     def stepped(self, units: Sequence[Unit]) -> None:
         """An optimizer stepped parameters of `units`, which are this root's, on all ranks between the same passes."""
-        # In a backward it is the optimizer of a hook, which runs when a reduction lands: other units are still to come.
+        # In a backward, the optimizer runs in a hook when a reduction lands: other units are still to be reduced.
         if self.backward is None:
             self.reduce_order.awaited = 0  # graphs of earlier forwards are stale now
             for unit in self.units:
@@ -237,7 +237,7 @@ def runtime_of(unit: Unit) -> Runtime | None:
 
 
 def await_failure(unit: Unit) -> None:
-    """Waits until the engine's thread has let go of a backward that failed on a device, of which the caller hears before.
+    """Waits until the engine's thread has let go of a backward that failed on a device; the caller gets the error before.
 
     Until then `parameters()` would give unsharded ones.
     """

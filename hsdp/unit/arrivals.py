@@ -29,7 +29,7 @@ class Arrivals:
         self._replaced: dict[int, Tensor] = {}  # gradients of leaves that were replaced by other leaves
 
     def add(self, slot: int, leaf: Tensor) -> None:
-        """A gradient is on an unsharded parameter, perhaps another one than the one that has been there before."""
+        """Notes the gradient of an unsharded parameter, which may be another leaf than the one before it."""
         before = self.leaves.get(slot)
         if before is not None and before is not leaf:
             grad, before.grad = before.grad, None
@@ -40,7 +40,7 @@ class Arrivals:
     def add_outside(self, zeroed: set[int]) -> bool:
         """Adds gradients that user code put on unsharded parameters, without accumulation; returns whether there were any.
 
-        Those of parameters that were `zeroed` since go: a pipeline's step that failed has left them.
+        Gradients of parameters that were `zeroed` since are dropped: a failed pipeline step left them.
         """
         found = False
         for slot, param in enumerate(self._params):
@@ -56,7 +56,7 @@ class Arrivals:
     def take(self) -> dict[int, Tensor]:
         """Moves all gradients away from the unsharded parameters.
 
-        What was frozen since its forward gets none, as a plain parameter would not.
+        A parameter that was frozen since its forward gets none, as a plain one would not.
         """
         taken: dict[int, Tensor] = {}
         params, alike = self._params, not (self._in_blocks or self._replaced)
@@ -71,7 +71,7 @@ class Arrivals:
         return taken
 
     def _whole(self, slot: int, grad: Tensor | None) -> Tensor | None:
-        """What a parameter got on all leaves, dense, and of what this rank holds of it."""
+        """The sum of a parameter's gradients on all its leaves, dense, for the rows of this rank."""
         if grad is not None and (self._in_blocks or grad.layout is not _STRIDED):
             grad = self._params[slot].dense_block(grad)
         if self._replaced and (other := self._replaced.pop(slot, None)) is not None:
@@ -79,7 +79,7 @@ class Arrivals:
         return grad
 
     def drop(self) -> None:
-        """Forgets them: the backward under way failed."""
+        """Forgets all gradients: the backward under way failed."""
         for leaf in self.leaves.values():
             leaf.grad = None
         self.leaves.clear()

@@ -24,7 +24,7 @@ def defer_sums(part: GroupReduction) -> list[Tensor]:
 
 
 def join_deferred(part: GroupReduction) -> None:
-    """Adds deferred sums to the operands, if there are any. On the stream of these."""
+    """Adds deferred sums to the operands, if there are any. On the operands' stream."""
     held = part.joined
     if held is None:
         return

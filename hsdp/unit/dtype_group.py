@@ -3,7 +3,7 @@
     shard buffer --(direct: own transfer)---------------------> unsharded parameter's place in one flat buffer
     shard buffer --(packed: one transfer)--> staging --(copy)-> unsharded parameters' places in another flat buffer
 
-What a gather writes to is allocated when it starts; the places of packed parameters when it has ended, just before staging
+A gather's outputs are allocated when it starts; the places of packed parameters when it has ended, just before staging
 is freed: a unit that is gathered ahead takes the memory of its parameters once.
 
 Where the compute dtype differs, or shards are offloaded, they are first copied to this rank's own slots of the flat buffer
@@ -40,7 +40,7 @@ CAST_TOGETHER_BYTES = 256 * 1024
 
 @dataclass(frozen=True)
 class GroupKey:
-    """What parameters of one dtype group have in common."""
+    """The properties that parameters of one dtype group share."""
 
     storage: torch.dtype
     compute: torch.dtype
@@ -48,7 +48,7 @@ class GroupKey:
     replicated: bool = False
     """Whether every rank keeps its parameters whole (`replicate_params`, scalars): each rank acts as if it were alone."""
     extension: bool = False
-    """Whether its parameters say themselves how they are gathered (extension_group.py)."""
+    """Whether its parameters define how they are gathered (extension_group.py)."""
     composite: bool = False
     """Whether those are subclasses around several tensors, whose bytes the shard buffer holds (composite_group.py)."""
 
@@ -75,7 +75,7 @@ class GroupKey:
 
     @property
     def summed(self) -> torch.dtype:
-        """What a backend sums: of complex numbers their two reals."""
+        """The dtype that a backend sums: of complex numbers their two reals."""
         return self.reduce.to_real()
 
     @property
@@ -86,7 +86,7 @@ class GroupKey:
     def casts_together(self, numel: int) -> bool:
         """Whether a gradient that is reduced directly, but in another dtype, is cast by one operator with others.
 
-        It is so small that its memory does not count beside the host's time for an operator.
+        Such a gradient is so small that the host's time for an operator counts more than its memory.
         """
         return self.reduce != self.compute and numel * self.reduce.itemsize <= CAST_TOGETHER_BYTES
 
@@ -137,7 +137,7 @@ class DtypeGroup:
         self._direct: FlatBuffer | None = None
         self._packed: FlatBuffer | None = None
         self._staging: FlatBuffer | None = None
-        self._filling = False  # staging is there, for a gather
+        self._filling = False  # staging is allocated, for a gather
         self._fill_to: list[Tensor] = []
         self._fill_from: list[Tensor] = []
         self._unpack_to: list[Tensor] = []
@@ -153,7 +153,7 @@ class DtypeGroup:
 
     @property
     def _moves(self) -> bool:
-        """Whether what is gathered is a copy of the shard buffer: in another dtype, or on another device."""
+        """Whether gathers read a copy of the shard buffer: in another dtype, or on another device."""
         return self.kind.compute != self.kind.storage or self.shard.device != self.device
 
     def columns(self) -> list[Tensor]:
@@ -176,7 +176,7 @@ class DtypeGroup:
     def local(self, index: int) -> Tensor:
         """Parameter `index`'s local tensor: its bytes of the shard buffer, as a tensor with a storage of its own.
 
-        A plain view would do for us, but DTensor takes a view's offset for its own, and code that copies storages (the
+        A plain view would do for hsdp, but DTensor takes a view's offset for its own, and code that copies storages (the
         stager of torch's `async_save`) then reads past it.
         """
         piece = self.layout.pieces[index]
@@ -197,14 +197,14 @@ class DtypeGroup:
         return self.shards == 1 and not self._moves
 
     def lies_otherwise(self, uneven_bytes: int) -> bool:
-        """Whether its layout would be another one with this threshold."""
+        """Whether its layout would differ with this threshold."""
         thresholds = replace(self.thresholds, uneven_bytes=uneven_bytes)
         return (
             thresholds != self.thresholds and lay_out([p.spec for p in self.params], self.shards, thresholds) != self.layout
         )
 
     def trial_gather(self) -> None:
-        """Tries what may fail in code of the user's, while the parameters are still the original ones."""
+        """Runs user code that may fail, while the parameters are still the original ones."""
 
     def arrange(self) -> None:
         """Makes the unsharded parameters and the gather's transfers; nothing is allocated for good but the shard buffer."""
@@ -305,12 +305,12 @@ class DtypeGroup:
 
     @property
     def staging_bytes(self) -> int:
-        """What only a gather needs: the rows of packed parameters."""
+        """Bytes of a gather's staging: the rows of packed parameters."""
         return 0 if self._staging is None else self._staging.nbytes
 
     @property
     def flat_buffers(self) -> dict[str, FlatBuffer]:
-        """Memory that comes and goes, by what is in it."""
+        """The buffers that are allocated and freed in each step, by name."""
         found = {"whole, direct": self._direct, "whole, packed": self._packed, "staging": self._staging}
         return {name: flat_buffer for name, flat_buffer in found.items() if flat_buffer is not None}
 
@@ -324,7 +324,7 @@ class DtypeGroup:
         return sum(flat_buffer.held for flat_buffer in self.flat_buffers.values())
 
     def prepare_gather(self) -> None:
-        """Allocates what a gather writes to. Runs on the compute stream, so that its memory is ordered by that stream."""
+        """Allocates a gather's outputs. Runs on the compute stream, so that their memory is ordered by that stream."""
         if self._direct is not None:
             self._direct.alloc()
         if self._staging is not None:
@@ -336,7 +336,7 @@ class DtypeGroup:
         if self._fill_to:
             parts = self._fill_from
             if self.shard.device != self.device:
-                # First over to the device, then to another dtype: the other way round the host would cast, and wait.
+                # First to the device, then to the compute dtype: the other way round the host would cast, and wait.
                 parts = [part.to(self.device, non_blocking=True) for part in parts]
             torch._foreach_copy_(self._fill_to, parts)
 
@@ -352,13 +352,13 @@ class DtypeGroup:
         self._filling = False
         if self._packed is not None:
             self._packed.alloc()
-            # No gradient is recorded, without saying so (which takes the host long): nothing in there wants one.
+            # Without `no_grad`, which costs host time: none of these tensors requires a gradient.
             torch._foreach_copy_(self._unpack_to, self._unpack_from)
         # The copy out of it is enqueued on the stream that this memory belongs to: its next user is ordered behind.
         staging.free()
 
     def release_transients(self) -> None:
-        """Frees what only the gather needed."""
+        """Frees the gather's staging and inputs."""
         if self._staging is not None:
             self._filling = False
             self._staging.free()
@@ -397,7 +397,7 @@ def whole_numels(layout: Layout, parts: int) -> tuple[int, int]:
 def unpacks_first(staging_bytes: int, whole_bytes: int) -> bool:
     """Whether a unit is unpacked before gathers ahead of it start, which then find the memory of its staging free.
 
-    Where little of it is packed, those start first, and while it is unpacked they are on their way.
+    Where little of it is packed, gathers ahead start first, and run while it is unpacked.
     """
     return 8 * staging_bytes > whole_bytes
 

@@ -1,4 +1,4 @@
-"""What a landing asks of users' hooks on sharded parameters, and of the memory of sums and of gradients."""
+"""Steps of a landing: users' hooks on sharded parameters, and the memory of sums and of gradients."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _accumulate_hooks_of = attrgetter("_post_accumulate_grad_hooks")
 
 
 def zero(plan: ReducePlan, operands: list[Tensor], slots: set[int]) -> None:
-    """Takes the parameters at `slots` out of reduced or deferred sums."""
+    """Zeroes the parameters at `slots` in reduced or deferred sums."""
     part = GroupReduction(plan, [], [], operands, [])
     flags = part.flags()
     for at, (slot, local) in enumerate(zip(plan.slots, plan.locals(part.values()), strict=True)):
@@ -72,7 +72,7 @@ _MARK = "_hsdp_landed"
 
 
 def mark_landed(locals_: list[Tensor]) -> None:
-    """Says of the buffer in which local gradients lie, if they share one, that hsdp laid it out: gaps are padding."""
+    """Marks the buffer in which local gradients lie, if they share one, as laid out by hsdp: gaps are padding."""
     if locals_ and (base := locals_[0]._base) is not None:
         setattr(base, _MARK, True)
 

@@ -1,4 +1,4 @@
-"""Which unit a parameter or a module belongs to, which units a model reaches, and what people call them."""
+"""Which unit a parameter or a module belongs to, which units a model reaches, and their names in messages."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hsdp.unit.unit import Unit
 T = TypeVar("T")
 
 PREFIX = "FSDP"
-"""What the class of a sharded module has in front of the original class's name."""
+"""The prefix of a sharded module's class name, before the original class's name."""
 
 STATE = "_hsdp_state"
 """The attribute of a sharded module with what `fully_shard` made for it: `schedule.module_hooks.ModuleHooks`."""
@@ -37,7 +37,7 @@ def all_units() -> list[Unit]:
 
 
 def name_of(param: Tensor) -> str:
-    """A parameter for people: its qualified name if it is in a unit, else its shape."""
+    """A parameter in messages: its qualified name if it is in a unit, else its shape."""
     unit = unit_of(param)
     if unit is None:
         return f"a parameter of shape {tuple(param.shape)}"
@@ -71,7 +71,7 @@ def memory_of(param: Any) -> Tensor:
         for index, managed in enumerate(group.params):
             if managed.sharded is param and managed.wrapper is None and param._local_tensor is managed.local:  # type: ignore[attr-defined]
                 return group.local(index)
-    return local_of(param).detach()  # inside of a wrapper; or replaced, and its unit has not looked
+    return local_of(param).detach()  # inside of a wrapper; or replaced since its unit last looked
 
 
 def walk(item: T, visit: Callable[[T], Iterable[T]]) -> None:

@@ -4,8 +4,8 @@
     gradients ----(packed: one copy)----> rows ---------------> reduce-scatter input
     reduction buffer (layout of the shard buffer) <------------ reduce-scatter outputs
 
-With one shard rank gradients are all-reduced where autograd made them. What follows where replicas have shares of
-gradients: replica_shares.py.
+With one shard rank gradients are all-reduced where autograd made them. The reduce-scatter over replicas that
+share gradients: replica_shares.py.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _MOST_PLANS = 8
 
 
 class ReducePlans:
-    """The plans of a unit's dtype groups by their trainable parameters: those asked for last, and no more than a few."""
+    """The plans of a unit's dtype groups by their trainable parameters: a few, the last used."""
 
     def __init__(self, dtype_groups: int) -> None:
         self._most = _MOST_PLANS * dtype_groups
@@ -55,7 +55,7 @@ class ReducePlan(GradLayout):
 
     Attributes:
         key: identifies the set for the ranks' divergence guard.
-        shares: what follows where replicas have shares of the gradients; else None.
+        shares: the reduce-scatter over replicas that share gradients; else None.
         scatter_bytes: of the inputs of its reduce-scatter.
         free_rows: `Rows` of finished reductions, kept for their views; their memory is freed.
     """
@@ -71,7 +71,7 @@ class ReducePlan(GradLayout):
         super().__init__(
             group.kind,
             group.device,
-            # Gradients follow their shards; None: those are on the device.
+            # Gradients go where their shards are; None: on the device.
             group.offload if group.shard.device != group.device else None,
             params,
             [group.slots[i] for i in trainable],
@@ -120,7 +120,7 @@ class ReducePlan(GradLayout):
     def fill(self, grads: list[Tensor | None], clean: bool = False) -> GroupReduction:
         """Turns gradients (whole, any strides; None: not used here) into the operands of a reduction.
 
-        `clean`: what lies between them is zero.
+        `clean`: gaps between gradients are zeroed.
 
         Those that go directly are cast here, one at a time, and taken out of `grads`: in the parameter's own hook a wide
         copy would live beside the reduction before it, which by now has ended.
@@ -148,7 +148,7 @@ class ReducePlan(GradLayout):
         inputs.append(rows.flat)
         reduction = GroupReduction(self, inputs, [buffer], [buffer], used, rows, uneven)
         if self._in_parts:
-            # What a direct transfer leaves is a local gradient: one tensor serves as both.
+            # The output of a direct transfer is a local gradient: one tensor serves as both.
             locals_ = reduction.cut(reduction.values()) if self._direct else []
             reduction.outputs = [locals_[i] for i in self._direct]
             reduction.outputs.append(cut(buffer, self.layout.reduce_packed_start, self.packed))
@@ -166,7 +166,7 @@ class ReducePlan(GradLayout):
         return found
 
     def _own(self, grads: list[Tensor | None], places: Sequence[int]) -> list[Tensor]:
-        """Takes gradients out of `grads`: contiguous, of the reduce dtype, ours to sum and scale; copied where need be."""
+        """Takes gradients out of `grads`: contiguous, in the reduce dtype, and writable; copied where need be."""
         taken = [grads[i] for i in places]
         for i in places:
             grads[i] = None
@@ -224,7 +224,7 @@ class ReducePlan(GradLayout):
 
     def _tile(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> bool:
         """Fills the rows with one operator, if there is one for these gradients; returns whether it did."""
-        if not self._tiles:  # none: there are gaps; empty: all goes directly, but the flags
+        if not self._tiles:  # None: there are gaps; empty: only the flags are packed
             return False
         # The kernel for CUDA takes what is dense for row-major: a transposed gradient would be reduced in the wrong order.
         sources = [self._zeros(i) if (grad := grads[i]) is None else grad.contiguous() for i in self._tiles]
@@ -243,7 +243,7 @@ class ReducePlan(GradLayout):
                 rows.flags[:, at] = 0.0
 
     def _zeros(self, index: int) -> Tensor:
-        """What stands for a gradient that is not there; it takes no memory."""
+        """Zeros for an absent gradient; they take no memory."""
         return torch.zeros((), dtype=self.kind.compute, device=self.device).expand(self.params[index].spec.shape)
 
     def _copy(self, rows: Rows, grads: list[Tensor | None], used: list[bool]) -> None:
@@ -276,7 +276,7 @@ class ReducePlan(GradLayout):
 
 
 class Rows:
-    """The packed operand of a reduce-scatter: one row per rank, and views of it that outlive its memory.
+    """The packed operand of a reduce-scatter: one row per rank, and its views, which outlive its memory.
 
     Behind the rows are gradients that go directly but are small and cast, each as a transfer and in its own shape.
     """
@@ -308,16 +308,16 @@ class GroupReduction:
     Attributes:
         inputs, outputs: the transfers of the reduce-scatter (none with one shard rank).
         uneven: those of gradients of which ranks get different parts.
-        operands: what is all-reduced and becomes the gradients: the reduction buffer, or, with one shard rank, each
+        operands: the tensors that are all-reduced and become gradients: the reduction buffer, or, with one shard rank, each
             gradient and the flags.
         used: which parameters this rank used.
         dropped: slots whose gradients were zeroed by the user while the reduction was under way.
-        void: its backward failed: it is not to land; `undoable`: it still may, and what has landed is undone then.
-        late_factor: what its sums are still to be multiplied with when they are complete.
-        joined: deferred sums that are added to the operands on a side stream: theirs until the reduction lands.
+        void: its backward failed: it must not land; `undoable`: its backward may still fail, and its landing be undone.
+        late_factor: the factor that its sums are still to get when they are complete.
+        joined: deferred sums that are added to the operands on a side stream, kept until the reduction lands.
         grad_layout: where gradients lie in the operands.
         replica_buffers: memory for its reduce-scatter over replicas, if there is to be one; `sums`: the operands before it.
-            Both are its own until it lands: a side stream reads them when the compute stream has let its inputs go.
+            Both are kept until it lands: a side stream reads them when the compute stream has let its inputs go.
     """
 
     __slots__ = (
@@ -372,7 +372,7 @@ class GroupReduction:
         self._cut_of: list[Tensor] | None = None
 
     def release_inputs(self, ended: bool = True) -> None:
-        """Lets the unsharded gradients go. If the reduce-scatter has not `ended`, its rows are left to it."""
+        """Frees the unsharded gradients. If the reduce-scatter has not `ended`, its rows are left to it."""
         self.inputs = self.outputs = []
         self.uneven = ()
         rows = self.rows
@@ -387,7 +387,7 @@ class GroupReduction:
         return sum(tensor.nbytes for tensor in (*self.inputs, *(one.whole for one in self.uneven), *self.operands))
 
     def scale_late(self) -> None:
-        """Multiplies the operands with what they are still to be multiplied with. Runs on the stream of these."""
+        """Multiplies the operands with `late_factor`. Runs on the operands' stream."""
         if self.late_factor != 1.0:
             torch._foreach_mul_(self.values(), self.late_factor)
             self.late_factor = 1.0
@@ -401,7 +401,7 @@ class GroupReduction:
         return self._values
 
     def share_out(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """Has the operands reduce-scattered over replicas: they become what that leaves on this one.
+        """Prepares the reduce-scatter over replicas: the operands become this replica's share of the sums.
 
         Returns:
             Inputs, outputs, and what is summed in place.

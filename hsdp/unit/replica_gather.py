@@ -52,7 +52,7 @@ class ReplicaGather:
         self._due = True
 
     def start(self) -> None:
-        """Starts it, behind what the compute stream has computed. If it raises, it is due."""
+        """Starts the gather, behind the work of the compute stream. If that raises, it is due."""
         self._due = True
         outputs = [whole for whole, _ in self._direct]
         inputs = [own for _, own in self._direct]
@@ -74,7 +74,7 @@ class ReplicaGather:
         self._due = False
 
     def finish(self) -> None:
-        """Waits for it, and puts parts that came in rows where they belong.
+        """Waits for the gather, and copies parts that came in rows to their places.
 
         Rows stay until all of them are there: where no memory is left for one, or an interrupt from the keyboard comes, the
         next reader puts them there. So it starts a gather that could not be started, or whose results were not put down.

@@ -1,7 +1,7 @@
-"""What a failed backward is undone with: the gradients of one unit, as they were before its sums landed in them.
+"""Undoes the landings of a failed backward: the gradients of one unit are put back as they were before its sums.
 
 Sums land in place, as users (and flat optimizers) hold the memory of gradients. So the values from before are kept until
-the backward has ended. What was no gradient before needs no memory: it goes again.
+the backward has ended. Gradients that were None before need no memory: they are None again.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ class Undo:
         self.entries.append(_Assigned(params, grads, locals_))
 
     def add_noted(self, memory: Tensor, landed: Tensor, backing: SentinelBacking | None = None) -> None:
-        """Notes what is there of a gradient, or of zeros behind a sentinel, and adds a sum to it."""
+        """Copies a gradient, or the zeros behind a sentinel, and adds a sum to it."""
         before = memory.clone()
         self.entries.append(_Added(memory, before, memory._version + 1, backing))
         memory.add_(landed)
@@ -68,7 +68,7 @@ class Undo:
         self.entries.clear()
 
     def run(self, at_once: bool) -> bool:
-        """Puts everything back, last things first; returns whether it could.
+        """Puts all gradients back, the last landing first; returns whether it could.
 
         Without `at_once` the user may have written to a gradient since the failure. Zeros stay then, as they were
         zeroed. What anything else should be is unknown.

@@ -1,7 +1,7 @@
 """Unsharded parameters as attributes of their modules, shown in one of two ways.
 
 Inside forwards and backwards they are *registered* in the place of the sharded ones, where `parameters()` finds them too,
-and where `torch.func.functional_call` puts others. At other moments they lie in front of these, in modules' `__dict__`,
+and `torch.func.functional_call` replaces them. Otherwise they lie in front of the sharded ones, in modules' `__dict__`,
 where attribute access looks first.
 """
 
@@ -24,7 +24,7 @@ requires_grad_of = attrgetter("requires_grad")
 
 
 class Shadows:
-    """What opening, closing and checking a unit go through, resolved once: places, not lookups.
+    """The places in modules that opening, closing and checking a unit go through, resolved once.
 
     Args:
         params: the unit's parameters, with their whole ones (or without, on the meta device). They count as `disturbed`
@@ -96,9 +96,9 @@ class Shadows:
     def register(self) -> None:
         """Makes `parameters()` give the unsharded parameters until they are hidden."""
         if not self.registered:
-            self.registered = True  # first: what an interrupt from the keyboard leaves half done is taken away again
+            self.registered = True  # first: what a KeyboardInterrupt leaves half done is then taken away again
             self._exchange(self._unsharded)
-            # In front they would hide what a forward puts in their place for a while, as `functional_call` does.
+            # In `__dict__` they would hide replacements for the length of a forward, as `functional_call` makes them.
             if self._in_front:
                 self._take_from_front()
 
@@ -127,7 +127,7 @@ class Shadows:
         for (module, name, unsharded), registered, sharded in zip(
             self._shadows, self._registered, self._registered_params, strict=True
         ):
-            # Else users took the module out of their model, or put something else in there.
+            # Else users took the module out of their model, or put another object there.
             if (there := module()) is not None and registered.get(name) is sharded:
                 there.__dict__[name] = unsharded
 
@@ -135,7 +135,7 @@ class Shadows:
         for module, name, _ in self._shadows:
             if (there := module()) is not None:
                 there.__dict__.pop(name, None)
-        self._in_front = False  # last: what an interrupt from the keyboard leaves there is taken away later
+        self._in_front = False  # last: what a KeyboardInterrupt leaves there is taken away later
         self._heed_toggles()
 
     def _refresh_rnns(self) -> None:
@@ -153,7 +153,7 @@ class Shadows:
         self._expected = params
 
     def hide(self) -> None:
-        """Takes them away again, from both places."""
+        """Removes the unsharded parameters from both places."""
         self._shown = False
         if self.registered:
             self.unregister()
@@ -163,7 +163,7 @@ class Shadows:
             self._refresh_rnns()
 
     def name_of(self, tensor: Tensor) -> str | None:
-        """The parameter whose whole tensor `tensor` is, or looks into, whether autograd knows or not."""
+        """The parameter whose whole tensor `tensor` is, or is a view of, with or without autograd's knowing."""
         for part in (tensor,) if type(tensor) is Tensor else parts_of(local_of(tensor)):
             if has_storage(part) and (names := self._names.get(storage_key(part.untyped_storage()))) is not None:
                 start = _start_of(part)
@@ -171,7 +171,7 @@ class Shadows:
         return None
 
     def spoil(self) -> None:
-        """Counts as disturbed from now on: the unit is being built, and a call that finds it half built begins anew."""
+        """Counts as disturbed while the unit is being built: a call that finds it half built begins anew."""
         self._expected = [object()] * len(self._registered)
 
     def mend(self) -> None:

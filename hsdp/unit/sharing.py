@@ -1,4 +1,4 @@
-"""Replicas that share gradients out among each other: which, and how a rank gets them all again."""
+"""Gradients that replicas share among each other: which, and how a rank gets them whole again."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from hsdp.unit.unit import Unit
 
 
 def share_gradients(unit: Unit, params: Iterable[Tensor]) -> None:
-    """From now on each replica gets its share of the gradients of these. To be called at rest, on all ranks.
+    """From now on each replica gets its share of these parameters' gradients. Called between iterations, on all ranks.
 
-    Some stay as they are: those of units whose all-reduce over replicas is the users' own, in 16 bits or in the order of a
+    Some stay unshared: those of units whose all-reduce over replicas is the users' own, in 16 bits or in the order of a
     tree; of parameters without shares; and of those with fewer rows than ranks, to whose shares DTensor would add nothing.
     """
     settings, fresh = unit.settings, False
@@ -40,7 +40,7 @@ def share_gradients(unit: Unit, params: Iterable[Tensor]) -> None:
 
 
 def gather_gradients(units: Iterable[Unit], params: Iterable[Tensor]) -> None:
-    """Has every replica show the whole of what each has its share of, for an optimizer that knows of no shares.
+    """Gathers shared gradients on every replica, for an optimizer that does not step shares.
 
     The shares travel once more, as in the second half of an all-reduce. Every rank calls it, with the same parameters.
     """
@@ -71,7 +71,7 @@ def gather_gradients(units: Iterable[Unit], params: Iterable[Tensor]) -> None:
 
 
 def refuse_shared(unit: Unit, what: str) -> None:
-    """Raises StateError if replicas have shares of the unit's gradients, which `what` would not know of."""
+    """Raises StateError if replicas have shares of the unit's gradients, which `what` cannot handle."""
     if unit.gradients.shared:
         raise StateError(
             f"{what}: gradients of unit {unit.name!r} are reduce-scattered over replicas, as an optimizer with "

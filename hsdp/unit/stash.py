@@ -1,8 +1,8 @@
-"""Whole sums of micro-batches that were not communicated, and what weighs one micro-batch against another.
+"""Whole sums of micro-batches that were not communicated, and the factors by which micro-batches are weighed.
 
     micro-batch 1     gradients, as they are
     micro-batch 2     sums * scale of 1 / scale of 2 + gradients
-    ... sent in 2     reduce-scattered, and multiplied with scale of 2 / the divide factor of then
+        ... sent in 2     reduce-scattered, and multiplied with scale of 2 / the divide factor at that time
 
 The scale, and the reduce op where it divides, belong to the backward that made a gradient. A divide factor belongs to the
 sum that it divides: a loop knows the number of tokens of a step when it has seen its last micro-batch.
@@ -36,9 +36,9 @@ class Stash(dict[int, Tensor]):
         self.mixes_ops = False
 
     def weigh(self, begun: bool) -> None:
-        """Before it is added to, or sent: its sums get what makes up for a scale, or an op, that has changed since.
+        """Called before an addition or the reduction: rescales the sums if the scale or the op has changed since.
 
-        A reduction multiplies all of them with the factor of then. `begun`: some rank has put a gradient into it.
+        A reduction multiplies all sums with its own factor. `begun`: some rank has put a gradient into it.
         """
         scale, divisor = self._settings.gradient_scale, self._settings.op_divisor(self._ranks)
         self.mixes_ops = begun and (self.mixes_ops or divisor != self._divisor)

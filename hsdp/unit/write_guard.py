@@ -68,7 +68,7 @@ class WriteGuard:
         # A DTensor (tensor parallelism), or another subclass, around blocks: that is what autograd saves and compares.
         self._named = [*((name, block) for name, block, _ in self._watched), *shells]
         self._counted = tuple(tensor for _, tensor in self._named)
-        self._filled = 2 * fillings  # between two even numbers, the odd one says that there are no weights
+        self._filled = 2 * fillings  # even numbers are weights; the odd one between two says that there are none
 
     def freed(self) -> None:
         """The unsharded parameters are not to be read until they are filled again."""
@@ -84,7 +84,7 @@ class WriteGuard:
             self._content = [block.detach().clone() for _, block, _ in self._watched]
 
     def look(self) -> None:
-        """A forward begins that reads them: their content is compared behind it."""
+        """Fingerprints the content as a forward begins; `written` compares it."""
         grad = torch.is_grad_enabled()
         self.next_look[grad] += min(self.next_look[grad], _MOST_BETWEEN)
         if not (self._content or self._prints):
@@ -93,7 +93,7 @@ class WriteGuard:
     def written(self, content: bool = True) -> str | None:
         """The name of a parameter that was written to since it was gathered; the guard then forgets about that write.
 
-        The content is compared, too, if it was looked at, and unless it is no matter what it is.
+        The content is compared, too, if it was looked at, and if `content` asks for it.
         """
         if not content:
             self._content, self._prints = [], []

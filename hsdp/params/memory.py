@@ -1,7 +1,7 @@
-"""Parameters that share memory without being one parameter: what was one weight becomes several when it is sharded.
+"""Parameters that share memory without being one parameter: one weight would become several when it is sharded.
 
 `load_state_dict(assign=True)` unties weights so, and so does `other.data = weight.data`. On one device an optimizer steps
-both at once; shards have memory of their own, and would go apart without a word.
+both at once; shards have memory of their own, and would silently drift apart.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class _Span:
     trained: bool
 
     def meets(self, other: _Span) -> bool:
-        """Whether they have bytes in common, and one of the two parameters is trained."""
+        """Whether two spans overlap, and one of the two parameters is trained."""
         return (self.trained or other.trained) and self.start < other.stop and other.start < self.stop
 
 
@@ -90,7 +90,7 @@ def check_apart(params: Sequence[tuple[ParamName, nn.Parameter]], unit: str) -> 
     for place, param in params:
         for key, part, span in _spans_of(place, param, unit):
             spans.setdefault(key, []).append(span)
-            if storage_uses(part) > 1 or key in _left:  # the last one that holds it has the memory of those before
+            if storage_uses(part) > 1 or key in _left:  # the last user of a storage, whose earlier ones are noted
                 shared.append((key, part, span))
     for those in spans.values():
         _refuse_overlaps(sorted(those, key=_start_of), unit)

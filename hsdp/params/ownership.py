@@ -19,7 +19,7 @@ from hsdp.params.pending import landed
 
 
 class Owner(Protocol):
-    """A unit, as far as this table knows it."""
+    """A unit, as far as this table needs to know it."""
 
     name: str
     params: list[ManagedParam]
@@ -34,7 +34,7 @@ _managed = _Managed()
 
 
 def changes() -> int:
-    """Another number whenever some unit has come to manage other parameters."""
+    """A counter that grows whenever a unit has come to manage other parameters."""
     return _managed.changes
 
 

@@ -60,12 +60,12 @@ class ManagedParam:
         places: every name it is known under (several when weights are tied inside the unit).
         inner: how it was distributed before hsdp (tensor parallelism, or an annotation); None for a plain tensor.
         spec: whole shape and sharded tensor dim; with `inner`, those of the block that this rank holds.
-        wrapper: what is around its data if it is a tensor subclass with a gather extension; None for a plain tensor.
+        wrapper: the tensor subclass around its data, if it has a gather extension; None for a plain tensor.
         dtype: storage dtype.
         sharded: the DTensor parameter that users see. Its local tensor is a view of the dtype group's shard buffer.
-        local: that view; or with `wrapper`, the subclass around it.
+        local: the view; or with `wrapper`, the subclass around it.
         replicated: every rank keeps it whole (`replicate_params`, and scalars).
-        share: the rows whose gradient this replica gets; None: replicas all get the same.
+        share: the rows whose gradient this replica gets; None: all replicas get the whole.
         unsharded: the unsharded parameter that forwards see at present; its storage is filled while the unit is open.
             None until the dtype group is built. See `choose`.
         trained: the unsharded parameter of forwards that want its gradient; None as long as none did.
@@ -121,11 +121,11 @@ class ManagedParam:
         return self.tensor_spec if self.share is None else with_dtype(self.share.spec, self.dtype)
 
     def part_of(self, local: Tensor) -> Tensor:
-        """Of a tensor laid out as `local` is, the part that its gradient has on this rank."""
+        """This replica's share of a tensor that is laid out as `local` is."""
         return local if self.share is None else self.share.of(local)
 
     def holders(self) -> Iterator[tuple[nn.Module, str]]:
-        """The modules that hold it, with its name there; those that users took out of their model may be gone."""
+        """The modules that hold the parameter, with its name there; modules that were deleted are left out."""
         for place in self.places:
             if (module := place.module()) is not None:
                 yield module, place.name
@@ -143,7 +143,7 @@ class ManagedParam:
             if piece.numel and not original.is_meta and not is_composite(local):  # a composite's dtype group filled it
                 whole = local_of(original).detach()
                 data_of(local).copy_(rows_of(whole, piece, axes.shard_rank))
-                note_read(data_of(whole))  # it may have been made on another stream, and is freed here
+                note_read(data_of(whole))  # the original may have been made on another stream, and is freed here
         self.piece = piece
         self.local = local
         self.tensor_spec = self._spec_over(axes)
@@ -337,7 +337,7 @@ def _refuse_gradient(unit: weakref.ref[Any], fqn: str, original: Tensor) -> None
 
 
 def share_marks(unsharded: nn.Parameter, sharded: nn.Parameter) -> None:
-    """What users put on a parameter as an attribute is on both of its tensors, whichever of them they had in hand."""
+    """Attributes that users set on a sharded or an unsharded parameter are on both."""
     if type(unsharded) in (nn.Parameter, DTensor):  # other classes keep there what they need themselves
         unsharded.__dict__ = sharded.__dict__
 
@@ -353,6 +353,6 @@ def rows_of(unsharded: Tensor, piece: Piece, rank: int) -> Tensor:
 
 
 def refresh_flat_weights(module: nn.Module, name: str, param: nn.Parameter) -> None:
-    """RNNs keep a list of references of their own, which their forward reads: puts `param` there."""
+    """Puts `param` into the list of weights that RNNs keep, which their forward reads."""
     if isinstance(module, nn.RNNBase) and name in module._flat_weights_names:
         module._flat_weights[module._flat_weights_names.index(name)] = param

@@ -56,5 +56,5 @@ def _landed(stand_in: PendingShard) -> Tensor:
 
 
 def landed(local: Tensor) -> Tensor:
-    """`local` itself, or what it stands for."""
+    """`local` itself, or the landed tensor that it stands for."""
     return local.landed() if type(local) is PendingShard else local

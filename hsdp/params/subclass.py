@@ -36,7 +36,7 @@ PRE, POST = "fsdp_pre_all_gather", "fsdp_post_all_gather"
 
 @dataclass(frozen=True)
 class Wrapper:
-    """What a tensor subclass puts around its data.
+    """A tensor subclass, without its data.
 
     Attributes:
         kind: the subclass.
@@ -52,7 +52,7 @@ class Wrapper:
 
     @property
     def composite(self) -> bool:
-        """Whether it is around anything but one plain tensor of its own shape and dtype."""
+        """Whether its data is anything but one plain tensor of its own shape and dtype."""
         return self.name is None
 
     def around(self, data: Tensor) -> Tensor:
@@ -63,7 +63,7 @@ class Wrapper:
 
 
 def wrapper_of(tensor: Tensor, where: str) -> Wrapper | None:
-    """What is around the data of a tensor with a gather extension; None of any other tensor.
+    """The wrapper of a tensor with a gather extension; None for any other tensor.
 
     Args:
         tensor: a parameter, or the local tensor of a sharded one.
@@ -131,7 +131,7 @@ def beside(tensor: Tensor) -> dict[str, Tensor]:
 
 
 def make_of(tensor: Tensor) -> str:
-    """What a subclass is but for the values of its tensors, in words that are equal on ranks that have equal ones.
+    """Describes a subclass but for the values of its tensors, in words that are equal on ranks that have equal ones.
 
     Numbers in the context (a scale that is a float, say) are values as those in tensors are, and gathers reckon with them.
     """
@@ -157,7 +157,7 @@ def _words(value: Any) -> str:
 
 
 def extends(tensor: object) -> bool:
-    """Whether a tensor says how it is gathered."""
+    """Whether a tensor has a gather extension."""
     return hasattr(tensor, PRE)
 
 

@@ -36,7 +36,7 @@ class Inner:
     """
 
     visible = True
-    """Whether forwards see it, as a DTensor; else it is a plain tensor for them (annotations.py)."""
+    """Whether forwards see a DTensor; else they see a plain tensor (annotations.py)."""
 
     def __init__(self, spec: DTensorSpec, axes: MeshAxes) -> None:
         self.spec = spec
@@ -50,11 +50,11 @@ class Inner:
         return as_dtensor(block, with_dtype(self.spec, block.dtype))
 
     def annotate(self, unsharded: Tensor) -> None:
-        """Puts on a new unsharded parameter what else tells how it is distributed: nothing beside a DTensor's spec."""
+        """Annotates a new unsharded parameter with its distribution: a DTensor has its spec, and needs nothing."""
 
     def block_of_grad(self, grad: Any) -> Tensor:
         """The block's gradient: sums over the inner mesh that are still partial are made here, by DTensor."""
-        note_read(grad._local_tensor)  # autograd does so for gradients, but not for what is inside of a DTensor
+        note_read(grad._local_tensor)  # autograd does so for gradients, but not inside of a DTensor
         wanted, parts = self.placements, 1
         if len(self._rest) < self.mesh.ndim:
             wanted, parts = self._term(grad.placements)

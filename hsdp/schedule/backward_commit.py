@@ -16,7 +16,7 @@ from hsdp.torch_private import graph_task, queue_callback
 
 
 class BackwardCommit(Root):
-    """What comes behind a root's backward, or behind the failure of one."""
+    """Commits a root's backward, or undoes one that failed."""
 
     def commit_behind_others(self, backward: BackwardPass) -> None:
         """A backward has ended. Until other roots in its graph task have, too, it may fail, and what landed is undone."""
@@ -58,14 +58,14 @@ class BackwardCommit(Root):
         self.enclosing.held = None
         if not self.depth:
             for unit in self.units:
-                unit.set_calls(0)  # of recomputations, where an interrupt came before they were set back
+                unit.set_calls(0)  # counts of recomputations that a KeyboardInterrupt left
         self._unregister()
         if not self.streams.active:
             self._roll_back(at_once=True)
             self.notify(Point.DROPPED)
 
     def enclose(self) -> None:
-        """Inside of a graph task a forward begins, or a unit is entered: backwards inside of it will be parts of it."""
+        """A forward begins, or a unit is entered, inside of a graph task, which encloses the backwards that run in it."""
         task, token = graph_task(), Token()
         if self.is_inside() and task in self.enclosing.tasks:
             return
@@ -74,7 +74,7 @@ class BackwardCommit(Root):
         queue_callback(lambda: queue_callback(lambda: self._commit_held(task, token)))
 
     def is_inside(self) -> bool:
-        """Whether a graph task is under way that backwards of this root are parts of."""
+        """Whether a graph task is under way that encloses backwards of this root."""
         bury_tasks(self.enclosing.tasks)
         return bool(self.enclosing.tasks)
 

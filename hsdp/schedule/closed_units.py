@@ -1,4 +1,4 @@
-"""What a forward is told that computes with parameters of a unit which it has not called."""
+"""The error of a forward that computes with parameters of a unit which it has not called."""
 
 from __future__ import annotations
 

@@ -29,14 +29,14 @@ RankSet = frozenset[int]
 
 
 class Gathered(Protocol):
-    """A unit, as far as the order of gathers depends on it."""
+    """A unit, as far as gather orders need to know it."""
 
     key: int
     """Identifies it, on all ranks alike."""
     whole_bytes: int
-    """Of its unsharded parameters."""
+    """Bytes of its unsharded parameters."""
     mesh_ranks: RankSet
-    """Whose units they are; equal ones are one object."""
+    """The ranks that have the unit; equal sets are one object."""
 
 
 UnitT = TypeVar("UnitT", bound=Gathered)
@@ -64,12 +64,12 @@ class GatherOrders(Generic[UnitT]):
         self._subsets: dict[RankSet, list[GatherOrder[UnitT]]] = {}
 
     def serve(self, rank_sets: RankSets) -> None:
-        """These rank sets have orders from now on, those that had one theirs."""
+        """Makes orders for these rank sets; rank sets that have one keep it."""
         self._orders = {one: self._orders.get(one) or GatherOrder(one) for one in rank_sets.subsets}
         self._subsets = {one: [self._orders[other] for other in subsets] for one, subsets in rank_sets.subsets.items()}
 
     def identity(self, rank_set: RankSet) -> int:
-        """That of the order of a rank set."""
+        """The identity of a rank set's order."""
         return self._orders[rank_set].identity
 
     def begin(self) -> None:
@@ -103,7 +103,7 @@ class GatherOrder(Generic[UnitT]):
     """The order in which the units of a rank set's supersets were gathered in the last full pass; where this pass is in it.
 
     Attributes:
-        identity: stands for the order, the same number on all ranks that have it; 0 before one was recorded.
+        identity: a hash of the order, the same on all ranks that have it; 0 before one was recorded.
     """
 
     def __init__(self, rank_set: RankSet) -> None:
@@ -132,12 +132,12 @@ class GatherOrder(Generic[UnitT]):
         return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
 
     def leave(self) -> None:
-        """Ends a pass that failed: what is expected stays."""
+        """Ends a pass that failed: the expected order stays."""
         self._seen = []
         self._follows = False
 
     def end(self) -> None:
-        """Ends a pass: what was seen is what the next one expects."""
+        """Ends a pass: the next one expects its order."""
         if self._seen and self._seen != self._expected:
             self._expected = self._seen
             self.identity = hash(tuple(unit.key for unit in self._seen))
@@ -145,7 +145,7 @@ class GatherOrder(Generic[UnitT]):
 
 
 class BackwardGatherOrder(Generic[UnitT]):
-    """What is known about the units that backwards gather, from one to the next.
+    """What backwards learn about the units to gather, from one to the next.
 
     Units that ran without gradients inside of a forward with them are recomputed, or never come back: which of both is
     what the last backward showed, and at first they are expected.
@@ -158,25 +158,25 @@ class BackwardGatherOrder(Generic[UnitT]):
         self._identities: dict[RankSet, int] = {}
 
     def serve(self, rank_sets: RankSets) -> None:
-        """Its units are of these rank sets from now on."""
+        """Sets the rank sets of its units."""
         self._rank_sets = rank_sets
         self._windows = {one: self._windows.get(one) or _Windows([], one) for one in rank_sets.supersets}
 
     def identity(self, rank_set: RankSet) -> int:
-        """As in `GatherOrder`, of the order of a rank set in the last backward; 0 before the first one."""
+        """The identity of a rank set's order in the last backward, as in `GatherOrder`; 0 before the first one."""
         return self._identities.get(rank_set, 0)
 
     def begin(self, units: Iterable[tuple[UnitT, SequenceNumber | None]]) -> BackwardGathers[UnitT]:
         """The backward of a forward begins, with `units` to be gathered.
 
-        With each goes when its last forward began, by its first autograd node; None: gradients cannot enter it.
+        Each has the sequence number of its last forward's first autograd node; None: gradients cannot enter it.
         """
         gathers = BackwardGathers(dict(units), self._absent, self._rank_sets, self._windows)
         self._windows = gathers.windows
         return gathers
 
     def end(self, gathers: BackwardGathers[UnitT]) -> None:
-        """That backward is over."""
+        """The backward is over."""
         self._absent -= gathers.entered
         self._absent.update(u for u, began in gathers.began.items() if began is None and u not in gathers.entered)
         for rank_set, windows in gathers.windows.items():
@@ -218,8 +218,8 @@ class BackwardGathers(Generic[UnitT]):
     def enter(self, unit: UnitT, node: SequenceNumber) -> list[UnitT]:
         """Records that this rank is about to enter `unit`; returns the units that other ranks may have entered before.
 
-        These are the ones that come before it in the order. Where its place does not tell, as it was passed already, has no
-        place, or was called once more later in the forward, they are those that the engine is behind when it runs `node`:
+        These are the units before it in the order. Where its place is no help, as it was passed already, has no place, or
+        was called once more later in the forward, they are those that the engine is behind when it runs `node`:
         `unit` is one of them if other ranks have entered it for the later call.
         """
         place, began = self._places.get(unit), self.began.get(unit)
@@ -277,6 +277,6 @@ class _Windows(dict[tuple[int, int], list[UnitT]]):
         return window
 
     def of(self, order: list[UnitT]) -> _Windows[UnitT]:
-        """Those of another order, or of the same one when its units may have other sizes: these if nothing changed."""
+        """The windows of another order, or of the same order with other sizes; `self` if nothing changed."""
         same = order == self.order and self._sizes == [unit.whole_bytes for unit in order]
         return self if same else _Windows(order, self._rank_set)

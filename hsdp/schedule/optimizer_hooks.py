@@ -1,4 +1,4 @@
-"""What an optimizer's step means to units: reductions are joined before it, and parameters are new after it.
+"""Hooks on optimizers' steps: reductions are joined before a step, and parameters have a new version after it.
 
 Both are hooks that torch runs for every optimizer; the first `fully_shard` registers them.
 """
@@ -35,7 +35,7 @@ from hsdp.unit.unit import Unit
 
 
 class _Held(NamedTuple):
-    """What an optimizer holds, as it was found when its parameters had these `ids`, and units had changed so often.
+    """An optimizer's units and parameters, found when its parameters had these `ids`, and units had changed so often.
 
     Parameters are given by their places among all of its groups: torch casts none that has weak references.
     """
@@ -76,7 +76,7 @@ def _units_of(optimizer: torch.optim.Optimizer) -> list[weakref.ref[Unit]]:
                 f"{type(optimizer).__name__}.step: the optimizer was made while full parameters were shown, and holds the "
                 f"one of {place[1]!r} of unit {owner.name!r}, which nobody trains; make it outside of full_params"
             )
-        # In one order on all ranks, in whichever these list their parameters: they may communicate.
+        # In one order on all ranks, whatever the order of parameters: units may communicate.
         units = dict.fromkeys(unit for param in sorted(params, key=place_of) if (unit := unit_of(param)) is not None)
         added = _in_no_unit(optimizer, params, units)
         refs = [weakref.ref(unit) for unit in units]
@@ -99,7 +99,7 @@ def _parts_of_last_dim(tensor: DTensor) -> int:
 
 
 def _refuse_copies(optimizer: torch.optim.Optimizer) -> None:
-    """Raises StateError where the step would change copies of parameters, and leave these as they are without a word.
+    """Raises StateError where the step would silently change copies of parameters.
 
     torch's optimizers step complex parameters as reals; SGD takes complex numbers. None steps those without gradients.
     """
@@ -203,7 +203,7 @@ def _before_optimizer_step(
 def _evaluate(
     optimizer: torch.optim.Optimizer, closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
 ) -> Any:
-    """A user's closure in a step, and what comes behind it. What runs below this frame is not the step's: `watch_norms`."""
+    """Runs a user's closure in a step. Operators below this frame are not the step's: see `watch_norms`."""
     _closure_begins(optimizer)
     loss = closure(*args, **kwargs)
     with torch.no_grad():
@@ -234,7 +234,7 @@ def _place_of_closure(optimizer: torch.optim.Optimizer, args: tuple[Any, ...]) -
 
 
 def _weights_change(optimizer: torch.optim.Optimizer) -> None:
-    """The weights have a new version before they are stepped, too.
+    """Gives weights a new version before the step, too.
 
     Behind a step that raises half-way torch runs no hook. With a closure it is behind the closure, in which weights are
     still the old ones.
@@ -302,13 +302,13 @@ def check_communicated(unit: Unit, before: str, may_drop: bool = False) -> None:
 
     Args:
         unit: the unit.
-        before: what is called, for errors.
+        before: the name of the call, for errors.
         may_drop: sums may be pending if the all-reduce stage drops the step anyway.
 
     Raises:
         StateError: the unit has pending sums, or lost some; the `.data` of a gradient was assigned to.
     """
-    # What runs on lands first, also under another root: only then does it show whether sums are still pending.
+    # Reductions that run on land first, also under another root: only then is it known whether sums are pending.
     if unit.runtime is not None:
         unit.runtime.settle()
     if unit.gradients.in_flight:

@@ -62,7 +62,7 @@ def tensors_in(value: Any, depth: int = 8, seen: dict[int, int] | None = None) -
 
 
 def _attributes(value: Any) -> Iterator[Any]:
-    """What an object holds, in its dict and in slots."""
+    """The attributes of an object, in its dict and in slots."""
     slots = (getattr(value, name, None) for name in _slots_of(type(value)))
     return chain(list(getattr(value, "__dict__", {}).values()), slots)  # another thread may write to the object
 

@@ -1,4 +1,4 @@
-"""What a root knows about one forward or one backward of it, each an object; and what a forward of a unit leaves behind."""
+"""The state of one forward or one backward of a root, each an object; and the record of one forward of a unit."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class ForwardPass:
             gradient can enter it.
         calls: for each unit, of those of its forwards that gradients can enter, the sequence numbers of the first autograd
             nodes, ascending.
-        visited: those that a backward of it has entered or passed over.
+        visited: the units that a backward of this forward has entered or passed over.
     """
 
     __slots__ = ("calls", "exits", "number", "visited")
@@ -57,7 +57,7 @@ class ForwardPass:
 
 
 class Visit:
-    """One forward of a unit, as its backward needs to know it. The forward's autograd graph holds it, and lives as long.
+    """The record of one forward of a unit, for its backward. The forward's autograd graph holds it.
 
     Attributes:
         version: the unit's version in that forward.
@@ -74,7 +74,7 @@ class Visit:
 
 
 class Token:
-    """Lives as long as the engine means to call back at the end of a graph task."""
+    """Lives as long as autograd's engine holds the callback for the end of a graph task."""
 
 
 class BackwardPass:
@@ -82,19 +82,19 @@ class BackwardPass:
 
     Args:
         reduces: its first graph task accumulates into unsharded parameters; that of `autograd.grad` does not.
-        turns: whose turn it is to be reduced.
-        found: the units whose unsharded parameters a schedule knows that makes the gradients of weights apart.
+        turns: the order of its reductions.
+        found: the units whose unsharded parameters a pipeline schedule has, which computes gradients of weights apart.
 
     Attributes:
         tasks: the graph tasks under way, the outermost first; each token lives until its task ends or fails.
         keeps_graph: it runs with create_graph=True: unsharded parameters are part of its own graph.
         opened: the units whose visits are under way.
-        entered: the units that it has entered at all; `reduced`: those of which all gradients are there.
+        entered: the units that it has entered; `reduced`: those whose gradients are complete.
         forward_pass: the forward whose backward runs at present, and `gathers`, the order of that backward's gathers; None
             before the first one. `uncounted`: of that forward, the calls of units that the engine may still come behind.
-        ending: its last graph task is over, and what is left is swept, or waits for other roots in that task to end.
+        ending: its last graph task is over, and the remaining units are reduced, or other roots in that task are to end.
         kept: what landed stays, in all units: from here on an interrupt does not undo it.
-        thread: the one that began it: on a device the engine's.
+        thread: the thread that began it: on a device the engine's.
     """
 
     __slots__ = (
@@ -131,7 +131,7 @@ class BackwardPass:
         self.kept = False
 
     def exit_of(self, unit: Unit) -> Exit:
-        """What `ForwardPass.exits` tells of a unit in the forward whose backward runs."""
+        """The entry of `ForwardPass.exits` for a unit in the forward whose backward runs."""
         assert self.forward_pass is not None, "an order belongs to a forward"
         found = self.forward_pass.exits[unit]
         assert found is not None, f"no gradient can enter unit {unit.name!r}"

@@ -1,12 +1,12 @@
-"""`ReductionPipeline`: the queue in which every unit's gradients are reduced, one layer's stage beside another's.
+"""`ReductionPipeline`: reduces every unit's gradients, one layer's stage beside another layer's.
 
          unit 3   [ RS ][ AR      ]
          unit 2         [ RS ][ AR      ]          AR(k) runs while RS(k+1) and the backward of further layers run
          unit 1               [ RS ][ AR      ]
 
-What comes next is decided in reduce_queue.py and carried out here. On a device the all-reduce of a reduction is enqueued on
-its own stream behind the event of its reduce-scatter, at once. On the CPU the host must see the reduce-scatter done first.
-It waits for it at a fixed point, when a later reduction needs its place: then all ranks start the collectives of a group in
+reduce_queue.py decides which stage is next; this file runs it. On a device the all-reduce of a reduction is enqueued on
+its own stream behind the event of its reduce-scatter, at once. On the CPU the host waits for the reduce-scatter first:
+at a fixed point, when a later reduction needs its place: then all ranks start the collectives of a group in
 one order, among each other and among the user's own. Landings, too, come at fixed points: whatever has landed when a
 user's hook runs, or when a backward fails, is the same on all ranks, bit for bit.
 """
@@ -45,13 +45,13 @@ class Reduction:
     """One unit's trip through the pipeline, with its own buffers.
 
     Attributes:
-        unit, source: whose gradients they are.
+        unit, source: the unit whose gradients it reduces.
         replicas: ranks over which it is all-reduced; 0: replicas that are not in the mesh, which the all-reduce stage
             counts.
         parts: its operands, by dtype group, in one part each.
         all_reduce: whether its sums, over replicas too, become gradients; if not, they become the unit's deferred sums. In
             a tree these are over replicas as well: what micro-batches add must not depend on where replicas begin.
-        factor: what its sums are multiplied with.
+        factor: its sums are multiplied with it.
         in_tree: its sums have the order of the tree over data ranks.
         offloads: its gradients leave the device.
     """
@@ -66,7 +66,7 @@ class Reduction:
         self.factor = unit.settings.factor(unit.gradients.ranks)
         self.in_tree = unit.in_tree
         self.offloads = False
-        # The factor too: ranks that scale differently would train on gradients that do not fit together.
+        # With the factor: ranks that scale differently would train on gradients that do not fit together.
         keys = [unit.key + 1, self.factor]
         for part in parts:
             keys.append(part.plan.key)
@@ -101,7 +101,7 @@ class Reduction:
 
     @property
     def is_void(self) -> bool:
-        """Whether its backward has failed: it is not to land."""
+        """Whether its backward has failed, so that it must not land."""
         return any(part.void for part in self.parts)
 
 
@@ -118,7 +118,7 @@ class ReductionBucket(Bucket[Reduction]):
             self.name, self.key = " + ".join(r.unit.name for r in items), hash(tuple(r.key for r in items))
 
     def mark_unused(self) -> None:
-        """Says that this rank has used none of its parameters, whatever its forwards did."""
+        """Marks all of its parameters as unused on this rank, whatever forwards did."""
         for reduction in self.items:
             for part in reduction.parts:
                 part.used = [False] * len(part.used)
@@ -196,7 +196,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     reduction.unit.gradients.lose(reduction.parts)
         self.keep(lambda reduction: id(reduction) not in failed and not reduction.is_void)
         self._errors = []
-        if len(self) or self._offloads:  # also what has landed already may be on its way to the host
+        if len(self) or self._offloads:  # landed gradients may be on their way to the host, too
             self.drain()
 
     # -- carrying out what the queue decides ---------------------------------------------------------------------
@@ -207,21 +207,21 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         if not self.ordered_by_streams:
             bucket.work = _scatter(bucket)
             return bucket
-        # Behind all that compute has enqueued, which wrote the operands. The host goes on, and so does compute: nothing
-        # that it enqueues later writes to them, as they are the reduction's alone.
+        # Behind the compute stream, which wrote the operands. Host and compute stream go on: nothing that is enqueued
+        # later writes to the operands, as they are the reduction's alone.
         with self.streams.on("scatter"):
             bucket.work = _scatter(bucket)
         return bucket
 
     def lose(self, items: list[Reduction]) -> None:
-        """See `ReduceQueue`. Those of the backward under way, which fails now, are undone with it."""
+        """See `ReduceQueue`. Reductions of the backward under way, which fails now, are undone with it."""
         for reduction in items:
             if not reduction.parts[0].undoable:
                 reduction.unit.gradients.lose(reduction.parts)
 
     def release(self, bucket: ReductionBucket) -> None:
         """See `ReduceQueue`."""
-        # Compute's stream is behind the reduce-scatter now: its allocator may hand this memory on.
+        # The compute stream is behind the reduce-scatter now: its allocator may reuse this memory.
         for reduction in bucket.items:
             for part in reduction.parts:
                 part.release_inputs()
@@ -229,7 +229,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                 reduction.unit.context.observer.allocates(reduction.unit)
 
     def start_deferral(self, item: Reduction, behind: ReductionBucket) -> ReductionBucket:
-        """See `ReduceQueue`. Sums of `item`, `behind` a reduce-scatter, are added on the compute stream: it is theirs."""
+        """See `ReduceQueue`. Sums of `item`, `behind` a reduce-scatter, are added on the compute stream, their owner."""
         bucket = ReductionBucket([item])
         bucket.work = behind.work
         bucket.at_rest = not self.streams.active
@@ -239,8 +239,8 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
         """See `ReduceQueue`. `items` are `behind` a reduce-scatter; with one replica there is no collective."""
         bucket = ReductionBucket(items)
         deferred: list[Reduction] = []
-        # Here, while compute's stream is current: pending sums are memory of that stream, and what users zeroed meanwhile
-        # has to be out of them before they are added.
+        # Here, on the compute stream: pending sums are memory of that stream, and gradients that users zeroed meanwhile
+        # must be out of them before they are added.
         for reduction in items:
             gradients = reduction.unit.gradients
             if gradients.sentinels.up:
@@ -307,9 +307,9 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
             bucket.at_rest = not self.ordered_by_streams
 
     def _finish(self, reductions: list[Reduction]) -> None:
-        """What follows the all-reduce: users' hooks, and the copies to where offloaded shards live.
+        """Runs users' hooks behind the all-reduce, and the copies to where offloaded shards live.
 
-        At the root of a tree the sums are scaled there, and joined by what was deferred, which was scaled at its own.
+        In a tree, sums are scaled here, and deferred sums are added, each scaled by its own factor.
         """
         for reduction in reductions:
             if reduction.in_tree:
@@ -347,7 +347,7 @@ class ReductionPipeline(ReduceQueue[Reduction, ReductionBucket]):
                     observer.ends("landing", reduction.unit)
 
     def _note(self, error: Exception, reduction: Reduction) -> None:
-        """Keeps an error for later. Its backward fails then; if that is over, its sums are lost."""
+        """Keeps an error until `tell_errors`. Its backward fails then; if that is over, its sums are lost."""
         self._errors.append(error)
         if not reduction.parts[0].undoable:
             reduction.unit.gradients.lose()

@@ -1,11 +1,11 @@
-"""Whose turn it is to be reduced: the same units in the same order on all ranks, whatever each rank used of them.
+"""The order of reductions: the same units in the same order on all ranks, whatever each rank used of them.
 
     forward     0  1  2          units as they are entered
     backward    2  1  0          each is reduced in its turn, once the last of its visits is over
 
 A *visit* is the backward of one forward of a unit. When a rank has all its own gradients of a unit, the unit is complete,
 and is reduced as soon as its turn comes. A rank that used the parameters in none or only some of the visits cannot tell
-from its gradients: for it the unit is complete after its last visit, and all ranks count the same visits: one that a rank
+by its gradients: there the unit is complete after its last visit, and all ranks count the same visits: one that a rank
 does not make is over when the engine has come behind it. There is one visit for each forward that gradients can enter.
 Forwards without gradients that are recomputed have visits, too, which no forward tells of: they are taken to be as many as
 the last time the same number of forwards awaited their backward. A unit that is visited after its turn is reduced again at
@@ -35,8 +35,8 @@ class ReduceTurns:
 
     Args:
         expected: how many visits each unit will have, in the order of the turns: those of forwards that gradients can
-            enter, and those of recomputations. One must never be taken for the other: what is missing of a rank's own
-            gradients would be reduced with all gradients of another rank.
+            enter, and those of recomputations. One must never be taken for the other: an incomplete gradient of this rank
+            would be reduced with complete ones of other ranks.
     """
 
     def __init__(self, expected: dict[Unit, tuple[int, int]]) -> None:
@@ -78,7 +78,7 @@ class ReduceTurns:
         return len(self.visits.get(unit, ())) < visits or self.recomputed.get(unit, 0) < recomputed
 
     def complete(self, unit: Unit) -> list[Unit]:
-        """`unit` is complete; the units whose turn has come by that."""
+        """`unit` is complete; returns the units whose turn has come."""
         self._ready.add(unit)
         queue, come = self._queues[unit.mesh_ranks], []
         while queue and queue[0] in self._ready and not self.expects(queue[0]):

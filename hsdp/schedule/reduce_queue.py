@@ -2,12 +2,12 @@
 
     FILLED --scatter--> HOLDING --release--> (BUCKETED) --all_reduce / defer--> REDUCING --land--> landed
 
-The engine (`pipeline.py`) and the planner (`hsdp.planning`) each carry out, in their own way, what one and the same queue
-decides: what is planned is what happens.
+The engine (`pipeline.py`) and the planner (`hsdp.planning`) each carry out, in their own way, the decisions of this one
+queue: the plan is what happens.
 
 Two bounds hold memory: buckets that still hold unsharded gradients, and buckets behind their reduce-scatter. Everything is
-waited for at fixed points, in order: where a bound asks for the place, and in `drain`. Nothing depends on what happens to
-be done already, which would be each rank's own timing: all ranks start the collectives of a group in one order, and what
+waited for at fixed points, in order: where a bound asks for the place, and in `drain`. Nothing depends on which collective
+has ended already, which would be each rank's own timing: all ranks start the collectives of a group in one order, and what
 has landed at any moment is the same on all of them.
 """
 
@@ -23,14 +23,14 @@ from hsdp.schedule.byte_budget import units_in_budget
 
 
 class Queued(Protocol):
-    """A reduction, as far as its turn depends on it."""
+    """A reduction, as far as the queue needs to know it."""
 
     all_reduce: bool
-    """Its sums are over replicas too, and land; if not, they are kept for a later one of the same source."""
+    """Its sums are over replicas too, and land; if not, they are kept for a later reduction of the same source."""
 
     @property
     def source(self) -> object:
-        """The unit whose gradients they are."""
+        """The unit whose gradients it reduces."""
         ...
 
     @property
@@ -87,7 +87,7 @@ BucketT = TypeVar("BucketT", bound=Bucket[Any])
 
 
 class ReduceQueue(ABC, Generic[ItemT, BucketT]):
-    """The queue of one root. Subclasses carry out what it decides.
+    """The queue of one root. Subclasses carry out its decisions.
 
     Args:
         policy: the root's bounds and bucket sizes.
@@ -111,11 +111,11 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
 
     @abstractmethod
     def release(self, bucket: BucketT) -> None:
-        """The reduce-scatter of a bucket was waited for: its unsharded gradients go."""
+        """The reduce-scatter of a bucket was waited for: frees its unsharded gradients."""
 
     @abstractmethod
     def start_all_reduce(self, items: list[ItemT], behind: BucketT) -> BucketT:
-        """Starts the all-reduce of reductions, behind the reduce-scatter of a bucket; returns theirs."""
+        """Starts the all-reduce of reductions, behind the reduce-scatter of a bucket; returns their bucket."""
 
     @abstractmethod
     def start_deferral(self, item: ItemT, behind: BucketT) -> BucketT:
@@ -126,7 +126,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         """The last collective of a bucket was waited for: its reductions become gradients, or sums that are kept."""
 
     def lose(self, items: list[ItemT]) -> None:
-        """Reductions whose next stage could not be started are in the queue no more: they will never land."""
+        """Reductions whose next stage could not be started have left the queue: they will never land."""
 
     # -- decided here --------------------------------------------------------------------------------------------
 
@@ -156,7 +156,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self.advance()
 
     def make_room(self, scatter_bytes: int) -> None:
-        """Waits for what the next `submit` would wait for, before its operands are made: they would be memory on top.
+        """Waits as the next `submit` would, before its operands are made, which would be memory on top.
 
         On a device the compute stream waits for reduce-scatters, behind which it will make casts; the host goes on.
 
@@ -177,7 +177,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self.advance()
 
     def advance(self) -> None:
-        """Lands what waits for no collective. What does is not landed when it happens to be done: that is timing."""
+        """Lands buckets without a collective under way. Ended collectives do not count: that is each rank's timing."""
         while self._reducing and self._reducing[0].at_rest:
             self._land()
 
@@ -193,7 +193,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self._land()
 
     def keep(self, stays: Callable[[ItemT], bool]) -> None:
-        """Forgets the reductions that do not stay, and buckets of which none does. What ran of them is waited for."""
+        """Forgets the reductions that do not stay, and buckets of which none does, whose collectives are waited for."""
         self._filling = list(filter(stays, self._filling))
         self._bucketed = list(filter(stays, self._bucketed))
         if not self._bucketed:
@@ -220,7 +220,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
 
     def _release_for(self, nbytes: int) -> None:
         """Releases buckets until there is room for one of so many bytes."""
-        # With the new one: as the queue is drained from its oldest, its sizes are read from the newest.
+        # With the new bucket: as the queue is drained from the oldest one, sizes are read from the newest.
         held = (sum(item.scatter_bytes() for item in bucket.items) for bucket in reversed(self._holding))
         room = units_in_budget([nbytes, *held], self.policy.max_inflight_reduce_scatters)
         while len(self._holding) >= room:
@@ -280,8 +280,8 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         self._all_reduce(items, behind)
 
     def _all_reduce(self, items: list[ItemT], behind: BucketT) -> None:
-        # Sums that this one will add to have to be at rest, whatever room there is: a side stream, or the backend, may
-        # still be writing them.
+        # Sums that this bucket will be added to must have landed, whatever room there is: a side stream, or the backend,
+        # may still be writing them.
         try:
             while len(self._reducing) >= self.policy.max_inflight_all_reduces or self._defers(items):
                 self._land()

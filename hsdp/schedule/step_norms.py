@@ -35,7 +35,7 @@ _IN_PLACE = (
     _aten.rsqrt_.default,
     _aten.reciprocal_.default,
 )
-"""Of those that are not the same of a sum as of its parts, those that optimizers do to norms and means."""
+"""Operators that optimizers apply to norms and means, and that must not be applied to partial sums."""
 
 _compared: weakref.WeakKeyDictionary[Optimizer, dict[int, list[int]]]
 _compared = weakref.WeakKeyDictionary()
@@ -44,7 +44,7 @@ _compared = weakref.WeakKeyDictionary()
 
 @functools.cache
 def watch_norms(closure: CodeType) -> None:
-    """Does these operators so from now on; `closure` is the code that calls a user's closure in a step."""
+    """Installs handlers of these operators; `closure` is the code that calls a user's closure in a step."""
     handle(_ASKS, functools.partial(_ask, closure))
     handle(_IN_PLACE, functools.partial(_in_place, closure))
 

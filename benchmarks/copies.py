@@ -260,8 +260,8 @@ def planned_table(rows: Sequence[Planned], precision: str, backend: str) -> str:
         f"{'':22} ranks  gather  reduce-scatter  all-reduce  direct   fsdp2",
     ]
     for row in rows:
-        told = f"{row.gather:7.4f} {row.scatter:15.4f} {row.all_reduce:11.4f} {row.direct:7.1%} {row.fsdp2:7.4f}"
-        lines.append(f"{row.block:22} {row.shards:5} {told}")
+        cells = f"{row.gather:7.4f} {row.scatter:15.4f} {row.all_reduce:11.4f} {row.direct:7.1%} {row.fsdp2:7.4f}"
+        lines.append(f"{row.block:22} {row.shards:5} {cells}")
     return "\n".join(lines)
 
 
@@ -270,12 +270,12 @@ def main(argv: Sequence[str] | None = None) -> None:
     args = parse(argv)
     measured = list(measured_rows(args))
     rows = planned_rows(args)
-    told = f"{measured_table(measured)}\n{planned_table(rows, args.precision[-1], args.backend)}"
+    report = f"{measured_table(measured)}\n{planned_table(rows, args.precision[-1], args.backend)}"
     found = [
         {"mesh": mesh, "precision": precision, "library": library, **asdict(counts)}
         for mesh, precision, library, counts in measured
     ]
-    publish("copies", told, vars(args), args.json, measured=found, planned=[asdict(row) for row in rows])
+    publish("copies", report, vars(args), args.json, measured=found, planned=[asdict(row) for row in rows])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -49,8 +49,8 @@ class Row:
 def planned(model: str, machine: str, mesh: tuple[int, int], tokens: int) -> Plan:
     """A well-known model on a mesh of machines."""
     rates = MACHINES[machine]
-    told = Assumptions(tokens, machine=rates.title, link=rates.link, flops=rates.flops, bandwidth=rates.bandwidth)
-    return Plan.of(model, preset(model), *mesh, told)
+    assumed = Assumptions(tokens, machine=rates.title, link=rates.link, flops=rates.flops, bandwidth=rates.bandwidth)
+    return Plan.of(model, preset(model), *mesh, assumed)
 
 
 def room_of(plan: Plan) -> float:

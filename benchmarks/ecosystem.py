@@ -107,15 +107,15 @@ def _train(library: Any, plain: nn.Module, batch_of: MakeBatch, mesh: DeviceMesh
     for unit in units:
         library(unit, mesh=mesh, mp_policy=POLICIES[dtype])
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
-    told = []
+    results = []
     for step in range(STEPS):
         loss = _loss(model, batch_of, 100 * step + dist.get_rank())
         loss.backward()
-        told.append(_of_all(loss.detach().float()))
-        told += [_copy(None if p.grad is None else _whole(p.grad)) for p in model.parameters()]
+        results.append(_of_all(loss.detach().float()))
+        results += [_copy(None if p.grad is None else _whole(p.grad)) for p in model.parameters()]
         optimizer.step()
         optimizer.zero_grad()
-    return told + [_whole(param).detach().clone() for param in model.parameters()]
+    return results + [_whole(param).detach().clone() for param in model.parameters()]
 
 
 def _whole(tensor: Any) -> Tensor:
@@ -167,7 +167,7 @@ def _train_twin(
     working = list(model.parameters())
     masters = [nn.Parameter(param.detach().clone(), param.requires_grad) for param in working]
     optimizer = torch.optim.AdamW(masters, lr=1e-3)
-    told = []
+    results = []
     for step in range(STEPS):
         for param, master in zip(working, masters, strict=True):
             param.data = master.detach().to(dtype, copy=True)
@@ -180,9 +180,9 @@ def _train_twin(
             model.zero_grad()
         for master, *parts in zip(masters, *grads, strict=True):
             master.grad = _mean(parts)
-        told += [torch.stack(losses), *[_copy(master.grad) for master in masters]]
+        results += [torch.stack(losses), *[_copy(master.grad) for master in masters]]
         optimizer.step()
-    return told + [master.detach().clone() for master in masters]
+    return results + [master.detach().clone() for master in masters]
 
 
 def _mean(parts: list[Tensor | None]) -> Tensor | None:
@@ -236,8 +236,8 @@ def _rows(name: str, mesh: DeviceMesh) -> list[str]:
         if not prints:
             continue
         twin = _run(lambda: _train_twin(plain, batch_of, ranks, dtype))
-        told = {"FSDP2": theirs, "hsdp": ours, "twin": twin}
-        failures += [f"{who}, {label}: {what}" for who, what in told.items() if isinstance(what, str)]
+        content = {"FSDP2": theirs, "hsdp": ours, "twin": twin}
+        failures += [f"{who}, {label}: {what}" for who, what in content.items() if isinstance(what, str)]
         compared += [_compare(theirs, twin), _compare(ours, twin), _compare(ours, theirs)]
         if compared[-1][0].isdigit():
             grouped = _run(lambda: _train_twin(plain, batch_of, ranks, dtype, grouped=True))

@@ -351,12 +351,12 @@ def _syncs(step: Callable[[], object], device: torch.device) -> int:
         return 0
     torch.cuda.set_sync_debug_mode("warn")
     try:
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step()
     finally:
         torch.cuda.set_sync_debug_mode("default")
-    waits = [one for one in told if "synchronizing" in str(one.message)]
+    waits = [one for one in caught if "synchronizing" in str(one.message)]
     for one in waits[:3]:
         progress(f"the host waits at {one.filename}:{one.lineno}")
     return len(waits)

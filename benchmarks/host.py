@@ -203,8 +203,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         rows = count_in_child(measure_all, setups(args), argparse.Namespace(**vars(args) | {"rounds": 1}))
     else:
         rows = measure_all(setups(args), args, cpu_time)
-    told = table(rows, *(("1000 instructions", 1e-3) if args.instructions else ("us of CPU time", 1e6)))
-    publish("host", told, vars(args), args.json, rows=[asdict(row) for row in rows])
+    report = table(rows, *(("1000 instructions", 1e-3) if args.instructions else ("us of CPU time", 1e6)))
+    publish("host", report, vars(args), args.json, rows=[asdict(row) for row in rows])
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

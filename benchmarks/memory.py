@@ -332,9 +332,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     else:
         found = run_alone(todo, args.layers)
     backend = "emulccl, by the device's allocator" if args.device != "cpu" else "gloo" if args.gloo else "fake"
-    told = f"backend {backend}, {table(todo, found, args.device)}"
+    report = f"backend {backend}, {table(todo, found, args.device)}"
     rows = [{**asdict(setup), "peaks": [asdict(p) for p in row]} for setup, row in zip(todo, found, strict=True)]
-    publish("memory", told, vars(args), args.json, rows=rows)
+    publish("memory", report, vars(args), args.json, rows=rows)
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:

@@ -60,7 +60,7 @@ class Run:
         """What `hsdp.plan` says."""
         machine = MACHINES[self.machine]
         link = machine.link if self.slow is None else replace(machine.link, slow=self.slow)
-        told = Assumptions(
+        assumed = Assumptions(
             self.tokens,
             self.micro_batches,
             seq_len=self.seq_len,
@@ -70,7 +70,7 @@ class Run:
             bandwidth=machine.bandwidth,
             recompute=self.recompute,
         )
-        return Plan.of(self.model, preset(self.model), *self.mesh, told)
+        return Plan.of(self.model, preset(self.model), *self.mesh, assumed)
 
 
 EAGER = "not compiled: norms, rotary embeddings and the loss are plain operations that keep more than fused ones"

@@ -72,9 +72,9 @@ def main() -> None:
     for checks in (False, True):
         for kind in KINDS:
             for name, library in (("FSDP2", _of_torch), ("hsdp", hsdp.fully_shard)):
-                told = _gradient(spmd, mesh, library, kind, checks)
+                results = _gradient(spmd, mesh, library, kind, checks)
                 if dist.get_rank() == 0:
-                    print(f"{kind:<5} {'checked' if checks else '':<8} {name:<6} {told}", flush=True)
+                    print(f"{kind:<5} {'checked' if checks else '':<8} {name:<6} {results}", flush=True)
                 dist.barrier()
     os._exit(0)
 

@@ -176,8 +176,8 @@ def _make_assets(root: Path) -> None:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.add_special_tokens(special)
     tokenizer.save(str(root / "tests/assets/tokenizer/tokenizer.json"))
-    told = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
-    (root / "tests/assets/tokenizer/tokenizer_config.json").write_text(json.dumps(told))
+    content = {"bos_token": special[0], "eos_token": special[1], "add_bos_token": True, "add_eos_token": True}
+    (root / "tests/assets/tokenizer/tokenizer_config.json").write_text(json.dumps(content))
 
 
 def _sums(model: Any) -> None:
@@ -195,7 +195,7 @@ def _train(name: str, fully_shard: Any, folder: Path) -> list[tuple[float, float
     assert there.fully_shard is fully_shard
     there.disable_fsdp_gradient_division = _sums
     family, change = CONFIGS[name]
-    told: list[tuple[float, float]] = []
+    results: list[tuple[float, float]] = []
     steps = [STEPS // 2, STEPS] if name == "DCP resume" else [STEPS]
     for last in steps:
         config = getattr(_module(f"models.{family}.config_registry"), f"{family}_debugmodel")()
@@ -214,13 +214,13 @@ def _train(name: str, fully_shard: Any, folder: Path) -> list[tuple[float, float
         plain = trainer.metrics_processor.log
 
         def log(step: int, loss: float, *args: Any, plain: Any = plain, **kwargs: Any) -> Any:
-            told.append((loss, float(kwargs["grad_norm"] if "grad_norm" in kwargs else args[1])))
+            results.append((loss, float(kwargs["grad_norm"] if "grad_norm" in kwargs else args[1])))
             return plain(step, loss, *args, **kwargs)
 
         trainer.metrics_processor.log = log
         trainer.train()
         trainer.close()
-    return told
+    return results
 
 
 def _compare(name: str, folder: Path) -> str:
@@ -251,9 +251,9 @@ def main(name: str) -> None:
     dist.barrier()
     os.chdir(root)
     torch.autograd.set_multithreading_enabled(False)  # as torchtitan does where it starts the process group itself
-    told = _compare(name, root)
+    results = _compare(name, root)
     if dist.get_rank() == dist.get_world_size() - 1:
-        print(told, flush=True)
+        print(results, flush=True)
     dist.barrier()
     os._exit(0)
 

@@ -357,8 +357,8 @@ def run(main: Callable[[], None], rank_main: Callable[[int, Job], None]) -> None
     if "--job" not in sys.argv:
         main()
         return
-    told = json.loads(sys.argv[sys.argv.index("--job") + 1])
-    rank_main(int(sys.argv[-1]), Job(**told | {"contenders": tuple(told["contenders"])}))
+    content = json.loads(sys.argv[sys.argv.index("--job") + 1])
+    rank_main(int(sys.argv[-1]), Job(**content | {"contenders": tuple(content["contenders"])}))
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -370,8 +370,8 @@ def main(argv: Sequence[str] | None = None) -> None:
         for layers, rate, found in measured(args, "benchmarks.two_nodes", timeout=1800)
     ]
     rows = [asdict(one) for one in results]
-    told = f"{heading(args)}\n{table(results, job_of(args))}"
-    publish("two_nodes", told, vars(args), args.json, rows=rows)
+    report = f"{heading(args)}\n{table(results, job_of(args))}"
+    publish("two_nodes", report, vars(args), args.json, rows=rows)
 
 
 if __name__ == "__main__":

@@ -23,9 +23,9 @@ def test_ratios_are_paired(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -
     row = Row("mesh 2", Rounds("a", [1.0, 4.0, 3.0], [1.0] * 3), Rounds("b", [2.0, 2.0, 3.0], [2.0] * 3))
     report("nothing", [row], {"rounds": 3}, str(tmp_path / "out.json"))
     assert "mesh 2    0.50   1.00   2.00    0.50   0.50   0.50  3000.0, 2000.0" in capsys.readouterr().out
-    told = json.loads((tmp_path / "out.json").read_text())
-    assert told["rows"][0]["wall_ratio"] == {"min": 0.5, "median": 1.0, "max": 2.0}
-    assert told["settings"] == {"rounds": 3}
+    content = json.loads((tmp_path / "out.json").read_text())
+    assert content["rows"][0]["wall_ratio"] == {"min": 0.5, "median": 1.0, "max": 2.0}
+    assert content["settings"] == {"rounds": 3}
 
 
 def _make_writer(path: str, letter: str, mesh: DeviceMesh) -> Step:
@@ -68,8 +68,8 @@ def test_the_gpu_benchmark_s_rehearsal(pool2: Pool) -> None:
     assert len(verbs) == 10 and "reduce-scatter of two dtypes" in verbs
     steps = [vars(gpu.measure_steps(library, 8, gpu.TINY, device)) for library in gpu.LIBRARIES]
     overlap = gpu.measure_overlap(gpu.TINY, device)
-    told = gpu.table({"verbs": verbs, "steps": steps, "overlap": vars(overlap)})
-    assert all(library in told for library in gpu.LIBRARIES) and "10 paths" in told
+    report = gpu.table({"verbs": verbs, "steps": steps, "overlap": vars(overlap)})
+    assert all(library in report for library in gpu.LIBRARIES) and "10 paths" in report
     assert "all-reduce" in overlap.summary and overlap.delayed_ms > 0
 
 

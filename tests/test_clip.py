@@ -205,7 +205,7 @@ def test_without_gradients_the_norm_is_zero() -> None:
 
 
 @pytest.mark.parametrize(
-    ("parameters", "max_norm", "norm_type", "error", "told"),
+    ("parameters", "max_norm", "norm_type", "error", "message"),
     [
         (nn.Linear(2, 2), -1.0, 2.0, ValueError, "max_norm of at least 0"),
         (nn.Linear(2, 2), math.nan, 2.0, ValueError, "max_norm of at least 0"),
@@ -216,9 +216,9 @@ def test_without_gradients_the_norm_is_zero() -> None:
     ],
 )
 def test_bad_arguments_are_refused(
-    parameters: Any, max_norm: float, norm_type: Any, error: type[Exception], told: str
+    parameters: Any, max_norm: float, norm_type: Any, error: type[Exception], message: str
 ) -> None:
-    with pytest.raises(error, match=told):
+    with pytest.raises(error, match=message):
         clip_grad_norm_(parameters, max_norm, norm_type)
 
 

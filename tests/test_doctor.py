@@ -145,10 +145,10 @@ def test_a_process_alone(capsys: pytest.CaptureFixture[str], monkeypatch: pytest
     monkeypatch.setattr(measure, "REPEATS", 1)
     monkeypatch.setattr(debug, "ON", True)
     assert main(["doctor", "--device", "cpu"]) == 0
-    told = capsys.readouterr().out
-    assert re.match(r"hsdp .*, python 3\.\d+\.\d+, torch 2\.", told)
-    assert "hint: one process has no links; torchrun" in told and "hint: HSDP_DEBUG=1 is set" in told
-    assert "Link(" not in told and not dist.is_initialized()
+    output = capsys.readouterr().out
+    assert re.match(r"hsdp .*, python 3\.\d+\.\d+, torch 2\.", output)
+    assert "hint: one process has no links; torchrun" in output and "hint: HSDP_DEBUG=1 is set" in output
+    assert "Link(" not in output and not dist.is_initialized()
 
 
 @pytest.mark.parametrize(
@@ -166,8 +166,8 @@ def test_ranks_that_do_not_meet_are_told_in_a_line(
     monkeypatch.setattr(os, "environ", {**os.environ, **environment})
     with pytest.raises(SystemExit) as left:
         main(["doctor", "--device", "cpu"])
-    told = capsys.readouterr().err
-    assert left.value.code == 2 and words in told and "MASTER_ADDR and MASTER_PORT" in told
+    output = capsys.readouterr().err
+    assert left.value.code == 2 and words in output and "MASTER_ADDR and MASTER_PORT" in output
 
 
 @pytest.mark.parametrize(("name", "told"), [("HSDP_DEBUG", "false"), ("HSDP_SLOW", "-1"), ("HSDP_SLOW", "nan")])

@@ -282,9 +282,9 @@ def test_files_and_functions_stay_readable() -> None:
 
 @pytest.mark.parametrize("package", ["api", "optim", "weights", "schedule", "unit", "params", "comm", "buffers"])
 def test_the_engine_s_packages_name_their_files(package: str) -> None:
-    told = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
+    text = ast.get_docstring(ast.parse((PACKAGE / package / "__init__.py").read_text())) or ""
     files = {path.name for path in (PACKAGE / package).glob("*.py")} - {"__init__.py"}
-    assert set(re.findall(r"\b\w+\.py\b", told)) == files
+    assert set(re.findall(r"\b\w+\.py\b", text)) == files
 
 
 @pytest.mark.parametrize(("name", "text"), _sources().items(), ids=_sources())

@@ -118,8 +118,8 @@ def plain(model: Any, clip: float = 1.0) -> dict[str, Any]:
         losses.append(float(loss.detach()))
         if step % (STEPS // 2) == STEPS // 2 - 1:
             evaluated.append(sum(float(model(**batch(i)).loss.detach()) for i in range(2)) / 2)
-    told = {"losses": losses, "norms": norms, "resumed": losses[STEPS // 2 :], "evaluated": evaluated}
-    return {**told, "params": sizes(model), "kind": "plain"}
+    options = {"losses": losses, "norms": norms, "resumed": losses[STEPS // 2 :], "evaluated": evaluated}
+    return {**options, "params": sizes(model), "kind": "plain"}
 
 
 # -- accelerate ------------------------------------------------------------------------------------------------------
@@ -201,8 +201,8 @@ def accelerate(folder: Path, efficient: bool = False) -> dict[str, Any]:
     accelerator.load_state(str(folder / "state"))
     train(accelerator, model, optimizer, range(half, STEPS))
     assert sizes(model) == params
-    told = {"losses": losses[:STEPS], "norms": norms[:STEPS], "resumed": losses[STEPS:]}
-    return {**told, "params": params, "kind": kind(model)}
+    options = {"losses": losses[:STEPS], "norms": norms[:STEPS], "resumed": losses[STEPS:]}
+    return {**options, "params": params, "kind": kind(model)}
 
 
 def efficient(folder: Path) -> dict[str, Any]:
@@ -392,17 +392,17 @@ def main(name: str) -> None:
     dist.init_process_group("gloo")
     allow_cpus()
     recipe, model = RECIPES[name]
-    told = {"plain": plain(model())}
+    content = {"plain": plain(model())}
     for library in ("FSDP2", "hsdp"):
         replace_fsdp2(library == "hsdp")
         with tempfile.TemporaryDirectory() as own:
             folder = [own]
             dist.broadcast_object_list(folder)
             forget()
-            told[library] = recipe(Path(folder[0]))
+            content[library] = recipe(Path(folder[0]))
             dist.barrier()
     if dist.get_rank() == 0:
-        print(json.dumps(told), flush=True)
+        print(json.dumps(content), flush=True)
     leave(0)
 
 

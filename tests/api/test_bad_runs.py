@@ -107,8 +107,8 @@ class _Remembering(nn.Module):
 
 def _use_what_was_before(env: RankEnv) -> None:
     model = shard(_Remembering(), env.mesh(2))
-    told = r"what parameter 'weight' of unit 'blocks\.0' was before fully_shard.*Look it up when"
-    with pytest.raises(StateError, match=told):
+    message = r"what parameter 'weight' of unit 'blocks\.0' was before fully_shard.*Look it up when"
+    with pytest.raises(StateError, match=message):
         model(torch.ones(1, 4)).sum().backward()
     tied = nn.Linear(4, 4)
     both = nn.Sequential(nn.Linear(4, 4), tied)
@@ -226,7 +226,7 @@ def _start_from_other_values(env: RankEnv, shape: tuple[int, ...]) -> dict[str, 
 
 @pytest.mark.parametrize("shape", [(4,), (2, 2), (4, 1)], ids=str)
 def test_values_that_differ_are_replaced_by_those_of_the_first_rank(pool4: Pool, shape: tuple[int, ...]) -> None:
-    told = pool4.run(_start_from_other_values, shape)
-    for rank in told:
+    results = pool4.run(_start_from_other_values, shape)
+    for rank in results:
         for name in ("weight", "bias"):
-            assert torch.equal(rank[name], told[0][f"before.{name}"])
+            assert torch.equal(rank[name], results[0][f"before.{name}"])

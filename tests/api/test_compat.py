@@ -620,11 +620,11 @@ def _wait_raises(env: RankEnv, kind: str, error: Exception) -> None:
     began = time.monotonic()
     with pytest.raises(
         hsdp.CollectiveError, match=rf"^the {kind} of unit '.*blocks\.1.*' failed on rank .*checksum"
-    ) as told:
+    ) as caught:
         step(model, env.rank)
     assert time.monotonic() - began < 10, "it was waited for until the group's time-out"
-    assert told.value.__cause__ is error
-    assert (type(error).__name__ in str(told.value)) == (type(error) is not RuntimeError)
+    assert caught.value.__cause__ is error
+    assert (type(error).__name__ in str(caught.value)) == (type(error) is not RuntimeError)
     for _ in range(2):
         check_grads(model, plain, step, env.rank, env.world_size)
     assert failing.calls > 1

@@ -41,10 +41,10 @@ def _counted() -> Iterator[dict[str, Any]]:
 
     torch._dynamo.reset()
     counters.clear()
-    told: dict[str, Any] = {}
+    content: dict[str, Any] = {}
     try:
-        yield told
-        told |= {
+        yield content
+        content |= {
             "graphs": counters["stats"]["unique_graphs"],
             "calls": counters["stats"]["calls_captured"],
             "breaks": sum(counters["graph_break"].values()),
@@ -109,7 +109,7 @@ WHOLE: dict[str, Callable[[Any], Any]] = {
 def _whole_compiled(env: RankEnv, way: str, blocks_too: bool, twin: Twin) -> None:
     """The whole model compiled around its sharded blocks: graphs break around those, whose own forwards are compiled."""
     case = make_case("transformer")
-    told = {}
+    content = {}
     for sharded in (torch_fully_shard, hsdp.fully_shard):
         model: Any = case.model()
         for module in (*model.blocks, model):
@@ -118,10 +118,10 @@ def _whole_compiled(env: RankEnv, way: str, blocks_too: bool, twin: Twin) -> Non
             if blocks_too:
                 _in_place(model, "eager")
             losses = train(WHOLE[way](model), case, env.rank, STEPS, sgd(model.parameters()))
-        told[sharded] = counted["graphs"], counted["calls"]
+        content[sharded] = counted["graphs"], counted["calls"]
         torch.testing.assert_close(losses, twin.losses[:, env.rank], rtol=1e-11, atol=1e-11)
         assert_close_to_twin(model, twin, 1e-11, 1e-11)
-    assert told[hsdp.fully_shard] == told[torch_fully_shard] and told[hsdp.fully_shard][1] > 20, told
+    assert content[hsdp.fully_shard] == content[torch_fully_shard] and content[hsdp.fully_shard][1] > 20, content
     check_rest(model)
 
 

@@ -44,9 +44,9 @@ def test_describe_tells_the_padding_of_what_is_kept_whole() -> None:
     with fake_world(8) as env:
         model = nn.Linear(64, 5)
         fully_shard(model, mesh=env.mesh((2, 4)), replicate_params=[model.bias])
-        told = describe(model)
+        described = describe(model)
     # Of 5 rows on 4 ranks each has 3/4 of one as padding; the bias lies in 256 bytes, of which it takes 20.
-    assert f"{64 * 4 * 3 // 4 + 256 - 20:,} of them padding" in told, told
+    assert f"{64 * 4 * 3 // 4 + 256 - 20:,} of them padding" in described, described
 
 
 def test_describe_shows_dtypes_and_what_is_frozen() -> None:
@@ -69,9 +69,9 @@ def test_repr_and_describe_tell_the_same_placements() -> None:
         model.scale = nn.Parameter(torch.zeros(()))
         model.forward = lambda: None
         fully_shard(model, mesh=env.mesh((2, 4)), shard_placement_fn=least_padding, replicate_params=[model.bias])
-        told = describe(model)
+        described = describe(model)
         assert "Replicate()/Shard(0, 1)" in repr(model), repr(model)
-        assert "Shard(0, 1)" in told and "Shard(0) " not in told, told
+        assert "Shard(0, 1)" in described and "Shard(0) " not in described, described
         replicas = nn.Linear(4, 4)
         fully_shard(replicas, mesh=env.mesh((8,), ("pod",)), dp_mesh_dims=DataParallelMeshDims(replicate="pod"))
         assert replicas.weight.placements == (Replicate(),)

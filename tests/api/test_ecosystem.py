@@ -22,8 +22,8 @@ PACKAGE = {"trainer": "lightning", "fabric": "lightning", "accelerate": "acceler
 def _run(run: str, library: str) -> dict[str, Any]:
     printed = torchrun("tests.api.ecosystem_run", run, library)
     line = next(line for line in printed.splitlines() if line.startswith("{"))
-    told: dict[str, Any] = json.loads(line)
-    return told
+    content: dict[str, Any] = json.loads(line)
+    return content
 
 
 def _twin(run: str, steps: int = 3, micro_batches: int = 2, ranks: int = 2) -> dict[str, Any]:

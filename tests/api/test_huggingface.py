@@ -41,18 +41,18 @@ def test_it_trains_and_resumes_as_with_fsdp2(recipe: str, ranks: int) -> None:
     if (reason := _missing(recipe)) is not None:
         pytest.skip(reason)
     printed = torchrun("tests.api.huggingface_run", recipe, ranks=ranks, timeout=600)
-    told: dict[str, Any] = json.loads(next(line for line in printed.splitlines() if line.startswith('{"plain"')))
+    content: dict[str, Any] = json.loads(next(line for line in printed.splitlines() if line.startswith('{"plain"')))
     mesh = "2 x 2" if ranks == 4 else "2"
-    assert (told["hsdp"]["kind"], told["FSDP2"]["kind"]) == (f"hsdp {mesh}", f"FSDP2 {mesh}")
-    assert len(told["plain"]["losses"]) == len(set(told["plain"]["losses"])) == 10
-    assert told["hsdp"]["losses"] == pytest.approx(told["FSDP2"]["losses"], rel=3e-7)  # models give them in fp32
+    assert (content["hsdp"]["kind"], content["FSDP2"]["kind"]) == (f"hsdp {mesh}", f"FSDP2 {mesh}")
+    assert len(content["plain"]["losses"]) == len(set(content["plain"]["losses"])) == 10
+    assert content["hsdp"]["losses"] == pytest.approx(content["FSDP2"]["losses"], rel=3e-7)  # models give them in fp32
     for what in ("norms", "params", "resumed", "evaluated"):
-        if told["hsdp"].get(what):
+        if content["hsdp"].get(what):
             near = 1e-9 if what in ("norms", "params") else 3e-7  # losses
-            assert told["hsdp"][what] == pytest.approx(told["FSDP2"][what], rel=near), what
+            assert content["hsdp"][what] == pytest.approx(content["FSDP2"][what], rel=near), what
             if recipe not in WITHOUT_TWIN:
-                assert told["hsdp"][what] == pytest.approx(told["plain"][what], rel=1e-5), what
+                assert content["hsdp"][what] == pytest.approx(content["plain"][what], rel=1e-5), what
     if recipe not in WITHOUT_TWIN:
-        assert told["hsdp"]["losses"] == pytest.approx(told["plain"]["losses"], rel=1e-6)
-    half = told["hsdp"]["losses"][-len(told["hsdp"]["resumed"]) :]
-    assert told["hsdp"]["resumed"] == pytest.approx(half, rel=3e-7)
+        assert content["hsdp"]["losses"] == pytest.approx(content["plain"]["losses"], rel=1e-6)
+    half = content["hsdp"]["losses"][-len(content["hsdp"]["resumed"]) :]
+    assert content["hsdp"]["resumed"] == pytest.approx(half, rel=3e-7)

@@ -79,9 +79,9 @@ def test_a_script_runs_as_it_is(tmp_path: Path, how: list[str]) -> None:
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
     )
-    told = done.stdout.split(maxsplit=3)
-    assert told[:3] == ["__main__", "hsdp.api.fully_shard", "neighbour"]
-    assert "train" in told[3] and "'--lr', '1'" in told[3]
+    output = done.stdout.split(maxsplit=3)
+    assert output[:3] == ["__main__", "hsdp.api.fully_shard", "neighbour"]
+    assert "train" in output[3] and "'--lr', '1'" in output[3]
 
 
 SPAWNING = """
@@ -125,8 +125,8 @@ def test_processes_have_torchs_again_where_a_script_has_put_it_back(tmp_path: Pa
     done = subprocess.run(
         command, cwd=tmp_path, env={"PYTHONPATH": root}, capture_output=True, text=True, timeout=120, check=True
     )
-    told = [line.split()[2] for line in done.stdout.splitlines()]
-    assert told[:2] == ["hsdp.api.fully_shard"] * 2 and told[2].startswith("torch."), done.stderr
+    output = [line.split()[2] for line in done.stdout.splitlines()]
+    assert output[:2] == ["hsdp.api.fully_shard"] * 2 and output[2].startswith("torch."), done.stderr
 
 
 @pytest.mark.skipif(sys.version_info < (3, 11), reason="has no safe path")

@@ -369,8 +369,8 @@ def check_unheeded(env: RankEnv) -> None:
     for block in model.blocks:
         fully_shard(block, mesh=mesh, comm_policy=policy)
     fully_shard(model, mesh=mesh)
-    told = r"CommPolicy\(all_reduce_bucket_bytes=1048576\) of unit 'blocks.0' has no effect.*'Deep \(root\)'"
-    with pytest.warns(UserWarning, match=told):
+    message = r"CommPolicy\(all_reduce_bucket_bytes=1048576\) of unit 'blocks.0' has no effect.*'Deep \(root\)'"
+    with pytest.warns(UserWarning, match=message):
         step(model, env.rank)
     with warnings.catch_warnings():
         warnings.simplefilter("error")

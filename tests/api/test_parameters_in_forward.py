@@ -231,11 +231,11 @@ def test_weights_of_a_unit_that_is_not_called_are_named(around: str | None) -> N
         if around == "checkpoint":
             forward = mixer.forward
             mixer.forward = lambda x: checkpoint(forward, x, use_reentrant=False)  # type: ignore[method-assign]
-        told = r"code of Mixer computes with .* one of 'conv\.weight' \(unit '1\.conv'\), 'conv\.bias' .* Make Mixer"
-        with pytest.raises(hsdp.StateError, match=told) as caught:
+        message = r"code of Mixer computes with .* one of 'conv\.weight' \(unit '1\.conv'\), 'conv\.bias' .* Make Mixer"
+        with pytest.raises(hsdp.StateError, match=message) as caught:
             model(torch.ones(2, 4))
         assert "mixed torch.Tensor and DTensor" in str(caught.value.__cause__)
-        with pytest.raises(hsdp.StateError, match=told):
+        with pytest.raises(hsdp.StateError, match=message):
             model(torch.ones(2, 4))
 
 

@@ -114,8 +114,8 @@ def test_what_makes_no_sense_is_refused() -> None:
         (int, TypeError, "not a type of nn.Module"),
         ([3], TypeError, "pattern 3 is not a glob"),
     ]
-    for patterns, error, told in cases:
-        with pytest.raises(error, match=told):
+    for patterns, error, message in cases:
+        with pytest.raises(error, match=message):
             shard_units(model, patterns)
         assert type(model) is Router
     with pytest.raises(TypeError, match="not str"):

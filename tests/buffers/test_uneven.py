@@ -57,8 +57,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = (x @ self.router.T).softmax(-1)
         hidden = torch.tanh(torch.einsum("nd,edh->enh", x, self.up))
-        told = torch.einsum("enh,ehd->end", hidden, self.down) * self.bias.exp().mean(-1)[:, None, None]
-        x = x + torch.einsum("end,ne->nd", told, weights)
+        outputs = torch.einsum("enh,ehd->end", hidden, self.down) * self.bias.exp().mean(-1)[:, None, None]
+        x = x + torch.einsum("end,ne->nd", outputs, weights)
         return x + self.spare.mean((0, 1)) if x.sum() > 0 else x
 
 
@@ -425,7 +425,7 @@ def check_doors(env: RankEnv, directory: str, expected: Twin) -> None:
     doubled = {name: 2 * value for name, value in want.items()}
     assert_same(full_params(model), doubled, 0, 0)
     hsdp.checkpoint.save(directory, model, optimizer, step=1)
-    told = hsdp.checkpoint.full_state_dict(model)
+    full_state = hsdp.checkpoint.full_state_dict(model)
     padded = build(env, (2, 2), CASE.model(1), comm_policy=CommPolicy(fusion="packed"))
     its = adamw(padded.parameters())
     hsdp.checkpoint.load(directory, padded, its)
@@ -435,7 +435,7 @@ def check_doors(env: RankEnv, directory: str, expected: Twin) -> None:
     hsdp.checkpoint.load(directory, again, adamw(again.parameters()))
     assert_same(full_params(again), doubled, 0, 0)
     other = build(env, (2, 2), CASE.model(3))
-    hsdp.checkpoint.load_full_state_dict(other, told if env.rank == 0 else {})
+    hsdp.checkpoint.load_full_state_dict(other, full_state if env.rank == 0 else {})
     for one in (again, other):
         assert uneven_names(one)
         optimizers = adamw(one.parameters()), adamw(model.parameters())
@@ -480,9 +480,9 @@ def test_meta_device_and_casts(pool4: Pool) -> None:
 
 
 def check_described(env: RankEnv) -> None:
-    told = hsdp.describe(build(env, (4,)))
-    lines = [line for line in told.splitlines() if " up " in f" {line} "]
-    assert len(lines) == 3 and all("without padding" in line for line in lines), told
+    described = hsdp.describe(build(env, (4,)))
+    lines = [line for line in described.splitlines() if " up " in f" {line} "]
+    assert len(lines) == 3 and all("without padding" in line for line in lines), described
 
 
 def test_describe_tells(pool4: Pool) -> None:

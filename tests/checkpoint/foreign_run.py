@@ -177,9 +177,9 @@ def main(libraries: list[str]) -> None:
     dist.init_process_group("gloo")
     env = RankEnv(dist.get_rank(), dist.get_world_size())
     for library in libraries:
-        told = check(library, env)
+        results = check(library, env)
         if env.rank == 0:
-            print(told, flush=True)
+            print(results, flush=True)
     leave(0)
 
 

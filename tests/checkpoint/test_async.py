@@ -148,9 +148,9 @@ def fail_on_one(env: RankEnv, directory: str) -> str:
 
 
 def test_a_failure_on_one_rank_is_told_on_all(pool2: Pool, tmp_path: Path) -> None:
-    told = pool2.run(fail_on_one, str(tmp_path))
-    assert told[0] == told[1]
-    assert "on rank 1: progress= raised OSError: disk full" in told[0]
+    results = pool2.run(fail_on_one, str(tmp_path))
+    assert results[0] == results[1]
+    assert "on rank 1: progress= raised OSError: disk full" in results[0]
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]
 
 
@@ -179,9 +179,9 @@ def test_a_failure_that_was_waited_for_on_one_rank_is_told_on_all_by_the_next_ca
     pool2: Pool, tmp_path: Path, then: str
 ) -> None:
     """Only the others raised it: the rank that had been told went on into the call, and waited for them there."""
-    told = pool2.run(fail_and_wait_on_one, str(tmp_path), then, group_timeout=10.0)
-    assert "on rank 1: saving step 1 to" in told[0]
-    assert told[1].startswith("saving step 1 to")
+    results = pool2.run(fail_and_wait_on_one, str(tmp_path), then, group_timeout=10.0)
+    assert "on rank 1: saving step 1 to" in results[0]
+    assert results[1].startswith("saving step 1 to")
     assert sorted(path.name for path in tmp_path.iterdir()) == [LOCK, "step-000003"]
 
 
@@ -198,14 +198,14 @@ def test_a_rank_stages_only_what_it_writes(pool2: Pool, tmp_path: Path) -> None:
 
 def test_progress_of_loading_and_the_log(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     model = cm.build(None)
-    told: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     with caplog.at_level(logging.INFO, logger="hsdp.checkpoint"):
         handle: SaveHandle = checkpoint.save(tmp_path, model, step=1)
     assert f"saved {handle.path} in" in caplog.text
-    checkpoint.load(tmp_path, model, progress=lambda done, total: told.append((done, total)))
-    assert [done for done, _ in told] == sorted(done for done, _ in told)
-    assert told[0][0] == 0
-    assert told[-1][0] == told[-1][1]
+    checkpoint.load(tmp_path, model, progress=lambda done, total: results.append((done, total)))
+    assert [done for done, _ in results] == sorted(done for done, _ in results)
+    assert results[0][0] == 0
+    assert results[-1][0] == results[-1][1]
 
 
 def test_the_staged_copy_is_a_copy(tmp_path: Path) -> None:

@@ -292,9 +292,9 @@ def flip(path: Path) -> None:
 def test_all_ranks_raise_the_same(pool2: Pool, tmp_path: Path, damage: Callable[[Path], None], validate: bool) -> None:
     path = pool2.run(save_on, str(tmp_path))[0]
     damage(Path(path) / "__1_0.distcp")
-    told = pool2.run(load_on, path, validate)
-    assert told[0] == told[1]
-    assert "__1_0.distcp" in told[0]
+    results = pool2.run(load_on, path, validate)
+    assert results[0] == results[1]
+    assert "__1_0.distcp" in results[0]
 
 
 def fail_on_one(env: RankEnv, directory: str) -> str:
@@ -306,7 +306,7 @@ def fail_on_one(env: RankEnv, directory: str) -> str:
 
 
 def test_a_save_that_fails_on_one_rank_fails_on_all_and_leaves_nothing(pool2: Pool, tmp_path: Path) -> None:
-    told = pool2.run(fail_on_one, str(tmp_path))
-    assert told[0] == told[1]
-    assert "on rank 1: \"extra['bad']\" is a builtins.object, which cannot be saved" in told[0]
+    results = pool2.run(fail_on_one, str(tmp_path))
+    assert results[0] == results[1]
+    assert "on rank 1: \"extra['bad']\" is a builtins.object, which cannot be saved" in results[0]
     assert [path.name for path in tmp_path.iterdir()] == [LOCK]

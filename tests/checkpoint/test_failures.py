@@ -62,10 +62,10 @@ def test_resume_loads_whatever_is_a_checkpoint_and_begins_anew_only_where_nothin
 def test_what_fails_while_a_load_reads_is_told_with_what_it_has_changed(tmp_path: Path, error: Exception) -> None:
     model, other = nn.Linear(2, 2), nn.Linear(2, 2)
     path = checkpoint.save(tmp_path, model, step=3).path
-    told = f"'model.(weight|bias)' in __0_0.distcp could not be read after all: .*{error.args[-1]}. The model.*partly"
+    message = f"'model.(weight|bias)' in __0_0.distcp could not be read after all: .*{error.args[-1]}. The model.*partly"
     with (
         mock.patch.object(reading, "read_into", side_effect=error),
-        pytest.raises(CheckpointError, match=told),
+        pytest.raises(CheckpointError, match=message),
     ):
         checkpoint.load(path, other)
     checkpoint.load(path, other)
@@ -250,15 +250,15 @@ def differ(env: RankEnv, directory: str) -> list[str]:
         {"step": 1, "optimizer": cm.two_groups(model) if first else None},
         {"step": 1 if first else -1},
     ]
-    told = []
+    messages = []
     for call in calls:
         with pytest.raises((CheckpointError, ValueError)) as caught:
             checkpoint.save(directory, model, **call)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
     checkpoint.save(directory, model, step=1)
     with pytest.raises(CheckpointError) as caught:
         checkpoint.load(directory, model, cm.two_groups(model) if first else None)
-    return [*told, str(caught.value)]
+    return [*messages, str(caught.value)]
 
 
 def test_ranks_that_were_called_otherwise_are_told_so(pool2: Pool, tmp_path: Path) -> None:
@@ -406,8 +406,8 @@ def test_a_directory_of_another_user_is_named(tmp_path: Path) -> None:
     """Not with real permissions: tests may run as root, who may write everywhere."""
     file = tmp_path / LOCK
     refused = PermissionError(errno.EACCES, "Permission denied", str(file))
-    told = (
+    message = (
         f"cannot save in {tmp_path}: {tmp_path} belongs to user '{tmp_path.owner()}'.*Permission denied.*another directory"
     )
-    with mock.patch("hsdp.checkpoint.commits.lock", side_effect=refused), pytest.raises(CheckpointError, match=told):
+    with mock.patch("hsdp.checkpoint.commits.lock", side_effect=refused), pytest.raises(CheckpointError, match=message):
         checkpoint.save(tmp_path, nn.Linear(2, 2), step=1)

@@ -105,8 +105,8 @@ def beside_tensor_parallelism(env: RankEnv, directory: str) -> None:
     model(torch.ones(1, 4)).sum().backward()
     optimizer.step()
     state = checkpoint.full_state_dict(model)
-    told = checkpoint.full_optimizer_state_dict(model, optimizer)
-    assert bool(state) == bool(told) == (env.rank == 0)
+    full_state = checkpoint.full_optimizer_state_dict(model, optimizer)
+    assert bool(state) == bool(full_state) == (env.rank == 0)
     checkpoint.save_safetensors(directory, model)
     if env.rank == 0:
         cm.assert_equal(state, expected)
@@ -133,7 +133,7 @@ def refuse_misfits(env: RankEnv) -> list[str]:
     model = cm.build(env.mesh((1, 2)))
     before = cm.whole_state(model)
     state = checkpoint.full_state_dict(model)
-    told = []
+    messages = []
     for spoil in (
         lambda s: s.pop("blocks.1.up.weight"),
         lambda s: s.update(more=torch.zeros(1)),
@@ -145,9 +145,9 @@ def refuse_misfits(env: RankEnv) -> list[str]:
             spoil(bad)
         with pytest.raises(CheckpointError) as caught:
             checkpoint.load_full_state_dict(model, bad)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
         cm.assert_equal(cm.whole_state(model), before)
-    return told
+    return messages
 
 
 def test_misfits_are_named_on_every_rank_before_anything_changes(pool2: Pool) -> None:

@@ -92,7 +92,7 @@ def leave_before_the_reply(env: RankEnv) -> list[str]:
     """
     ranks, post = Ranks(), Ranks._post
     (pid,) = (pid for rank, pid in ranks.each("pids", lambda: (env.rank, os.getpid())) if rank == 1)
-    told = []
+    results = []
 
     def post_and_die(self: Ranks, value: object, rank: int) -> None:
         post(self, value, rank)
@@ -109,11 +109,11 @@ def leave_before_the_reply(env: RankEnv) -> list[str]:
     for what, action in (("first", wait_for_its_end), ("second", lambda: None)):
         try:
             ranks.each(what, action)
-            told.append("fine")
+            results.append("fine")
         except CheckpointError as error:
-            told.append(str(error))
+            results.append(str(error))
             break
-    return told
+    return results
 
 
 @pytest.mark.skipif(not hasattr(os, "pidfd_open"), reason="needs Linux, to see another's child end")

@@ -192,8 +192,8 @@ def test_state_of_weights_that_are_tied_by_now_names_the_tie(tmp_path: Path) -> 
     (models[0].first(torch.ones(1, 4)) + models[0].second(torch.ones(1, 4))).sum().backward()
     optimizers[0].step()
     path = checkpoint.save(tmp_path, models[0], optimizers[0], step=1).path
-    told = "'second.weight', which in this model is tied to 'first.weight'.*Untie them before fully_shard"
-    with pytest.raises(CheckpointError, match=told):
+    message = "'second.weight', which in this model is tied to 'first.weight'.*Untie them before fully_shard"
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.load(path, models[1], optimizers[1])
     checkpoint.load(path, models[1])
 
@@ -401,7 +401,7 @@ FINE: list[Callable[[Any], Any]] = [
 def keep_own_rows(env: RankEnv, directory: str, shape: tuple[int, ...], rows: int) -> list[str]:
     """With fewer rows than ranks, some have none, and with one row, one rank has what looks like the whole."""
     model = fully_shard(nn.Linear(3, rows, bias=False), mesh=env.mesh(shape))
-    told = []
+    messages = []
     for entry, kept in KEPT.items():
         optimizer = step_once(model, OwnRows(model.parameters(), kept))
         for call in (
@@ -411,10 +411,10 @@ def keep_own_rows(env: RankEnv, directory: str, shape: tuple[int, ...], rows: in
         ):
             with pytest.raises(CheckpointError, match=rf"entry '{entry}' of the optimizer's state of 'weight'") as caught:
                 call()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
     for kept in FINE:
         checkpoint.full_optimizer_state_dict(model, step_once(model, OwnRows(model.parameters(), kept)))
-    return told
+    return messages
 
 
 def keep_empty(env: RankEnv, directory: str) -> None:
@@ -462,7 +462,7 @@ def test_a_learning_rate_in_a_tensor(tmp_path: Path) -> None:
 def save_from_hooks(env: RankEnv, directory: str) -> list[str]:
     model = cm.build(env.mesh((1, 2)))
     optimizer = cm.two_groups(model)
-    told: list[str] = []
+    messages: list[str] = []
 
     def refused(*_: Any) -> None:
         for call in (
@@ -471,14 +471,14 @@ def save_from_hooks(env: RankEnv, directory: str) -> list[str]:
         ):
             with pytest.raises(CheckpointError) as caught:
                 call()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
 
     model.blocks[0].up.register_forward_hook(refused)
     cm.train(model, optimizer, range(1), env.rank, env.world_size)
     with full_params(model):
         refused()
     checkpoint.save(directory, model, optimizer, step=1)
-    return told
+    return messages
 
 
 def test_a_call_at_the_wrong_moment_is_told_so(pool2: Pool, tmp_path: Path) -> None:
@@ -502,10 +502,10 @@ def load_misfit(env: RankEnv, path: str) -> str:
 
 def test_a_difference_on_one_rank_is_an_error_on_all(pool2: Pool, tmp_path: Path) -> None:
     path = saved(tmp_path, cm.build(None))
-    told = pool2.run(load_misfit, str(path))
-    assert told[0] == told[1]
-    assert "on rank 1: checkpoint" in told[0]
-    assert "the model has 'mine', which the checkpoint does not have" in told[0]
+    results = pool2.run(load_misfit, str(path))
+    assert results[0] == results[1]
+    assert "on rank 1: checkpoint" in results[0]
+    assert "the model has 'mine', which the checkpoint does not have" in results[0]
 
 
 def test_an_extra_state_that_does_not_fit_together_is_found_before_anything_changes(

@@ -83,12 +83,12 @@ def test_a_run_saves_prunes_and_resumes_at_a_url(async_: bool) -> None:
 
     other = cm.build(None, seed=5)
     its = cm.two_groups(other)
-    told: list[tuple[int, int]] = []
+    results: list[tuple[int, int]] = []
     for source in (path, str(path)):
         assert checkpoint.load(source, other, its).step == 3
-    loaded = checkpoint.resume(url, other, its, progress=lambda done, total: told.append((done, total)))
+    loaded = checkpoint.resume(url, other, its, progress=lambda done, total: results.append((done, total)))
     assert loaded is not None and (loaded.step, loaded.extra, loaded.path) == (3, {"at": 3}, path)
-    assert told[-1][0] == told[-1][1] > 0
+    assert results[-1][0] == results[-1][1] > 0
     cm.assert_equal(cm.whole_state(other, its), cm.whole_state(model, optimizer))
     assert checkpoint.verify(url).step == 3
 
@@ -387,14 +387,14 @@ def test_a_job_that_was_moved_goes_on_and_the_one_before_is_told(caplog: pytest.
         checkpoint.save(RUN, valued(1), step=1)
         checkpoint.save(RUN, valued(2), step=2)
     assert caplog.text.count("process 7 on host elsewhere saved checkpoints to") == 1
-    told = "process 8 on host elsewhere has begun to save checkpoints"
+    message = "process 8 on host elsewhere has begun to save checkpoints"
 
     def overtaken(done: int, total: int) -> None:
         put_lock(host="elsewhere", pid=8)
 
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.save(RUN, valued(3), step=3, progress=overtaken)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         checkpoint.save(RUN, valued(3), step=3)
     assert value_in(RUN) == 2
     assert len(names(RUN)) == 3, "nothing is left of what was not completed"
@@ -430,9 +430,9 @@ def save_on(env: RankEnv, url: str) -> tuple[str, str, str]:
 
 def test_ranks_share_a_store(pool2: Pool, tmp_path: Path) -> None:
     url = f"norename://{tmp_path}/run"
-    told = pool2.run(save_on, url)
-    assert told[0] == told[1]
-    path, failed, unshared = told[0]
+    results = pool2.run(save_on, url)
+    assert results[0] == results[1]
+    path, failed, unshared = results[0]
     assert "on rank 1: progress= raised OSError: no route to host" in failed
     assert "all ranks must share the directory" in unshared
     assert names(url) == [LOCK, Path(path).name]

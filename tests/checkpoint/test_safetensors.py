@@ -204,16 +204,16 @@ def test_misfits_and_damage_are_named_before_anything_changes(tmp_path: Path) ->
 def fail_on_one(env: RankEnv, directory: str) -> list[str]:
     """Rank 0 cannot write: the others must not wait for it, and all are told."""
     model = cm.build(env.mesh((1, 2)))
-    told = []
+    messages = []
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save_safetensors(f"{directory}/file", model)
-    told.append(str(caught.value))
+    messages.append(str(caught.value))
     if env.rank == 0:
         os.mkdir(f"{directory}/model.safetensors.partial")
     with pytest.raises(CheckpointError) as caught:
         checkpoint.save_safetensors(directory, model)
-    told.append(str(caught.value))
-    return told
+    messages.append(str(caught.value))
+    return messages
 
 
 def test_an_error_in_writing_comes_out_on_all_ranks(pool2: Pool, tmp_path: Path) -> None:

@@ -195,7 +195,7 @@ class Holder:
 def refusals(env: RankEnv, directory: str) -> list[str]:
     model = fully_shard(nn.Linear(4, 4), mesh=env.mesh((1, 2)))
     weight = model.weight
-    told = []
+    messages = []
     shard = weight.detach()
     for held in (
         {"a": {1: shard, "1": shard}},
@@ -209,7 +209,7 @@ def refusals(env: RankEnv, directory: str) -> list[str]:
         optimizer.state[weight] = held
         with pytest.raises(CheckpointError) as caught:
             checkpoint.save(directory, model, optimizer, step=1)
-        told.append(str(caught.value))
+        messages.append(str(caught.value))
     for group in ({"x": shard}, {"x": [shard]}):
         optimizer = Nested([{"params": list(model.parameters()), **group}])
         for refuse in (
@@ -218,12 +218,12 @@ def refusals(env: RankEnv, directory: str) -> list[str]:
         ):
             with pytest.raises(CheckpointError) as caught:
                 refuse()
-            told.append(str(caught.value))
+            messages.append(str(caught.value))
     optimizer = Nested(model.parameters())
     optimizer.state[weight] = {"a": [Holder(shard)]}
     with pytest.raises(CheckpointError, match="holds sharded tensors"):
         checkpoint.full_optimizer_state_dict(model, optimizer)
-    return told
+    return messages
 
 
 def test_what_could_not_come_back_is_refused_when_it_is_saved(pool2: Pool, tmp_path: Path) -> None:

@@ -153,8 +153,8 @@ def _save(env: RankEnv, directory: str) -> str:
 
 def save_elsewhere(directory: Path) -> str:
     """What another job says that saves there."""
-    told: str = run_procs(_save, 1, str(directory), grouped=False)[0]
-    return told
+    results: str = run_procs(_save, 1, str(directory), grouped=False)[0]
+    return results
 
 
 def test_a_copy_of_the_directory_does_not_give_up_its_lock(tmp_path: Path) -> None:
@@ -347,8 +347,8 @@ def load_with(env: RankEnv, directory: str, raising: int) -> str:
 
 def test_all_ranks_are_told_that_models_are_partly_changed(pool2: Pool, tmp_path: Path) -> None:
     checkpoint.save(tmp_path, cm.build(None), step=1)
-    told = pool2.run(load_with, str(tmp_path), 1)
-    assert told[0] == told[1] and "on rank 1: " in told[0] and "are partly changed" in told[0]
+    results = pool2.run(load_with, str(tmp_path), 1)
+    assert results[0] == results[1] and "on rank 1: " in results[0] and "are partly changed" in results[0]
 
 
 def without_state(env: RankEnv, directory: str) -> str:
@@ -357,17 +357,20 @@ def without_state(env: RankEnv, directory: str) -> str:
     cm.train(model, optimizer, [0], env.rank, 2)
     if env.rank:
         optimizer.state.clear()
-    with pytest.raises(CheckpointError) as told:
+    with pytest.raises(CheckpointError) as caught:
         checkpoint.save(directory, model, optimizer, step=1)
-    return str(told.value)
+    return str(caught.value)
 
 
 def test_ranks_that_hold_other_parts_are_told_so(pool2: Pool, tmp_path: Path) -> None:
-    told = pool2.run(without_state, str(tmp_path))
-    assert told[0] == told[1] and "what the ranks hold does not make up whole tensors; is a rank's model another" in told[0]
+    results = pool2.run(without_state, str(tmp_path))
+    assert (
+        results[0] == results[1]
+        and "what the ranks hold does not make up whole tensors; is a rank's model another" in results[0]
+    )
     assert names(tmp_path) == [LOCK]
     # torch 2.11 names them in its log alone.
-    assert "optimizer.state." in told[0] or told[0].endswith("Failed to validate global plan")
+    assert "optimizer.state." in results[0] or results[0].endswith("Failed to validate global plan")
 
 
 # -- torch's own checks ------------------------------------------------------------------------------------------------

@@ -196,10 +196,10 @@ def save_plain(env: RankEnv, directory: str) -> None:
 
 def test_a_plain_checkpoint_of_another_model_is_refused(pool2: Pool, tmp_path: Path) -> None:
     pool2.run(save_plain, str(tmp_path))
-    told = pool2.run(load_misfit, str(tmp_path))
-    assert told[0] == told[1]
-    assert "under no prefix does it have all of the model's names" in told[0]
-    assert "'net.blocks.0.calls'" in told[0] or "net." in told[0]
+    results = pool2.run(load_misfit, str(tmp_path))
+    assert results[0] == results[1]
+    assert "under no prefix does it have all of the model's names" in results[0]
+    assert "'net.blocks.0.calls'" in results[0] or "net." in results[0]
 
 
 def _from_rank_0(env: RankEnv, shape: tuple[int, ...], policy: Any) -> None:

@@ -50,8 +50,8 @@ def test_a_work_that_fails_with_the_tick_is_told_with_its_own_error() -> None:
 
 def test_a_work_that_failed_is_told_behind_the_destruction_of_all_groups() -> None:
     """As in a `finally` behind a backward that failed: what is left of it must not raise that there is no group."""
-    told = "the all-gather of unit 'unit' failed: connection closed by peer"
-    with mock.patch.object(dist, "is_initialized", return_value=False), pytest.raises(CollectiveError, match=told):
+    message = "the all-gather of unit 'unit' failed: connection closed by peer"
+    with mock.patch.object(dist, "is_initialized", return_value=False), pytest.raises(CollectiveError, match=message):
         wait_for(LateWork("connection closed by peer"), "gloo", None, 0, "all-gather", "unit")
 
 

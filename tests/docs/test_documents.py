@@ -53,13 +53,13 @@ def play(env: RankEnv, directory: str, file: str, arguments: tuple[str, ...], pr
     """Runs a file as one of `processes` under torchrun (0: without it); returns what it printed, None without a rank."""
     if env.rank >= max(1, processes):
         return None
-    told = {"RANK": env.rank, "LOCAL_RANK": env.rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
-    told |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
+    content = {"RANK": env.rank, "LOCAL_RANK": env.rank, "WORLD_SIZE": processes, "LOCAL_WORLD_SIZE": processes}
+    content |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port, "TORCHELASTIC_USE_AGENT_STORE": True}
     output = io.StringIO()
     modules, path = set(sys.modules), list(sys.path)
     with contextlib.ExitStack() as undo:
         undo.enter_context(_directory(directory))
-        undo.enter_context(_environment({name: str(value) for name, value in told.items()} if processes else {}))
+        undo.enter_context(_environment({name: str(value) for name, value in content.items()} if processes else {}))
         undo.enter_context(contextlib.redirect_stdout(output))
         sys.path.insert(0, directory)
         sys.argv[:], before = [file, *arguments], list(sys.argv)
@@ -114,7 +114,7 @@ def run(pool: Pool, directory: Path, told: Run) -> str:
 
 def paste(pool: Pool, page: Path, directory: Path) -> list[tuple[Run, str]]:
     """Saves the files of a page and runs what its commands start, in order; returns what each run printed."""
-    told = []
+    results = []
     for block in blocks(page):
         if block.title is not None:
             (directory / block.title).parent.mkdir(parents=True, exist_ok=True)
@@ -122,8 +122,8 @@ def paste(pool: Pool, page: Path, directory: Path) -> list[tuple[Run, str]]:
         elif block.language == "sh":
             found = [one for command in commands(block) if (one := run_of(command)) is not None]
             # A line that is pasted on each of two nodes is one run, to the script any of that size.
-            told += [(one, run(pool, directory, one)) for one in found if one not in dict(told)]
-    return told
+            results += [(one, run(pool, directory, one)) for one in found if one not in dict(results)]
+    return results
 
 
 def losses(output: str) -> list[float]:

@@ -110,7 +110,7 @@ def test_the_skypilot_file_is_a_task() -> None:
 def test_the_ray_script_trains_and_goes_on(tmp_path: Path) -> None:
     _needs("ray")
     (tmp_path / "ray_train.py").write_text(FILES["ray_train.py"])
-    told = []
+    results = []
     for _ in range(2):
         done = subprocess.run(
             [sys.executable, "ray_train.py", str(tmp_path / "storage")],
@@ -121,8 +121,8 @@ def test_the_ray_script_trains_and_goes_on(tmp_path: Path) -> None:
             timeout=600,
         )
         assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
-        told.append(done.stdout + done.stderr)
-    assert "step 20: loss" in told[0] and "step 40: loss" in told[1]
+        results.append(done.stdout + done.stderr)
+    assert "step 20: loss" in results[0] and "step 40: loss" in results[1]
 
 
 @full
@@ -154,12 +154,12 @@ def test_torchrun_on_two_nodes_outlives_one(tmp_path: Path) -> None:
             for agent in agents:
                 agent.kill()
                 agent.wait()
-    told = logs[0].read_text()
-    assert "on 4 x cpu, mesh (replicate=2, shard=2)" in told and "on 2 x cpu, mesh (replicate=1, shard=2)" in told, told
-    resumed = re.findall(r"going on from step (\d+)", told)
+    text = logs[0].read_text()
+    assert "on 4 x cpu, mesh (replicate=2, shard=2)" in text and "on 2 x cpu, mesh (replicate=1, shard=2)" in text, text
+    resumed = re.findall(r"going on from step (\d+)", text)
     assert resumed and 10 <= int(resumed[-1]) < 60, "the node was lost on the way"
-    held_out = [float(loss) for loss in re.findall(r"held-out (\d+\.\d+)", told)]
-    assert "step 60/60" in told and held_out[-1] < held_out[0] - 0.2, "both nodes, then one, learned"
+    held_out = [float(loss) for loss in re.findall(r"held-out (\d+\.\d+)", text)]
+    assert "step 60/60" in text and held_out[-1] < held_out[0] - 0.2, "both nodes, then one, learned"
     assert (out / "summary.json").exists()
 
 

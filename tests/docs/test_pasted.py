@@ -55,7 +55,7 @@ def clone(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def test_readme_and_tutorial_pasted_into_a_shell(clone: Path) -> None:
-    told: dict[str, list[str]] = {}
+    content: dict[str, list[str]] = {}
     for page in (README, TUTORIAL):
         for block in blocks(page):
             if block.title is not None:
@@ -64,14 +64,14 @@ def test_readme_and_tutorial_pasted_into_a_shell(clone: Path) -> None:
                 line = block.text
                 if page == TUTORIAL:  # each block gets a shell of its own, so what the first one did is said again
                     line = f"source .venv/bin/activate\n{line}"
-                told.setdefault(page.name, []).append(shell(line, clone, PYTEST_ADDOPTS="tests/buffers/test_layout.py"))
+                content.setdefault(page.name, []).append(shell(line, clone, PYTEST_ADDOPTS="tests/buffers/test_layout.py"))
             else:
                 assert not block.language, f"{block} is neither saved nor pasted"
-    main_job, tests, script = told["README.md"]
+    main_job, tests, script = content["README.md"]
     assert "sample:" in main_job and "held" in main_job, "the main job came to its end"
     assert "passed" in tests or "100%" in tests
     assert "step 9: " in script and "step 19: " in script, "trained, saved and went on"
-    alone, sharded, hybrid, _, resumed, looked_at, nodes = told["tutorial.md"][1:]
+    alone, sharded, hybrid, _, resumed, looked_at, nodes = content["tutorial.md"][1:]
     for output in (sharded, hybrid, resumed, nodes):
         assert losses(output)[-1] == pytest.approx(losses(alone)[len(losses(output)) - 1], abs=2e-3)
     assert "all-gather" in looked_at

@@ -276,10 +276,10 @@ def _in_other_order(env: RankEnv) -> None:
     for attempt in range(3):
         optimizer.zero_grad()
         _backward(net, env.rank, attempt)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             assert optimizer.step() == (attempt != 1)
-        assert any("another order" in str(one.message) for one in told) == (attempt == 1)
+        assert any("another order" in str(one.message) for one in caught) == (attempt == 1)
 
 
 def test_replicas_that_reduce_other_units_drop_the_step(pool4: Pool) -> None:
@@ -630,13 +630,13 @@ def _unsendable(env: RankEnv, global_state: bool) -> None:
     weight = net.head.weight
     if global_state:
         optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state["all"].update(count=1))
-        told = r"keeps state under 'all', which is no parameter"
+        message = r"keeps state under 'all', which is no parameter"
     else:
         optimizer.optimizer.register_step_post_hook(lambda inner, *_: inner.state[weight].update(more=_Other()))
-        told = r"the optimizer's state of 'head.weight': 'more' is a .*_Other"
+        message = r"the optimizer's state of 'head.weight': 'more' is a .*_Other"
     optimizer.zero_grad()
     _backward(net, env.rank, 0)
-    with pytest.raises(CheckpointError, match=told):
+    with pytest.raises(CheckpointError, match=message):
         optimizer.step()
 
 

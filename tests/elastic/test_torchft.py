@@ -56,8 +56,8 @@ class TrainLM:
     def losses(self) -> dict[int, tuple[float, float]]:
         """By step: the loss on held-out text, which all replicas measure on the same, and the norm of gradients."""
         lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
-        told: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
-        return {line["step"]: (line["held_out_loss"], line["grad_norm"]) for line in told}
+        content: list[dict[str, Any]] = [json.loads(line) for line in lines if line.endswith("}")]
+        return {line["step"]: (line["held_out_loss"], line["grad_norm"]) for line in content}
 
     def end(self) -> None:
         """Kills what is left."""
@@ -105,5 +105,5 @@ def test_the_main_jobs_replica_joins_again_and_its_losses_are_those_of_the_other
     assert len(shared) >= 8
     assert {step: ours[step] for step in shared} == {step: theirs[step] for step in shared}
     assert min(loss for loss, _ in ours.values()) < theirs[min(theirs)][0], "it learns"
-    told = a.log.read_text()
-    assert "1 replicas take part" in told and "2 replicas take part" in told
+    text = a.log.read_text()
+    assert "1 replicas take part" in text and "2 replicas take part" in text

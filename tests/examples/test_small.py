@@ -110,10 +110,10 @@ def test_the_examples_run_as_a_single_process(capsys: pytest.CaptureFixture[str]
     assert lora.main(["--steps", "20", "--save", str(tmp_path / "adapters.pt")]) == 0
     assert gan.main(["--steps", "20"]) == 0
     assert int8_gather.main(["--steps", "20"]) == 0
-    told = capsys.readouterr().out
-    assert "adapters: 7,168 parameters learn to count by 7" in told
-    assert "81,920 weights gathered in 8 bits learn to count" in told
-    assert "of 8 clouds have some" in told
+    output = capsys.readouterr().out
+    assert "adapters: 7,168 parameters learn to count by 7" in output
+    assert "81,920 weights gathered in 8 bits learn to count" in output
+    assert "of 8 clouds have some" in output
     assert len(torch.load(tmp_path / "adapters.pt")) == 16
     with pytest.raises(SystemExit):
         gan.main(["--replicate", "3"])

@@ -339,18 +339,18 @@ class TestEnding:
         def job(stop: StopSignal) -> int:
             os.kill(os.getpid(), number)
             asked.append(stop.requested)
-            told.append(capfd.readouterr().err)
+            results.append(capfd.readouterr().err)
             os.kill(os.getpid(), number)
             raise AssertionError("the second signal was lost")
 
-        told: list[str] = []
+        results: list[str] = []
 
         before = signal.getsignal(signal.SIGINT)
         assert run_job("train_lm", job) == EXIT_INTERRUPTED
         assert asked == [True]
         assert signal.getsignal(signal.SIGINT) is before
         again = "press again" if number == signal.SIGINT else "send it again"
-        assert told == [f"\nstopping after this step, {again} to stop now\n"], "at once, before the job looks"
+        assert results == [f"\nstopping after this step, {again} to stop now\n"], "at once, before the job looks"
         assert capfd.readouterr().err == "train_lm: interrupted\n"
 
     def test_a_save_in_the_background_is_completed(self, tmp_path: Path) -> None:

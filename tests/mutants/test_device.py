@@ -347,13 +347,13 @@ def test_mutants_are_found(request: pytest.FixtureRequest, name: str) -> None:
     """Found within a few runs: which memory is used again, and what the host meets, depend on timing and earlier tests."""
     size = 2 if MUTANTS[name][2] == ONE_AXIS else 4
     pool: Pool = request.getfixturevalue(f"device{size}")
-    told: list[str] = []
+    results: list[str] = []
     for seed in range(1, MOST_RUNS + 1):
         try:
             pool.run(_mutated, name, seed, timeout=20.0)
         except RemoteError as error:
             # The rank that found it does not wait for the others, which may be in a collective with it.
-            told += [f"{one.error}: {one.message}" for one in error.outcomes if not one.ok]
-        if any(re.search(FOUND, text) for text in told):
+            results += [f"{one.error}: {one.message}" for one in error.outcomes if not one.ok]
+        if any(re.search(FOUND, text) for text in results):
             return
-    pytest.fail(f"not found in {MOST_RUNS} runs; told: {told}")
+    pytest.fail(f"not found in {MOST_RUNS} runs; told: {results}")

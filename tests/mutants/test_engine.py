@@ -46,6 +46,6 @@ def test_checks_end_well_without_a_mutant(request: pytest.FixtureRequest, check:
 def test_mutants_are_killed(request: pytest.FixtureRequest, name: str) -> None:
     mutant = MUTANTS[name]
     outcomes = _run(request, mutant.check, mutant)
-    told = [f"{one.error}: {one.message}" for one in outcomes if one.error != mutant.check.ends]
-    assert told, "the mutant lives: its check ended as it does without it"
-    assert any(re.search(mutant.kill, text, re.DOTALL) for text in told), f"killed for another reason: {told}"
+    messages = [f"{one.error}: {one.message}" for one in outcomes if one.error != mutant.check.ends]
+    assert messages, "the mutant lives: its check ended as it does without it"
+    assert any(re.search(mutant.kill, text, re.DOTALL) for text in messages), f"killed for another reason: {messages}"

@@ -100,8 +100,8 @@ def _alone(env: RankEnv) -> None:
         optimizer.step(closure)
         if env.rank == 0:
             float(model.up.weight.norm())
-    told = [one for one in caught if "gives this rank's part of it" in str(one.message)]
-    assert len(told) == (2 if env.rank == 0 else 0)
+    messages = [one for one in caught if "gives this rank's part of it" in str(one.message)]
+    assert len(messages) == (2 if env.rank == 0 else 0)
 
 
 def test_one_rank_may_ask_outside_of_a_step(pool2: Pool) -> None:

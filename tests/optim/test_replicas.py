@@ -272,10 +272,10 @@ def _on_unsorted_replicas(env: RankEnv) -> None:
     model = shard(CASE.model(), DeviceMesh("cpu", torch.tensor([[1], [0]])))
     whole = local(adamw(model.parameters()))  # without shares the order of replicas does not count
     _step(env, model, whole, 0)
-    told = r"over_replicas=True\), unit '.*': along the replicate axis of the mesh \[\[1\], \[0\]\] .* sort them"
-    with pytest.raises(ValueError, match=told):
+    message = r"over_replicas=True\), unit '.*': along the replicate axis of the mesh \[\[1\], \[0\]\] .* sort them"
+    with pytest.raises(ValueError, match=message):
         local(adamw(model.parameters()), over_replicas=True)
-    with pytest.raises(ValueError, match=told):
+    with pytest.raises(ValueError, match=message):
         hsdp.optim.Muon([param for param in model.parameters() if param.ndim == 2], over_replicas=True)
     check_sharded(model)
 

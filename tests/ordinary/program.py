@@ -155,9 +155,9 @@ def check(env: RankEnv, shape: tuple[int, ...], scenario: Scenario) -> None:
     expected = scenario(Program(env, shape, sharded=False))
     torch.manual_seed(0)
     program = Program(env, shape, sharded=True)
-    told = scenario(program)
+    results = scenario(program)
     assert program.roots, "the scenario has sharded nothing"
-    assert_same(dict(told), dict(expected), TOLERANCE, TOLERANCE)
+    assert_same(dict(results), dict(expected), TOLERANCE, TOLERANCE)
     gc.collect()  # a graph of gradients goes with its last reference, and keeps whole parameters until then
     for root in program.roots:
         check_rest(root)

@@ -193,7 +193,7 @@ def check_experts(env: RankEnv) -> None:
     infos = [
         fsdp_init._get_mesh_info(mesh, fsdp.DataParallelMeshDims(shard=mesh.mesh_dim_names[0])) for mesh in (dense, sparse)
     ]
-    told = []
+    results = []
     for sharded, dims in ((fsdp.fully_shard, fsdp.DataParallelMeshDims), (hsdp.fully_shard, hsdp.DataParallelMeshDims)):
         model: Any = Experts(dense, sparse)
         experts = model.experts.weight
@@ -208,9 +208,9 @@ def check_experts(env: RankEnv) -> None:
             loss.backward()
             return loss
 
-        told.append(_trained(model, loss_of))
+        results.append(_trained(model, loss_of))
         assert model.experts.weight.shape == (4, DIM)
-    assert all(torch.equal(told[1][name], value) for name, value in told[0].items())
+    assert all(torch.equal(results[1][name], value) for name, value in results[0].items())
 
 
 @reads

@@ -621,8 +621,8 @@ def test_a_disk_holds_the_shards(pool2: Pool, tmp_path: Path) -> None:
 
 def test_plans_and_descriptions_tell_of_them() -> None:
     model = _wrap(nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)))
-    told = str(hsdp.plan(model, mesh=(1, 4), tokens_per_rank=8))
-    assert "fp32/fp32/fp32 subclass" in told and "Subclass: the tensors say what of them is gathered" in told
+    message = str(hsdp.plan(model, mesh=(1, 4), tokens_per_rank=8))
+    assert "fp32/fp32/fp32 subclass" in message and "Subclass: the tensors say what of them is gathered" in message
     with fake_world(4):
         hsdp.fully_shard(model)
         assert "fp32/fp32/fp32 subclass" in str(hsdp.plan(model, tokens_per_rank=8))

@@ -33,8 +33,8 @@ class Experts(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weights = (x @ self.router.T).softmax(-1)
         hidden = torch.tanh(torch.einsum("nd,edh->enh", x, self.up))
-        told = torch.einsum("enh,ehd->end", hidden, self.down) * self.bias.exp().mean(-1)[:, None, None]
-        return x + torch.einsum("end,ne->nd", told, weights)
+        outputs = torch.einsum("enh,ehd->end", hidden, self.down) * self.bias.exp().mean(-1)[:, None, None]
+        return x + torch.einsum("end,ne->nd", outputs, weights)
 
 
 class Net(nn.Module):
@@ -117,9 +117,9 @@ def check_placed(env: RankEnv) -> None:
     row, part = divmod(env.rank, 2)
     whole = CASE.model().blocks[0].up  # type: ignore[index,union-attr]
     assert torch.equal(up.to_local(), whole[row : row + 1, 4 * part : 4 * part + 4])  # type: ignore[index]
-    told = hsdp.describe(model)
-    line = next(line for line in told.splitlines() if " up " in line)
-    assert "Shard(0, 1)" in line and "gathered direct, reduced direct" in line, told
+    described = hsdp.describe(model)
+    line = next(line for line in described.splitlines() if " up " in line)
+    assert "Shard(0, 1)" in line and "gathered direct, reduced direct" in line, described
     assert model.blocks[0].bias.placements[1:] == (Shard(1),)  # type: ignore[index,union-attr]
 
 
@@ -144,12 +144,12 @@ def check_doors(env: RankEnv, directory: str, twin: Twin) -> None:
     doubled = {name: 2 * value for name, value in want.items()}
     assert_same(full_params(model), doubled, 0, 0)
     hsdp.checkpoint.save(directory, model, optimizer, step=1)
-    told = hsdp.checkpoint.full_state_dict(model)
+    full_state = hsdp.checkpoint.full_state_dict(model)
     other = hsdp.fully_shard(CASE.model(), mesh=env.mesh((2, 2)))
     hsdp.checkpoint.load(directory, other, adamw(other.parameters()))
     assert_same(full_params(other), doubled, 0, 0)
     again = build(env, (4,))
-    hsdp.checkpoint.load_full_state_dict(again, told if env.rank == 0 else {})
+    hsdp.checkpoint.load_full_state_dict(again, full_state if env.rank == 0 else {})
     assert_same(full_params(again), doubled, 0, 0)
     hsdp.checkpoint.load(directory, again, adamw(again.parameters()))
     assert_same(full_params(again), doubled, 0, 0)

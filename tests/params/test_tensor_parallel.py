@@ -221,16 +221,16 @@ def check_checkpoints(env: RankEnv, directory: str) -> None:
     train(model, CASE, env.rank // 2, 2, optimizer)
     hsdp.checkpoint.save(directory, model, optimizer, step=2)
     want = full_params(model)
-    told = hsdp.checkpoint.full_state_dict(model)
+    full_state = hsdp.checkpoint.full_state_dict(model)
     if env.rank == 0:
-        assert_same(told, want, 0, 0)
+        assert_same(full_state, want, 0, 0)
     again = build(mesh, "sequence")
     other = adamw(again.parameters())
     hsdp.checkpoint.load(directory, again, other)
     assert_same(full_params(again), want, 0, 0)
     losses = [train(m, CASE, env.rank // 2, 3, o, first_step=2) for m, o in ((model, optimizer), (again, other))]
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-11, atol=1e-11)
-    hsdp.checkpoint.load_full_state_dict(again, told if env.rank == 0 else {})
+    hsdp.checkpoint.load_full_state_dict(again, full_state if env.rank == 0 else {})
     assert_same(full_params(again), want, 0, 0)
 
 
@@ -423,11 +423,11 @@ def check_uneven_checkpoints(env: RankEnv, dim: int, directory: str) -> None:
         hsdp.checkpoint.load(path, model, optimizer)
         assert_same(full_params(model), want, 0, 0)
         assert_same(full_moments(model, optimizer), moments, 0, 0)
-    told = hsdp.checkpoint.full_state_dict(model)
+    full_state = hsdp.checkpoint.full_state_dict(model)
     if env.rank == 0:
-        assert_same(told, want, 0, 0)
+        assert_same(full_state, want, 0, 0)
     again = build_uneven(meshes[0], dim)
-    hsdp.checkpoint.load_full_state_dict(again, told if env.rank == 0 else {})
+    hsdp.checkpoint.load_full_state_dict(again, full_state if env.rank == 0 else {})
     assert_same(full_params(again), want, 0, 0)
 
 

@@ -63,15 +63,15 @@ def test_recomputation_keeps_less() -> None:
     assert kept[False] > kept["selective"] > kept[True]
     logits = 8192 * (4096 * 2 + 128256 * 12)
     assert kept[True] == pytest.approx(32 * 8192 * 4096 * 2 + logits, rel=0.01), "the inputs of blocks, and the loss"
-    told = Plan.of("", facts, 1, 8, Assumptions(8192, activations=5 << 30)).memory.largest["activations"]
-    assert told == pytest.approx(5 << 30, rel=1e-6), "what is told is believed"
+    planned = Plan.of("", facts, 1, 8, Assumptions(8192, activations=5 << 30)).memory.largest["activations"]
+    assert planned == pytest.approx(5 << 30, rel=1e-6), "what is told is believed"
 
 
 @pytest.mark.parametrize("recompute", [False, True, "selective"])
 def test_a_head_that_is_a_unit_is_no_block_and_the_loss_is_behind_it(recompute: Any) -> None:
     model, blocks = _transformer(), ["blocks.*"]
-    told: dict[str, Any] = {"tokens_per_rank": TOKENS, "recompute": recompute, "optimizer": "muon", "flops": 1.0}
-    inside, alone = (hsdp.plan(model, mesh=(1, 1), units=units, **told) for units in (blocks, [*blocks, "head"]))
+    options: dict[str, Any] = {"tokens_per_rank": TOKENS, "recompute": recompute, "optimizer": "muon", "flops": 1.0}
+    inside, alone = (hsdp.plan(model, mesh=(1, 1), units=units, **options) for units in (blocks, [*blocks, "head"]))
     assert alone.units[-1].facts.name == "head"
     assert alone.memory.largest["activations"] == inside.memory.largest["activations"]
     assert alone.time.compute == pytest.approx(inside.time.compute), "it is not recomputed"

@@ -111,8 +111,8 @@ def check(setup: Setup, mesh: DeviceMesh, tolerance: float, late: bool = False) 
     let go of more when they do not get to run: a step that held more on some rank is measured again, a few times.
     """
     model = nn.Sequential(*(setup.layer(setup.param or torch.float32) for _ in range(LAYERS)))
-    told: dict[str, Any] = {"tokens_per_rank": 1, "micro_batches": setup.micro_batches}
-    plan: Plan = hsdp.plan(model, mesh=mesh, **told, **setup.options)
+    options: dict[str, Any] = {"tokens_per_rank": 1, "micro_batches": setup.micro_batches}
+    plan: Plan = hsdp.plan(model, mesh=mesh, **options, **setup.options)
     hsdp.shard_units(model, "*", mesh=mesh, **setup.options)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     for _ in range(2):

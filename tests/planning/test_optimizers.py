@@ -207,12 +207,12 @@ def test_advice_says_when_sharing_pays(kind: Any) -> None:
 
 def test_muon_s_bytes_and_memory_are_compared(capsys: pytest.CaptureFixture[str]) -> None:
     common = ["plan", "--preset", "llama3-8b", "--mesh", "8x8", "--tokens-per-rank", "8192"]
-    told = {}
+    content = {}
     for options in ((), ("--optimizer", "muon"), ("--optimizer", "muon", "--over-replicas")):
         assert main([*common[1:], *options]) == 0
-        told[options] = capsys.readouterr().out
-    assert "all-to-all" not in told[()]
-    muon, shared = list(told.values())[1:]
+        content[options] = capsys.readouterr().out
+    assert "all-to-all" not in content[()]
+    muon, shared = list(content.values())[1:]
     assert "all-to-all" in muon and "Muon for the matrices of blocks" in muon
     assert "shared out among 8 replicas" in shared and "shared out" not in muon
     with pytest.raises(ValueError, match="optimizer='shampoo'"):

@@ -99,9 +99,9 @@ def test_presets_that_do_not_exist_are_refused() -> None:
 
 def test_units_are_the_blocks_unless_told() -> None:
     assert [unit.facts.name for unit in _plan().units] == ["Transformer (root)", *(f"blocks.{at}" for at in range(4))]
-    told = _plan(units=["blocks.*", "head"])
-    assert told.units[-1].facts.name == "head"
-    assert {unit.facts.parent for unit in told.units[1:]} == {0}
+    plan = _plan(units=["blocks.*", "head"])
+    assert plan.units[-1].facts.name == "head"
+    assert {unit.facts.parent for unit in plan.units[1:]} == {0}
     nested = _plan(units=["blocks.*", "blocks.*.q"])
     assert [unit.facts.parent for unit in nested.units[:5]] == [None, 0, 1, 0, 3]
     assert sum(unit.numel for unit in nested.units) == _plan().numel == sum(p.numel() for p in _meta().parameters())
@@ -148,12 +148,12 @@ def test_one_of_a_thing_is_one() -> None:
 
 def test_a_plan_as_json_and_csv() -> None:
     plan = _plan()
-    told = json.loads(plan.to_json())
-    assert told["mesh"] == {"replicas": 2, "shards": 8}
-    assert told["memory"]["total"] == plan.memory.total == sum(told["memory"]["peak"].values())
-    assert told["bottleneck"] == plan.bottleneck
+    content = json.loads(plan.to_json())
+    assert content["mesh"] == {"replicas": 2, "shards": 8}
+    assert content["memory"]["total"] == plan.memory.total == sum(content["memory"]["peak"].values())
+    assert content["bottleneck"] == plan.bottleneck
     rows = list(csv.DictReader(io.StringIO(plan.to_csv())))
-    assert [row["unit"] for row in rows] == [unit["name"] for unit in told["units"]]
+    assert [row["unit"] for row in rows] == [unit["name"] for unit in content["units"]]
     for one in plan.collectives:
         key = one.kind.replace("-", "_")
         assert sum(int(row[f"{key}_calls"]) for row in rows) == one.calls
@@ -220,10 +220,10 @@ WRONG = {
 def test_the_command_says_in_a_line_what_is_wrong(capsys: pytest.CaptureFixture[str], line: str) -> None:
     with pytest.raises(SystemExit) as ended:
         main(["--preset", "llama3-8b", *line.split()])
-    told = capsys.readouterr().err
+    output = capsys.readouterr().err
     assert ended.value.code == 2
-    assert WRONG[line] in told and len(told.splitlines()) == 1, told
-    assert not re.search(r"invalid _|plan\(|Traceback", told), "no names of our functions"
+    assert WRONG[line] in output and len(output.splitlines()) == 1, output
+    assert not re.search(r"invalid _|plan\(|Traceback", output), "no names of our functions"
 
 
 COMMANDS = {
@@ -238,8 +238,8 @@ def test_the_command_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Captur
     monkeypatch.setattr(sys, "argv", ["hsdp", *line.split()])
     with pytest.raises(SystemExit) as ended:
         runpy.run_module("hsdp", run_name="__main__")
-    told = capsys.readouterr()
-    assert (ended.value.code, (told.out or told.err).startswith(COMMANDS[line][1])) == (COMMANDS[line][0], True), told
+    output = capsys.readouterr()
+    assert (ended.value.code, (output.out or output.err).startswith(COMMANDS[line][1])) == (COMMANDS[line][0], True), output
 
 
 REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
@@ -261,8 +261,8 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
 
 @pytest.mark.parametrize("what", REFUSED)
 def test_arguments_that_make_no_sense_are_refused(what: str) -> None:
-    options, kind, told = REFUSED[what]
-    with pytest.raises(kind, match=told):
+    options, kind, message = REFUSED[what]
+    with pytest.raises(kind, match=message):
         _plan(**options)
 
 

@@ -109,8 +109,8 @@ def test_on_gloo_times_are_not_those_of_a_gpu() -> None:
     assert on_gloo.assumptions.machine == "CPU core" and on_gpu.assumptions.machine == "H100"
     assert on_gloo.time.compute > 1000 * on_gpu.time.compute
     assert on_gloo.time.busy["all-gather"] > 10 * on_gpu.time.busy["all-gather"]
-    told = hsdp.plan(layers, mesh=4, tokens_per_rank=8, backend="gloo", flops=1e9, link=Link(fast=5.0))
-    assert (told.assumptions.flops, told.assumptions.link.fast) == (1e9, 5.0)
+    plan = hsdp.plan(layers, mesh=4, tokens_per_rank=8, backend="gloo", flops=1e9, link=Link(fast=5.0))
+    assert (plan.assumptions.flops, plan.assumptions.link.fast) == (1e9, 5.0)
     assert hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine="cpu").assumptions.backend == "gloo"
     with pytest.raises(ValueError, match=r"machine='abacus'.*h100"):
         hsdp.plan(layers, mesh=4, tokens_per_rank=8, machine="abacus")

@@ -228,9 +228,11 @@ def check_one_memory_across_calls(env: RankEnv) -> None:
     untied: Any = seeded(Tied)
     untied.load_state_dict(plain.state_dict(), assign=True)
     hsdp.fully_shard(untied.first, mesh=mesh)
-    with pytest.warns(UserWarning, match=r"'last.weight' shares memory with 'weight' of Linear, which is sharded") as told:
+    with pytest.warns(
+        UserWarning, match=r"'last.weight' shares memory with 'weight' of Linear, which is sharded"
+    ) as caught:
         hsdp.fully_shard(untied, mesh=mesh)
-    assert told[0].filename == __file__
+    assert caught[0].filename == __file__
     del plain, untied
     alone: Any = seeded(Tied)
     alone.last.weight = nn.Parameter(alone.first.weight.data)  # which nobody else holds
@@ -242,9 +244,9 @@ def check_one_memory_across_calls(env: RankEnv) -> None:
     state = {name: value.detach() for name, value in seeded(Tied).state_dict().items()}
     student, teacher, again = (_of_one_dict(state) for _ in range(3))
     hsdp.fully_shard(student, mesh=mesh)
-    with pytest.warns(UserWarning, match="'first.weight' shares memory with 'first.weight' .* 4 more: ") as told:
+    with pytest.warns(UserWarning, match="'first.weight' shares memory with 'first.weight' .* 4 more: ") as caught:
         hsdp.fully_shard(teacher, mesh=mesh)
-    assert len(told) == 1
+    assert len(caught) == 1
     del student, teacher
     gc.collect()
     with warnings.catch_warnings():

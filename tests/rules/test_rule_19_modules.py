@@ -154,13 +154,13 @@ BUILDS: dict[str, Callable[[], nn.Module]] = {
 
 def refused(run: Callable[[], object]) -> bool:
     """Whether hsdp refuses to run it, in words that name the parameter."""
-    told = ""
+    message = ""
     try:
         run()
     except (ValueError, TypeError, hsdp.StateError) as error:
-        told = str(error)
-    assert not told or "parameter" in told, told
-    return bool(told)
+        message = str(error)
+    assert not message or "parameter" in message, message
+    return bool(message)
 
 
 def check_own_ways(env: RankEnv, name: str) -> None:

@@ -71,10 +71,10 @@ def check_failed_forward(env: RankEnv, error: type[BaseException]) -> None:
         check_sharded(model)
         check_rest(model)
         assert_same(dict(full_params(model)), dict(before), 0.0, 0.0)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             step(model, env.rank)
-        assert not [one for one in told if "hsdp" in str(one.message)], "a failed forward drops nothing: no warning"
+        assert not [one for one in caught if "hsdp" in str(one.message)], "a failed forward drops nothing: no warning"
         assert_same(full_grads(model), expected)
         model.zero_grad()
 
@@ -92,11 +92,11 @@ def check_failed_backward(env: RankEnv, shape: tuple[int, ...]) -> None:
         fail(model, env.rank)
         check_sharded(model)
         assert_same(dict(full_params(model)), dict(before), 0.0, 0.0)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             # No zero_grad: gradients that the failed backward made before it failed must not be there either.
             step(model, env.rank)
-        assert len([one for one in told if "hsdp" in str(one.message)]) == 1
+        assert len([one for one in caught if "hsdp" in str(one.message)]) == 1
         assert_same(full_grads(model), expected)
         check_rest(model)
         model.zero_grad()

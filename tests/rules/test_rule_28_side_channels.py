@@ -201,10 +201,10 @@ def check_loud_alone(env: RankEnv) -> None:
 def test_rule_28_a_side_loss_that_cannot_be_seen_is_right_or_refused(
     pool2: Pool, first: bool, frozen: bool, only: bool, prefetch: int
 ) -> None:
-    told = pool2.run(check_loud, first, frozen, only, prefetch)
-    for message in told:
+    results = pool2.run(check_loud, first, frozen, only, prefetch)
+    for message in results:
         assert not message or "unit 'blocks." in message or "modified by an inplace operation" in message, message
-    assert all(told) or not only, "its backward runs without that of the unit's output"
+    assert all(results) or not only, "its backward runs without that of the unit's output"
 
 
 class Unseen(nn.Module):

@@ -260,7 +260,7 @@ def test_large_weights_are_gathered_and_reduced_without_copies(dtype: torch.dtyp
 @by_sockets
 def _on_gloo(env: RankEnv, shape: tuple[int, ...], setter: str | None) -> list[tuple[dict[str, int], list[float], int]]:
     model = shard(_model(), env.mesh(shape), reshard_after_forward=True)
-    told = []
+    results = []
     for _ in range(2):
         with CollectiveCounter() as counter:
             for micro in range(2):
@@ -268,9 +268,9 @@ def _on_gloo(env: RankEnv, shape: tuple[int, ...], setter: str | None) -> list[t
                     getattr(model, setter)(micro == 1)
                 _loss(model).backward()
         totals = [counter.total(kind).wire_bytes for kind in ("all_gather", "all_to_all", "all_reduce")]
-        told.append((counter.counts(), totals, _num_params(model)))
+        results.append((counter.counts(), totals, _num_params(model)))
         model.zero_grad()
-    return told
+    return results
 
 
 @pytest.mark.parametrize("how", ACCUMULATIONS)

@@ -28,9 +28,9 @@ def check_early_optimizer(env: RankEnv) -> None:
     early = torch.optim.SGD(model.parameters(), lr=0.1)
     shard(model, env.mesh(2))
     step(model, env.rank)
-    told = r"SGD\.step: the optimizer was made before fully_shard and holds .*'weight' of unit 'blocks\.0'"
+    message = r"SGD\.step: the optimizer was made before fully_shard and holds .*'weight' of unit 'blocks\.0'"
     for _ in range(2):
-        with pytest.raises(hsdp.StateError, match=told):
+        with pytest.raises(hsdp.StateError, match=message):
             early.step()
     torch.optim.SGD(model.parameters(), lr=0.1).step()
 
@@ -69,15 +69,15 @@ def check_accumulation_policy(env: RankEnv) -> None:
         hsdp.fully_shard(block, mesh=env.mesh((2, 2)))  # type: ignore[arg-type]
     local = hsdp.CommPolicy(accumulate="local")
     hsdp.fully_shard(model, mesh=env.mesh((2, 2)), comm_policy=local)
-    told = []
+    results = []
     for part in (model, model.blocks[0]):  # type: ignore[index]
         with part.accumulate(last=False):  # type: ignore[operator,union-attr]
             step(model, env.rank)
-        told.append(model.pending_gradients())  # type: ignore[operator]
+        results.append(model.pending_gradients())  # type: ignore[operator]
         model.zero_grad()
-    assert set(told[0].values()) == {"on this rank"}
-    assert set(told[1].values()) == {"in the shard group"}
-    assert {name.rpartition(".")[0] for name in told[1]} == {"blocks.0"}
+    assert set(results[0].values()) == {"on this rank"}
+    assert set(results[1].values()) == {"in the shard group"}
+    assert {name.rpartition(".")[0] for name in results[1]} == {"blocks.0"}
 
 
 def test_accumulate_takes_the_policy_of_its_own_module_for_all_units_below(pool4: Pool) -> None:
@@ -335,16 +335,16 @@ def check_beside(env: RankEnv, how: str) -> None:
     else:
         shard(model, env.mesh(2), ignored_params=[model.last.bias] if how == "ignored" else None)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
-    with warnings.catch_warnings(record=True) as told:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(3):
             step(model, env.rank)
             optimizer.step()
-    texts = [str(one.message) for one in told if "hsdp" in str(one.message)]
+    texts = [str(one.message) for one in caught if "hsdp" in str(one.message)]
     assert len(texts) == (how == "no root"), texts
     named = r"SGD steps 2 .* in no unit: one of shape \(6, 6\), one of shape \(6,\)"
     assert not texts or re.search(named, texts[0]), texts
-    assert not texts or told[0].filename == __file__, "the warning points at the user's own line"
+    assert not texts or caught[0].filename == __file__, "the warning points at the user's own line"
 
 
 @pytest.mark.parametrize("how", ["", "ignored", "no root"])

@@ -62,9 +62,9 @@ def elastic_run(directory: Path) -> list[str]:
     finally:
         for agent in (stays, leaves):
             agent.terminate()  # an agent that lives ends its worker
-    told = (directory / "stays.txt").read_text()
-    assert code == 0, told[-3000:]
-    lines = [line for line in told.splitlines() if "parameters" in line or line.startswith("going on from step")]
+    text = (directory / "stays.txt").read_text()
+    assert code == 0, text[-3000:]
+    lines = [line for line in text.splitlines() if "parameters" in line or line.startswith("going on from step")]
     assert len(lines) == 3 and "on 2 x cpu" in lines[0] and "on 1 x cpu" in lines[1], lines
     alone = start(f"{JOB} --out {directory / 'alone'}", directory / "alone.txt")
     assert alone.wait(300) == 0

@@ -93,20 +93,20 @@ def measure(env: RankEnv, directory: str) -> dict[str, Any]:
     torch.manual_seed(0)
     model = fully_shard(Large(), mesh=env.mesh((1, 2)))
     other = fully_shard(Large(), mesh=env.mesh((2, 1)))
-    told: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "rows": {}}
+    content: dict[str, Any] = {"numel": sum(p.numel() for p in model.parameters()), "rows": {}}
 
     @contextmanager
     def row(name: str) -> Iterator[None]:
         started = time.perf_counter()
         with Peak() as peak:
             yield
-        told["rows"][name] = (peak.bytes / MIB, time.perf_counter() - started)
+        content["rows"][name] = (peak.bytes / MIB, time.perf_counter() - started)
 
     with row("save_safetensors"):
         checkpoint.save_safetensors(directory, model, max_file_bytes=300 * 10**6)
     with row("load_safetensors"):
         checkpoint.load_safetensors(directory, other)
-    told["exported"], told["loaded"] = digests(model), digests(other)
+    content["exported"], content["loaded"] = digests(model), digests(other)
     del other
     with row("iter_full_state_dict"):
         for _, whole in checkpoint.iter_full_state_dict(model):
@@ -117,7 +117,7 @@ def measure(env: RankEnv, directory: str) -> dict[str, Any]:
     with row("load_full_state_dict"):
         checkpoint.load_full_state_dict(model, OneByOne(model))
     assert all(bool((p.to_local() == 0.25).all()) for p in model.parameters())
-    return told
+    return content
 
 
 def large_run(directory: Path) -> list[str]:

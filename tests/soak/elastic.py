@@ -366,9 +366,9 @@ def soak(folder: Path, replicas: int, kills: int, seed: int, stops: bool = False
             run.kill(replica)
         run.lighthouse.shutdown()
     lines = read_lines(folder)
-    told = compare(lines, options.get("accumulate", 1), 5e-2 if options.get("bf16") else 1e-9)
+    results = compare(lines, options.get("accumulate", 1), 5e-2 if options.get("bf16") else 1e-9)
     waits = sorted(pauses(lines, killed))
-    for name, value in told.items():
+    for name, value in results.items():
         run.say(f"{name}: {value}")
     run.say(f"seconds from a kill to the next step of anybody: median {waits[len(waits) // 2]:.2f}, most {waits[-1]:.2f}")
     kinds = Counter(f"{kill['kind']}: {kill['moment']}" for kill in killed)

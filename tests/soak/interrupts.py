@@ -185,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
                 lines, wrong = pool.run(interrupted, setup, act, 1, args.stride, timeout=3600.0)[0]
                 failures += len(wrong)
                 count = -(-lines // args.stride)
-                told = {"setup": setup, "act": act, "lines": lines, "interrupted": count, "wrong": wrong}
-                print(json.dumps(told), file=args.log, flush=True)
+                content = {"setup": setup, "act": act, "lines": lines, "interrupted": count, "wrong": wrong}
+                print(json.dumps(content), file=args.log, flush=True)
     return failures
 
 

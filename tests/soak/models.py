@@ -58,8 +58,8 @@ def main() -> int:
             except RemoteError as error:
                 counts["failed"] += 1
                 print(json.dumps({"world": pool.world_size, "failed": str(error)}), file=args.log, flush=True)
-    told = {"seed": args.seed, **counts, "failed": counts["failed"], "seconds": round(time.monotonic() - start)}
-    print(json.dumps(told), file=args.log, flush=True)
+    content = {"seed": args.seed, **counts, "failed": counts["failed"], "seconds": round(time.monotonic() - start)}
+    print(json.dumps(content), file=args.log, flush=True)
     return counts["failed"]
 
 

@@ -102,13 +102,13 @@ def main() -> int:
     """Runs it on four ranks; 1 if it differs from the twin by more than fp32 rounds."""
     expected = twin(4)
     with Pool(4) as pool:
-        told = pool.run(run, *expected, timeout=300)
+        results = pool.run(run, *expected, timeout=300)
     print(f"torch {torch.__version__}, {STEPS} steps, {LAYERS} layers of {WIDTH} x {WIDTH}, HSDP 2 x 2")
-    for rank, (loss, param, held, whole) in enumerate(told):
+    for rank, (loss, param, held, whole) in enumerate(results):
         print(
             f"rank {rank}: losses differ by {loss:.1e}, parameters by {param:.1e}; {held:,} of {whole:,} bytes of the base"
         )
-    return int(any(max(loss, param) > 1e-5 for loss, param, _, _ in told))
+    return int(any(max(loss, param) > 1e-5 for loss, param, _, _ in results))
 
 
 if __name__ == "__main__":

@@ -44,5 +44,5 @@ def test_two_ranks_refuse_the_same(pool2: Pool, tmp_path: Path) -> None:
     for seed in range(800_000, 800_000 + count):
         kind, _ = make_case(seed, good, tmp_path / "case")
         if kind != "tensors":
-            told = pool2.run(load_together, str(tmp_path / "case"))
-            assert told[0] == told[1], f"case {seed}"
+            results = pool2.run(load_together, str(tmp_path / "case"))
+            assert results[0] == results[1], f"case {seed}"

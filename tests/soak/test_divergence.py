@@ -75,16 +75,16 @@ def test_nobody_waits_for_a_rank_whose_backward_failed(pool2: Pool, shape: tuple
 def test_ranks_that_agree_are_left_alone(request: pytest.FixtureRequest, shape: tuple[int, ...]) -> None:
     """The same loop with nobody who deviates: no error, so the errors above are about what deviates."""
     pool: Pool = request.getfixturevalue("pool4" if len(shape) == 2 else "pool2")
-    told = pool.run(disagree, Case("nobody deviates", shape, ()))
-    assert set(told) == {"no error in 6 steps"}
+    results = pool.run(disagree, Case("nobody deviates", shape, ()))
+    assert set(results) == {"no error in 6 steps"}
 
 
 @pytest.mark.parametrize("way", HARMLESS)
 @pytest.mark.parametrize("shape", [(2,), (2, 2)])
 def test_ranks_that_may_differ_are_left_alone(request: pytest.FixtureRequest, shape: tuple[int, ...], way: str) -> None:
     pool: Pool = request.getfixturevalue("pool4" if len(shape) == 2 else "pool2")
-    told = pool.run(disagree, Case(way, shape, ONE))
-    assert set(told) == {"no error in 6 steps"}
+    results = pool.run(disagree, Case(way, shape, ONE))
+    assert set(results) == {"no error in 6 steps"}
 
 
 def test_the_cases_are_ways_that_exist() -> None:

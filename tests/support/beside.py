@@ -124,13 +124,13 @@ class _First:
             return found
         if status in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
             for line in self._reports.read_text().splitlines():
-                told = json.loads(line)
-                report = self._config.hook.pytest_report_from_serializable(config=self._config, data=told)
+                content = json.loads(line)
+                report = self._config.hook.pytest_report_from_serializable(config=self._config, data=content)
                 found[report.nodeid].append(report)
         return found
 
     def _lost(self, item: pytest.Item) -> pytest.TestReport:
         """What is reported for a test that the second did not finish."""
-        told = f"the pytest beside this one ended with {self._process.poll()} (None: not in {_LIMIT:.0f} s):\n"
-        told += self._output.read_text(errors="replace")[-_TOLD:]
-        return pytest.TestReport(item.nodeid, item.location, {}, "failed", told, "call")
+        message = f"the pytest beside this one ended with {self._process.poll()} (None: not in {_LIMIT:.0f} s):\n"
+        message += self._output.read_text(errors="replace")[-_TOLD:]
+        return pytest.TestReport(item.nodeid, item.location, {}, "failed", message, "call")

@@ -279,7 +279,7 @@ def twin_losses(steps: list[tuple[int, int]], ranks: int, accumulate: int) -> li
     """
     net = make_net(0)
     optimizer = make_adamw(net)
-    told = []
+    results = []
     for step, (first, count) in enumerate(steps):
         found: dict[tuple[int, int], list[float]] = {}
         for batch in range(first, first + count):
@@ -292,5 +292,5 @@ def twin_losses(steps: list[tuple[int, int]], ranks: int, accumulate: int) -> li
             group["lr"] = learning_rate(step)
         optimizer.step()
         optimizer.zero_grad()
-        told.append(found)
-    return told
+        results.append(found)
+    return results

@@ -141,10 +141,10 @@ class Subject:
     def recover(self) -> None:
         """The next iteration, with other parameters and without zero_grad, is that of a fresh model."""
         self._set(0.75)
-        with warnings.catch_warnings(record=True) as told:
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             self.run()
-        assert sum("hsdp" in str(one.message) for one in told) <= 1, [str(one.message) for one in told]
+        assert sum("hsdp" in str(one.message) for one in caught) <= 1, [str(one.message) for one in caught]
         for name, param in self.model.named_parameters():
             assert param.grad is not None, f"{name} has no gradient"
             torch.testing.assert_close(self._local(param.grad), self._grads[name], rtol=1e-11, atol=1e-11)

@@ -181,10 +181,10 @@ class Times:
     """
 
     def __init__(self, plan: Plan) -> None:
-        told = plan.assumptions
-        wires = Wires(plan.replicas, plan.shards, told.link, told.backend, told.over_replicas)
-        sequence = told.seq_len or min(told.tokens_per_rank, 8192)
-        self._predicted = Predicted(plan.units, wires, told.tokens_per_rank, sequence, told.flops, told.recompute)
+        assumed = plan.assumptions
+        wires = Wires(plan.replicas, plan.shards, assumed.link, assumed.backend, assumed.over_replicas)
+        sequence = assumed.seq_len or min(assumed.tokens_per_rank, 8192)
+        self._predicted = Predicted(plan.units, wires, assumed.tokens_per_rank, sequence, assumed.flops, assumed.recompute)
         self._collective = functools.lru_cache(maxsize=None)(self._predicted.collective)
 
     def compute(self, verb: Verb, unit: int) -> float:

@@ -60,13 +60,13 @@ def _recording(num_units: int, micro_batches: int = 1, steps: int = 1) -> Record
 
 
 def test_steps_are_counted_apart_from_their_micro_batches() -> None:
-    told = {
+    content = {
         (1, 1): "1 step in",
         (1, 3): "3 steps in",
         (4, 1): "1 step (4 micro-batches) in",
         (2, 3): "3 steps (6 micro-batches) in",
     }
-    for (micro_batches, steps), start in told.items():
+    for (micro_batches, steps), start in content.items():
         summary = summarize(_recording(2, micro_batches, steps))
         assert str(summary).startswith(start), str(summary)
         assert summary.steps == steps and summary.iterations == steps * micro_batches
@@ -138,8 +138,8 @@ def test_what_is_no_trace_is_refused_in_a_line(
     if content is not None:
         path.write_bytes(content.encode(errors="surrogateescape"))
     assert main(["trace", str(path)]) == 2
-    told = capsys.readouterr().err
-    assert re.fullmatch(r"python -m hsdp trace: error: .*some\.json is no trace of hsdp: .*\n", told), told
+    output = capsys.readouterr().err
+    assert re.fullmatch(r"python -m hsdp trace: error: .*some\.json is no trace of hsdp: .*\n", output), output
     assert not (tmp_path / "some.html").exists()
 
 

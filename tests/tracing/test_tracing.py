@@ -114,17 +114,17 @@ def _trace_compressed(env: RankEnv) -> None:
     for module in (*model, model):
         hsdp.fully_shard(module, mesh=env.mesh((2, 2)))
     batch = torch.randn(8, 64)
-    told = []
+    results = []
     for stage in (hsdp.AllReduce(), hsdp.CompressedAllReduce()):
         model.set_replica_reduce(stage)
         model(batch).sum().backward()
         with hsdp.trace(model) as t, CollectiveCounter() as counter:
             model(batch).sum().backward()
-        told.append(t.summary().collectives)
-        sent = sum(one.sent for one in told[-1].values())
+        results.append(t.summary().collectives)
+        sent = sum(one.sent for one in results[-1].values())
         assert sent == pytest.approx(counter.total().wire_bytes)
         assert {span.track for span in t.recording.started() if span.kind == "all-reduce"} == {"replicate"}
-    plain, compressed = told
+    plain, compressed = results
     assert compressed["all-gather"].nbytes == plain["all-gather"].nbytes, "the gathers are those of weights"
     assert compressed["all-reduce"].sent == plain["all-reduce"].sent / 2
     assert compressed["all-reduce"].started == 2 * plain["all-reduce"].started
@@ -563,14 +563,14 @@ def _trace_custom(env: RankEnv) -> None:
     model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2,)))
     x = torch.randn(2, 64)
     model(x).sum().backward()
-    told = []
+    results = []
     for custom in (None, hsdp.CompressedReduceScatter()):
         model.set_custom_reduce_scatter(custom)
         with hsdp.trace(model) as t, CollectiveCounter() as counter:
             model(x).sum().backward()
-        told.append(t.summary().collectives["reduce-scatter"])
-        assert told[-1].sent == pytest.approx(counter.total("all_to_all").wire_bytes)
-    plain, compressed = told
+        results.append(t.summary().collectives["reduce-scatter"])
+        assert results[-1].sent == pytest.approx(counter.total("all_to_all").wire_bytes)
+    plain, compressed = results
     assert compressed.sent == plain.sent / 2 and compressed.nbytes == plain.nbytes
     assert compressed.started == plain.started == 1
 
@@ -591,13 +591,13 @@ class _OwnReduce(AllReduceStage):
 
 def _trace_own_reduce(env: RankEnv) -> None:
     model: Any = hsdp.fully_shard(nn.Linear(64, 64), mesh=env.mesh((2, 2)))
-    told = []
+    results = []
     for stage in (hsdp.AllReduce(), _OwnReduce()):
         model.set_replica_reduce(stage)
         with hsdp.trace(model) as t:
             model(torch.randn(2, 64)).sum().backward()
-        told.append(t.summary().collectives["all-reduce"])
-    assert told[0].sent == told[1].sent > 0 and told[0].started == told[1].started == 1
+        results.append(t.summary().collectives["all-reduce"])
+    assert results[0].sent == results[1].sent > 0 and results[0].started == results[1].started == 1
 
 
 def test_an_all_reduce_of_the_user_s_own_is_traced(pool4: Pool) -> None:

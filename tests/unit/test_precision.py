@@ -303,8 +303,8 @@ def _grad_dtype(env: RankEnv) -> None:
     first, second = model[0].weight, model[1].weight
     second.grad_dtype, model[1].bias.grad_dtype = BF16, None  # as it is, and any
     first.grad_dtype = F32
-    told = r"parameter '0.weight' of shape \(4, 4\) has grad_dtype torch\.float32, .*MixedPrecisionPolicy\(reduce_dtype="
-    with pytest.raises(ValueError, match=told):
+    message = r"parameter '0.weight' of shape \(4, 4\) has grad_dtype torch\.float32, .*MixedPrecisionPolicy\(reduce_dtype="
+    with pytest.raises(ValueError, match=message):
         shard(model, env.mesh((2,)))
     assert model[0].weight is first, "nothing has been sharded"
     first.grad_dtype = BF16

@@ -37,22 +37,22 @@ class Meddling(Deep):
 
 def _sequence(env: RankEnv) -> None:
     model: Any = shard(seeded(Meddling), env.mesh(2))
-    told: list[list[str]] = []
+    results: list[list[str]] = []
 
     def look() -> None:
-        told.append([_states(model)[name] for name in ("Meddling (root)", "blocks.0", "blocks.1")])
+        results.append([_states(model)[name] for name in ("Meddling (root)", "blocks.0", "blocks.1")])
 
     model.in_forward = model.in_backward = look
     step(model, env.rank)
     look()
     with hsdp.full_params(model.blocks[0]):
         look()
-    assert told == [
+    assert results == [
         ["FORWARD", "IDLE", "IDLE"],  # between the two blocks
         ["BACKWARD_PRE", "IDLE", "BACKWARD_POST"],  # a hook on the first block's output runs before that is entered
         ["IDLE", "IDLE", "IDLE"],
         ["IDLE", "FULL_PARAMS", "IDLE"],
-    ], told
+    ], results
 
 
 def test_units_say_what_they_are_doing(pool2: Pool) -> None:
@@ -63,7 +63,7 @@ def _threads(env: RankEnv) -> None:
     plain = seeded(Meddling)
     model: Any = shard(copy.deepcopy(plain), env.mesh(2))
     errors: list[BaseException] = []
-    told: list[str] = []
+    results: list[str] = []
 
     def elsewhere() -> None:
         for module in (model, model.blocks[0]):
@@ -73,7 +73,7 @@ def _threads(env: RankEnv) -> None:
                 errors.append(error)
         with pytest.raises(hsdp.StateError, match=r"state_dict\(\) was called while a forward or backward"):
             model.state_dict()
-        told.append("state_dict()")
+        results.append("state_dict()")
 
     def meddle() -> None:
         thread = threading.Thread(target=elsewhere)
@@ -87,7 +87,7 @@ def _threads(env: RankEnv) -> None:
         check_rest(model)
     expected = "its forward was called while a forward or backward of the same model runs in another thread; use a sharded"
     assert len(errors) == 4 and all(expected in str(error) for error in errors), errors
-    assert len(told) == 2
+    assert len(results) == 2
     thread = threading.Thread(target=step, args=(model, env.rank))  # by turns they are welcome
     thread.start()
     thread.join()
@@ -138,8 +138,8 @@ def _refused(env: RankEnv, moment: str) -> None:
     for name, call in CALLS.items():
         if (name, moment) in ALLOWED:
             continue
-        told = rf"(?i)^{name}: unit .* is .*{moment}.*, expected IDLE.*; call it "
-        with pytest.raises(hsdp.StateError, match=told):
+        message = rf"(?i)^{name}: unit .* is .*{moment}.*, expected IDLE.*; call it "
+        with pytest.raises(hsdp.StateError, match=message):
             MOMENTS[moment](model, lambda call=call: call(model, env.rank), env.rank)
         model.__dict__.pop("in_forward", None)
         model.__dict__.pop("in_backward", None)
@@ -155,8 +155,8 @@ def test_calls_at_the_wrong_moment_name_unit_state_and_what_was_expected(pool2: 
 def _backward_inside(env: RankEnv) -> None:
     plain, model = seeded(Deep), shard(seeded(Deep), env.mesh(2))
     loss = model(floats(env.rank)).square().sum()
-    told = r"^(backward|use of the sharded parameters): unit 'blocks\.2' is FULL_PARAMS \(.*\), expected IDLE"
-    with hsdp.full_params(model.blocks[2]), pytest.raises(hsdp.StateError, match=told):  # type: ignore[index]
+    message = r"^(backward|use of the sharded parameters): unit 'blocks\.2' is FULL_PARAMS \(.*\), expected IDLE"
+    with hsdp.full_params(model.blocks[2]), pytest.raises(hsdp.StateError, match=message):  # type: ignore[index]
         loss.backward()
     check_grads(model, plain, step, env.rank, env.world_size)
     check_rest(model)

@@ -75,10 +75,10 @@ def _drift(env: RankEnv, shape: tuple[int, ...]) -> list[str]:
 
 @pytest.mark.parametrize("shape", MESHES, ids=mesh_id)
 def test_a_flipped_bit_is_told_on_every_rank(pool4: Pool, shape: tuple[int, ...]) -> None:
-    told = pool4.run(_drift, shape)
-    assert all(said == told[0] for said in told), "all ranks raise, and say the same"
+    results = pool4.run(_drift, shape)
+    assert all(said == results[0] for said in results), "all ranks raise, and say the same"
     name = "1.weight" if len(shape) == 1 else "0.weight"
-    for said, what in zip(told[0], (name, f"exp_avg of {name}", f"step of {name}"), strict=True):
+    for said, what in zip(results[0], (name, f"exp_avg of {name}", f"step of {name}"), strict=True):
         who = re.search(r"do not: (.*?)\. A device", said)[1]  # type: ignore[index]
         if shape == (2, 2):
             assert who == f"'{what}' between ranks [1, 3]"

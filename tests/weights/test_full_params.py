@@ -337,8 +337,8 @@ def _gradients_lost(env: RankEnv, how: str) -> None:
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     case.loss(model, case.batch(0, env.rank)).backward()
     before = full_grads(model)
-    act, told = LOSSES[how]
-    with pytest.raises(StateError, match=told), full_params(model, writeback="rank0"):
+    act, message = LOSSES[how]
+    with pytest.raises(StateError, match=message), full_params(model, writeback="rank0"):
         act(model, optimizer)
     assert_same(full_grads(model), before, 0.0, 0.0)
     optimizer.step()
@@ -499,7 +499,7 @@ def test_apply_holds_one_unit_at_a_time(pool2: Pool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("options", "error", "told"),
+    ("options", "error", "message"),
     [
         ({"writeback": "rank1"}, ValueError, "expected None, 'rank0' or 'local'"),
         ({"writeback": "local", "rank0_only": True}, ValueError, "the other ranks have no full parameters"),
@@ -509,8 +509,8 @@ def test_apply_holds_one_unit_at_a_time(pool2: Pool) -> None:
         ({"recurse": False}, ValueError, "or pass recurse=True"),
     ],
 )
-def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], told: str) -> None:
-    with pytest.raises(error, match=told), full_params(nn.Linear(2, 2), **options):
+def test_bad_arguments_are_refused(options: dict[str, Any], error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message), full_params(nn.Linear(2, 2), **options):
         pass
     with pytest.raises(TypeError, match="expected a function of a module"):
         gathered_apply(nn.Linear(2, 2), 3)  # type: ignore[arg-type]

@@ -72,9 +72,9 @@ def train(model, optimizer, steps, generator, dtype) -> list[float]:
             losses.append(loss.detach().double())
         optimizer.step()
         optimizer.zero_grad()
-    told = torch.stack(losses)
-    dist.all_reduce(told)
-    return (told / dist.get_world_size()).tolist()
+    stacked = torch.stack(losses)
+    dist.all_reduce(stacked)
+    return (stacked / dist.get_world_size()).tolist()
 
 
 def main(dtype: torch.dtype) -> list[float]:

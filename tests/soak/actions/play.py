@@ -189,9 +189,9 @@ class _Play:
         if kind == "backward" and action[-1].get("hook", ("",))[0] == "step":
             self.twin.adopt(self.sharded)
         if error is None:
-            told = f"{type(twins_error).__name__}: {twins_error}"
-            if excuse_for("silent", told, action[0], facts) is None:
-                raise Wrong("silent where the twin raises", f"{self.doing}\n{told}")
+            message = f"{type(twins_error).__name__}: {twins_error}"
+            if excuse_for("silent", message, action[0], facts) is None:
+                raise Wrong("silent where the twin raises", f"{self.doing}\n{message}")
             for side in (self.sharded, self.twin):
                 side.zero(at, "none")
             return
@@ -226,23 +226,23 @@ class _Play:
                 self.repair()
                 self.always |= wrote  # the next gather tells of it
             return
-        told = f"{type(error).__name__}: {error}"
+        message = f"{type(error).__name__}: {error}"
         if self.sharded.ends_with_errors:
-            raise Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{told}")
+            raise Wrong(f"raised {type(error).__name__}", f"{self.doing}\n{message}")
         named = isinstance(error, self.sharded.errors)
-        if "wrote to parameter" in told:
+        if "wrote to parameter" in message:
             self.repair()
         # Ranks that play the same program never disagree, whatever else fails in it: that is nobody's excuse.
         owed = named and twins is not None and not isinstance(error, DivergenceError)
-        if owed or excuse_for(type(error).__name__, told, action[0], facts) is not None:
+        if owed or excuse_for(type(error).__name__, message, action[0], facts) is not None:
             self.verdict.named[f"{type(error).__name__} in {action[0]}"] += 1
             return
         stack = error.__dict__["stack"]
         twin_told = f"; the twin: {type(twins).__name__}: {twins}" if twins is not None else ""
         if isinstance(error, Planned) and twins is None:
-            raise Wrong("Planned error where the twin runs", f"{self.doing}\n{told}\n{stack}")
+            raise Wrong("Planned error where the twin runs", f"{self.doing}\n{message}\n{stack}")
         what = f"named, not owed: {type(error).__name__}" if named else f"unnamed {type(error).__name__}"
-        raise Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{told}{twin_told}\n{stack}")
+        raise Wrong(f"{what} in {action[0]}", f"{self.doing}, facts {sorted(facts)}\n{message}{twin_told}\n{stack}")
 
     def repair(self) -> None:
         """Puts back what a forward wrote: with one shard rank, or replicated, unsharded parameters are the shards."""

@@ -592,10 +592,10 @@ class Twin(Side):
     def backward(self, at: int, slots: tuple[int, ...], how: How) -> Values:
         """Optimizers in backward run once, when the gradients of all ranks are there."""
         self._reached: dict[int, Tensor] = {}
-        told = super().backward(at, slots, how)
+        results = super().backward(at, slots, how)
         for param in self._reached.values():
             super().step_one(param)
-        return told
+        return results
 
 
 class Sharded(Side):

@@ -90,13 +90,15 @@ def _first_failure(
     pool: Pool, batch: list[Any], system: str, error: RemoteError, call: Any
 ) -> tuple[int, str, str, list[Any]]:
     """The place of the first failed program of a job, its class, what was told, and what came of those before it."""
-    told = [json.loads(one.message) for one in error.outcomes if one.error == "Failed"]
-    if told:
+    content = [json.loads(one.message) for one in error.outcomes if one.error == "Failed"]
+    if content:
         # The first program, and of its failures the one that is the cause of the others: no time-out, with a text.
-        told.sort(key=lambda one: (one["at"], "Collective" in one["failure"] + one["told"], "other ranks" in one["told"]))
+        content.sort(
+            key=lambda one: (one["at"], "Collective" in one["failure"] + one["told"], "other ranks" in one["told"])
+        )
         lost = [one for one in error.outcomes if one.error != "Failed"]
         hung = [f"rank {one.rank} {one.error}: {one.message}\n{one.traceback[:6000]}\n{one.output[:6000]}" for one in lost]
-        first = told[0]
+        first = content[0]
         return first["at"], first["failure"], "\n".join([first["told"], *hung]), first["done"]
     if len(batch) > 1:  # nobody could tell: one by one
         for place, program in enumerate(batch):
@@ -183,8 +185,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.show:
         print(draw(args.show, shape, without))
         return 0
-    told = {"command": " ".join(sys.argv[1:]), **header()}
-    print(json.dumps(told), file=args.log, flush=True)
+    content = {"command": " ".join(sys.argv[1:]), **header()}
+    print(json.dumps(content), file=args.log, flush=True)
     start = time.monotonic()
     programs = [draw(f"{args.seed}:{n}", shape, without) for n in range(args.first, args.first + args.programs)]
     if args.device == emulator.NAME:

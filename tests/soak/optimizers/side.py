@@ -193,29 +193,29 @@ class Side:
 
     def losses(self, at: int, skipped: Collection[int], scale: Callable[[Tensor, int], Tensor]) -> list[Tensor]:
         """Runs forwards and backwards on a batch of each rank; returns the losses."""
-        told = []
+        results = []
         for rank in self.ranks:
             loss = self.model(self.batch(at, rank), skipped).pow(2).mean()
             scale(loss * self.share(), rank).backward()  # type: ignore[no-untyped-call]
-            told.append(loss.detach())
-        return told
+            results.append(loss.detach())
+        return results
 
     def micro(self, at: int, skipped: tuple[int, ...], context: str) -> Values:
         with self.context(context):
-            told = self.losses(at, skipped, lambda loss, rank: loss)
-        return [("the loss", told[self.here - self.ranks[0]])]
+            results = self.losses(at, skipped, lambda loss, rank: loss)
+        return [("the loss", results[self.here - self.ranks[0]])]
 
     def step(self, at: int, which: int | None, how: str) -> Values:
         if self.program.hooked:
             return []
         self.ready(waits=True)
-        told = []
+        results = []
         for number, optimizer in self.chosen(which):
             if how == "closure" or self.specs[number].name == "LBFGS":
-                told.append(("the closure's loss", optimizer.step(self.closure(at, optimizer)).detach().clone()))
+                results.append(("the closure's loss", optimizer.step(self.closure(at, optimizer)).detach().clone()))
             else:
                 optimizer.step()
-        return told
+        return results
 
     def closure(self, at: int, optimizer: Any) -> Callable[[], Tensor]:
         def evaluate() -> Tensor:

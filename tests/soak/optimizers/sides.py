@@ -224,12 +224,12 @@ class Twin(Changing):
         """Optimizers in backward step when the gradients of all ranks are there: `micro` has them do it."""
 
     def micro(self, at: int, skipped: tuple[int, ...], context: str) -> Values:
-        told = super().micro(at, skipped, context)
+        results = super().micro(at, skipped, context)
         for optimizer in self.optimizers if self.program.hooked else ():
             if any(param.grad is not None for group in optimizer.param_groups for param in group["params"]):
                 optimizer.step()
                 optimizer.zero_grad()
-        return told
+        return results
 
     def keep(self, at: int, kind: str) -> Any:
         return kind, super().keep(at, "memory")
@@ -311,6 +311,6 @@ class Sharded(Changing):
         return hsdp.clip_grad_norm_(self.model, 0.1, float("inf") if kind.endswith("inf") else 2.0)
 
     def factor(self, at: int, name: str, value: Any) -> Values:
-        told = super().factor(at, name, value)
+        results = super().factor(at, name, value)
         self.set_factors(self.model)
-        return told
+        return results

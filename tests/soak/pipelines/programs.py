@@ -118,8 +118,8 @@ class Program:
         return self.size[0] - 1 - place if turn % 2 and self.schedule in V_SHAPED else place
 
     def __str__(self) -> str:
-        told = f"scales={self.scales}, static={self.static}"
-        lines = [f"seed {self.seed}, {self.size[0]} x {self.size[1]} ranks, {self.schedule} of {self.micro}, {told}"]
+        message = f"scales={self.scales}, static={self.static}"
+        lines = [f"seed {self.seed}, {self.size[0]} x {self.size[1]} ranks, {self.schedule} of {self.micro}, {message}"]
         return "\n".join([*lines, *(f"  {stage}" for stage in self.stages), *(f"    {action}" for action in self.actions)])
 
 

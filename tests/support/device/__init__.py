@@ -258,8 +258,8 @@ def _device_module(extension: Any) -> types.ModuleType:
 
 def _stack() -> str:
     """The Python stack of a kernel's launch, for reports of races: this project's frames."""
-    told = []
+    results = []
     for frame in reversed(traceback.extract_stack()[:-1]):
         if f"{os.sep}torch{os.sep}" not in frame.filename and __file__ != frame.filename:
-            told.append(f"    {Path(frame.filename).name}:{frame.lineno} {frame.name}")
-    return "\n".join(told[:10])
+            results.append(f"    {Path(frame.filename).name}:{frame.lineno} {frame.name}")
+    return "\n".join(results[:10])

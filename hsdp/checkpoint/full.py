@@ -29,7 +29,7 @@ from hsdp.checkpoint.name_conflicts import agree_on_one_model, agree_on_sizes
 from hsdp.checkpoint.optimizer_loading import commit_optimizer
 from hsdp.checkpoint.optimizer_schema import is_of_weights
 from hsdp.checkpoint.optimizers import OptimizerStaging, describe_state, optimizer_state
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, meet_all
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.structure import leaves_of, mapped
 from hsdp.checkpoint.whole_tensors import Withheld, deal, first_rank, largest_mesh, whole_tensor
@@ -53,6 +53,7 @@ def full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = True)
         (and write it, say), go through `iter_full_state_dict`.
 
     Raises:
+        DivergenceError: on these ranks and those that wait for them: only some ranks of the model's meshes call this.
         CheckpointError: on all ranks: a parameter is on the meta device, a hook of the model's raised, ranks hold other
             numbers of bytes (as another dtype has them), other names or, under one name, tensors of their own (experts
             that each rank shards by itself), or another rank failed, for want of memory say.
@@ -78,7 +79,7 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
         `(name, whole tensor)`; on ranks that do not get it `(name, None)`.
 
     Raises:
-        CheckpointError: as `full_state_dict`.
+        DivergenceError, CheckpointError: as `full_state_dict`.
     """
     entries, dst = _begun("iter_full_state_dict", model, rank0_only)
     for name, entry in entries.items():
@@ -91,6 +92,8 @@ def iter_full_state_dict(model: nn.Module, rank0_only: bool = True, cpu: bool = 
 
 def _begun(what: str, model: nn.Module, rank0_only: bool) -> tuple[dict[str, Entry], int | None]:
     """The model's entries, and the rank that gets them whole (None: each)."""
+
+    meet_all(what, model)
 
     def begun() -> tuple[dict[str, Any], dict[str, Entry], DeviceMesh | None, int | None]:
         entries = model_entries(model)
@@ -115,10 +118,13 @@ def full_optimizer_state_dict(
         what else the optimizer's `state_dict()` has; on ranks that do not get it an empty dict.
 
     Raises:
+        DivergenceError: as `full_state_dict`.
         CheckpointError: on all ranks: a parameter of the optimizer is not one of the model's, or state is a plain tensor
             that has the shape of a rank's rows; or as `full_state_dict`.
         Exception: as `full_state_dict`.
     """
+
+    meet_all("full_optimizer_state_dict", model)
 
     def begun() -> tuple[dict[str, Any], dict[str, Any], DeviceMesh | None, int | None]:
         state = optimizer_state(model, optimizer)
@@ -157,12 +163,14 @@ def load_full_state_dict(
 
     Raises:
         ValueError: `src_rank` is not one of the ranks.
+        DivergenceError: as `full_state_dict`.
         CheckpointError: on all ranks, before anything is changed: names, shapes or dtypes differ, or ranks were called with
             another `src_rank` or another model. Only if `state` does not give a tensor a second time, memory is short, or a
             hook of the model's raises, the error says that the model is partly changed.
     """
-    ranks = Ranks(process_group)
     what = "load_full_state_dict"
+    meet_all(what, model, process_group)
+    ranks = Ranks(process_group)
 
     def begun() -> tuple[int, dict[str, Entry]]:
         source, entries = ranks.rank_of(src_rank), model_entries(model)
@@ -217,12 +225,14 @@ def load_full_optimizer_state_dict(
 
     Raises:
         ValueError: `src_rank` is not one of the ranks.
+        DivergenceError: as `full_state_dict`.
         CheckpointError: on all ranks, before anything is changed: the state is of other parameters, or of another kind
             of optimizer; or ranks were called with another `src_rank`. Only if a hook of the optimizer's raises, the error
             says that it is partly changed.
     """
-    ranks = Ranks(process_group)
     what = "load_full_optimizer_state_dict"
+    meet_all(what, model, process_group)
+    ranks = Ranks(process_group)
     begun = ranks.agree(what, lambda: (ranks.rank_of(src_rank), OptimizerStaging(model, optimizer)), {"src_rank": src_rank})
     source, staging = begun
     given: Mapping[str, Any] = (state or {}) if ranks.rank == source else {}

@@ -33,7 +33,7 @@ from hsdp.checkpoint.native_reader import read_own
 from hsdp.checkpoint.objects import Packed, unpack_extras
 from hsdp.checkpoint.open_files import OpenFiles, opener
 from hsdp.checkpoint.optimizers import OptimizerReading
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, meet_all
 from hsdp.checkpoint.reading import Reader, handing_over
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.store import Progress
@@ -108,6 +108,7 @@ def load(
 
     Raises:
         ValueError, TypeError: arguments make no sense, alone or together.
+        DivergenceError: on these ranks and those that wait for them: only some ranks of the model's meshes call this.
         CheckpointError: on all ranks, before anything is changed: there is no checkpoint; a file is missing, truncated,
             damaged or foreign; names, shapes or dtypes differ; the optimizer is another; a parameter is on the meta device;
             ranks were called with different arguments; or an earlier asynchronous save had failed. Only if a file that was
@@ -127,6 +128,7 @@ def load(
         return _Job(store.expanded(path), model, optimizer, options, prefix, optimizer_prefix, validate, progress)
 
     with settled():
+        meet_all("checkpoint.load", model, process_group)
         loaded = _load(path, job, optimizer is not None, validate, process_group, must_be=True)
     assert loaded is not None, "nothing to load would have been an error"
     return loaded
@@ -156,6 +158,7 @@ def resume(
         return _Job(store.expanded(directory), model, optimizer, LoadOptions(), None, None, validate, progress)
 
     with settled():
+        meet_all("checkpoint.resume", model, process_group)
         return _load(directory, job, optimizer is not None, validate, process_group, must_be=False)
 
 

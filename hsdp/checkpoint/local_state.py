@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.optim import Optimizer
 
+from hsdp.checkpoint.ranks import carried
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
 from hsdp.optim.targets import is_number
@@ -89,11 +90,11 @@ def alike(params: Iterable[Tensor], action: Callable[[], T], given: Callable[[T]
         axes = [axis for axis in range(mesh.ndim) if mesh.size(axis) > 1]
         for group in map(mesh.get_group, axes) if mesh.get_coordinate() is not None else ():
             seen = torch.tensor([text is not None, nbytes, -nbytes], dtype=torch.int64, device=mesh.device_type)
-            dist.all_reduce(seen, dist.ReduceOp.MAX, group=group)
+            carried(dist.all_reduce, seen, dist.ReduceOp.MAX, group=group)
             failed, most, least = seen.tolist()
             if failed or most != -least:
                 answers: list[Any] = [None] * group.size()
-                dist.all_gather_object(answers, (text, nbytes), group=group)
+                carried(dist.all_gather_object, answers, (text, nbytes), group=group)
                 text = next((one for one, _ in answers if one is not None), None) or (
                     f"ranks hold other numbers of bytes, {-least:,} and {most:,}: a tensor has another dtype or shape on "
                     "some rank"

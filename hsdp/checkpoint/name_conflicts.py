@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 from hsdp.buffers.fingerprints import fingerprints
 from hsdp.checkpoint.contents import listing
 from hsdp.checkpoint.local_state import alike
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, carried
 from hsdp.checkpoint.structure import leaves_of
 from hsdp.errors import CheckpointError
 from hsdp.format import ranks_of
@@ -179,7 +179,7 @@ def agree_on_one_model(what: str, state: Mapping[str, Any], whole: DeviceMesh | 
         names: list[Any] = [list(state)]
         for group in _groups_of(whole):
             everyones: list[Any] = [None] * group.size()
-            dist.all_gather_object(everyones, names, group=group)
+            carried(dist.all_gather_object, everyones, names, group=group)
             names = [one for some in everyones for one in some]
         raise CheckpointError(f"{what}: {_told_of_names(names)}")
     sharded = {name: value for name, value in state.items() if isinstance(value, DTensor)}
@@ -228,7 +228,7 @@ def _summed(prints: Sequence[int], meshes: Sequence[DeviceMesh]) -> list[int]:
         indices = [index for index, one in enumerate(meshes) if one == mesh]
         sums = torch.tensor([prints[index] for index in indices], device=mesh.device_type)
         for group in _groups_of(mesh):
-            dist.all_reduce(sums, group=group)
+            carried(dist.all_reduce, sums, group=group)
         for index, value in zip(indices, sums.tolist(), strict=True):
             found[index] = value
     return found
@@ -238,7 +238,7 @@ def _are_equal(numbers: Sequence[int], mesh: DeviceMesh) -> list[bool]:
     """Whether each number is the same on all ranks of a mesh."""
     bounds = torch.tensor([numbers, [-number for number in numbers]], device=mesh.device_type)
     for group in _groups_of(mesh):
-        dist.all_reduce(bounds, dist.ReduceOp.MAX, group=group)
+        carried(dist.all_reduce, bounds, dist.ReduceOp.MAX, group=group)
     most, least = bounds.tolist()
     return [a == -b for a, b in zip(most, least, strict=True)]
 

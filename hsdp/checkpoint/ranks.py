@@ -13,17 +13,20 @@ import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from typing import Any, SupportsIndex, TypeVar, cast
+from typing import Any, ParamSpec, SupportsIndex, TypeVar, cast
 
 import torch
 import torch.distributed as dist
-from torch import Tensor
+from torch import Tensor, nn
 from torch.distributed import ProcessGroup
 
-from hsdp.comm.groups import new_group
-from hsdp.errors import CheckpointError
+from hsdp.comm.divergence import DivergenceGuard
+from hsdp.comm.groups import new_group, own_rank
+from hsdp.errors import CheckpointError, HSDPError
 from hsdp.torch_private import backend_of, compares_arguments, timeout_of_backend
+from hsdp.unit.lookup import units_below
 
+P = ParamSpec("P")
 T = TypeVar("T")
 R = TypeVar("R")
 
@@ -37,6 +40,49 @@ class _Failure:
 
     text: str
     lost: bool = False
+
+
+def meet_all(what: str, model: object, process_group: ProcessGroup | None = None) -> None:
+    """Asks the ranks of a model's meshes whether they all make the call `what`.
+
+    So a call on some ranks only is told at once: over the groups that checkpoints use, nobody hears of it before the
+    time-out. Whoever calls with another kind of model is told later, by what these ranks exchange.
+
+    Args:
+        what: the function.
+        model: what it is called with; nobody is asked about what has no units.
+        process_group: the ranks that make the call; None: all.
+
+    Raises:
+        DivergenceError: on all ranks that ask or wait for these: some do something else, or nothing.
+    """
+    if not isinstance(model, nn.Module) or not dist.is_available() or not dist.is_initialized():
+        return
+    within: set[int] | None = None
+    if isinstance(process_group, ProcessGroup):
+        within = set(dist.get_process_group_ranks(process_group))
+    groups = [comm.group for unit in units_below(model) for comm in (unit.shard_comm, unit.replicate_comm)]
+    for group in dict.fromkeys(group for group in groups if group is not None):
+        guard = DivergenceGuard.among(group)
+        if guard is not None and (within is None or within.issuperset(dist.get_process_group_ranks(group))):
+            guard.meet(what)
+
+
+def carried(call: Callable[P, R], /, *args: P.args, **kwargs: P.kwargs) -> R:
+    """Calls one of torch's collectives, or sends or receives.
+
+    Raises:
+        CheckpointError: the backend failed.
+    """
+    try:
+        return call(*args, **kwargs)
+    except HSDPError:
+        raise
+    except RuntimeError as error:
+        raise CheckpointError(
+            f"tensors did not go from rank to rank ({getattr(call, '__name__', call)} on rank {own_rank()}): {error}. "
+            "Another rank may have stopped, raised, or not made this call: see its log"
+        ) from error
 
 
 class Ranks:

@@ -36,7 +36,7 @@ from hsdp.checkpoint.handles import when_settled
 from hsdp.checkpoint.load_options import LoadOptions, Rename, Report
 from hsdp.checkpoint.models import Handover, unwritable
 from hsdp.checkpoint.name_conflicts import agree_on_one_model, agree_on_sizes
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, meet_all
 from hsdp.checkpoint.reading import handing_over
 from hsdp.checkpoint.store import expanded
 from hsdp.checkpoint.whole_tensors import Withheld, first_rank, largest_mesh, whole_tensor
@@ -75,9 +75,11 @@ def save_safetensors(
 
     Raises:
         ValueError: an argument makes no sense, or the directory is a URL.
+        DivergenceError: on these ranks and those that wait for them: only some ranks of the model's meshes call this.
         CheckpointError: on all ranks: a tensor's dtype is none that the format knows, ranks were called with another
             `dtype`, `max_file_bytes` or model, or writing failed.
     """
+    meet_all("save_safetensors", model, process_group)
     ranks = Ranks(process_group)
     what = f"save_safetensors to {directory}"
     given = {"dtype": dtype, "max_file_bytes": max_file_bytes}
@@ -174,10 +176,12 @@ def load_safetensors(
         ImportError: the safetensors library is not installed.
         TypeError: `include`, `exclude` or `rename` make no sense.
         ValueError: the path is a URL.
+        DivergenceError: on these ranks and those that wait for them: only some ranks of the model's meshes call this.
         CheckpointError: on all ranks, before anything is changed: files are missing, truncated or damaged; names, shapes
             or dtypes differ. Only if a tensor cannot be read a moment later, or a hook of the model's raises, the error
             says that the model is partly changed.
     """
+    meet_all("load_safetensors", model, process_group)
     ranks = Ranks(process_group)
     what = f"loading {path}"
 

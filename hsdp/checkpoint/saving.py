@@ -44,7 +44,7 @@ from hsdp.checkpoint.objects import pack, pack_extras
 from hsdp.checkpoint.optimizer_extras import pack_added
 from hsdp.checkpoint.optimizer_schema import kind_of
 from hsdp.checkpoint.optimizers import optimizer_state
-from hsdp.checkpoint.ranks import Ranks
+from hsdp.checkpoint.ranks import Ranks, meet_all
 from hsdp.checkpoint.remote import AnyPath
 from hsdp.checkpoint.staging import Staging, staging_of
 from hsdp.checkpoint.store import Progress
@@ -102,11 +102,13 @@ def save(
     Raises:
         TypeError, ValueError: an argument makes no sense.
         ImportError: what the URL needs is not installed.
+        DivergenceError: on these ranks and those that wait for them: only some ranks of the model's meshes call this.
         CheckpointError: on all ranks: ranks were called with different arguments, any rank could not do its part, the disk
             has no room, another job saves to the directory; or an earlier asynchronous save had failed.
     """
     with settled():
         started = time.perf_counter()
+        meet_all("checkpoint.save", model, process_group)
         ranks = Ranks(process_group)
         where, num = ranks.agree(
             f"checkpoint.save to {directory}",

@@ -19,7 +19,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor.placement_types import Replicate, Shard
 
 from hsdp.buffers.fingerprints import as_bytes
-from hsdp.checkpoint.ranks import Ranks, for_messages
+from hsdp.checkpoint.ranks import Ranks, carried, for_messages
 from hsdp.comm.groups import own_rank
 from hsdp.errors import CheckpointError
 from hsdp.params.dtensors import full_tensor, part_of_whole
@@ -76,7 +76,7 @@ def whole_tensor(value: Tensor, dst: int | None, cpu: bool, withheld: Withheld) 
     """A copy of the whole of `value` on rank `dst` (None: on every rank), in host memory if `cpu`; else None."""
     with torch.no_grad():
         if isinstance(value, DTensor):
-            whole = gather_to(value, dst, withheld) if dst is not None else full_tensor(value)
+            whole = gather_to(value, dst, withheld) if dst is not None else carried(full_tensor, value)
         else:
             whole = value if dst is None or dst == own_rank() else None
         return None if whole is None else withheld.attempt(partial(_copied, whole.detach(), local_of(value), cpu))
@@ -96,7 +96,7 @@ def gather_to(tensor: DTensor, dst: int, withheld: Withheld) -> Tensor | None:
     """
     axis = _only_shard_axis(tensor)
     if axis is None:
-        whole = full_tensor(tensor) if not _is_replicated(tensor) else tensor.to_local()
+        whole = carried(full_tensor, tensor) if not _is_replicated(tensor) else tensor.to_local()
         return whole if own_rank() == dst else None
     mesh, group = tensor.device_mesh, tensor.device_mesh.get_group(axis)
     members = dist.get_process_group_ranks(group)
@@ -105,7 +105,7 @@ def gather_to(tensor: DTensor, dst: int, withheld: Withheld) -> Tensor | None:
     group, local = for_messages(group), tensor.to_local()
     if own_rank() != dst:
         if local.numel():
-            dist.send(as_bytes(_contiguous(local, withheld)), dst, group=group)
+            carried(dist.send, as_bytes(_contiguous(local, withheld)), dst, group=group)
         return None
     made = withheld.attempt(lambda: torch.empty(tensor.shape, dtype=tensor.dtype, device=local.device))
     whole = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta") if made is None else made
@@ -116,7 +116,7 @@ def gather_to(tensor: DTensor, dst: int, withheld: Withheld) -> Tensor | None:
         elif place.numel():
             if made is None or not place.is_contiguous():
                 part = withheld.memory(place.shape, place.dtype, local.device)
-            dist.recv(as_bytes(part), rank, group=group)
+            carried(dist.recv, as_bytes(part), rank, group=group)
         if part is not place and made is not None:
             withheld.attempt(partial(place.copy_, part))
     return made
@@ -136,7 +136,7 @@ def deal(target: Tensor, whole: Tensor | None, src: int, ranks: Ranks, withheld:
     if value is None:
         value = withheld.memory(target.shape, target.dtype, torch.device("cpu"))
     if ranks.talk is not None and value.numel():
-        dist.broadcast(as_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
+        carried(dist.broadcast, as_bytes(value), group=ranks.talk, group_src=ranks.rank_of(src))
     taken = value
     withheld.attempt(
         lambda: local_of(target).copy_(part_of_whole(taken, target._spec) if isinstance(target, DTensor) else taken)
@@ -158,7 +158,7 @@ def _deal_rows(target: DTensor, whole: Tensor | None, src: int, withheld: Withhe
             withheld.attempt(partial(value.copy_, whole))
     for done, a in enumerate(others):
         if all(own[b] == at[b] for b in others[done + 1 :]) and mesh.size(a) > 1 and value.numel():
-            dist.broadcast(as_bytes(value), group=mesh.get_group(a), group_src=at[a])
+            carried(dist.broadcast, as_bytes(value), group=mesh.get_group(a), group_src=at[a])
     if value is not local:
         withheld.attempt(partial(local.copy_, value))
 
@@ -179,7 +179,7 @@ def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, a
     mesh, group = target.device_mesh, for_messages(target.device_mesh.get_group(axis))
     if own_rank() != src:
         if value.numel():
-            dist.recv(as_bytes(value), src, group=group)
+            carried(dist.recv, as_bytes(value), src, group=group)
         return
     given = torch.empty(target.shape, dtype=target.dtype, device="meta") if whole is None else whole
     for rank, rows in zip(dist.get_process_group_ranks(group), _rows(target, axis, given, mesh), strict=True):
@@ -189,7 +189,7 @@ def _deal_from(target: DTensor, value: Tensor, whole: Tensor | None, src: int, a
             moved = None if whole is None else withheld.attempt(partial(rows.to, value.device))
             if moved is None:
                 moved = withheld.memory(rows.shape, rows.dtype, value.device)
-            dist.send(as_bytes(_contiguous(moved, withheld)), rank, group=group)
+            carried(dist.send, as_bytes(_contiguous(moved, withheld)), rank, group=group)
 
 
 def _contiguous(tensor: Tensor, withheld: Withheld) -> Tensor:

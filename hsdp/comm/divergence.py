@@ -154,12 +154,29 @@ class DivergenceGuard:
             self._passes = min(self._passes + 1, _MOST_PASSES)
         self._begins = False
 
-    def differing(self, kind: str, name: str, values: list[int]) -> list[int]:
+    def meet(self, what: str) -> None:
+        """Asks whether all ranks are about to do `what`, which goes over other groups: a checkpoint, say.
+
+        In the store, which needs no collective, and not where ranks have parted: if this one has failed since its last op,
+        or somebody has raised the alarm, they may still save what they have.
+
+        Raises:
+            DivergenceError: the ranks are about to do different things, or some do not come in time.
+        """
+        if self._broken:
+            return
+        with self._breaking(what):
+            parted = self._questions.parted(self.count)
+        if not parted:
+            self.differing(what, "", [], in_store=True)
+
+    def differing(self, kind: str, name: str, values: list[int], in_store: bool = False) -> list[int]:
         """Always asks the other ranks; returns which of `values` are not the same on all. For set-up, not for steps.
 
         Args:
             kind, name: what the ranks are about to do.
             values: 62 bits each; as many on every rank.
+            in_store: ask there, whatever is known.
 
         Raises:
             DivergenceError: the ranks are about to do different things.
@@ -168,7 +185,9 @@ class DivergenceGuard:
         key = hash((zlib.crc32(kind.encode()), len(values), self._events))
         answer = Answer(self._rank, self.count, described(kind, name), key)
         # Until they agree on the op, and so on how many values there are, ranks send as much for any.
-        differs = self._ask(answer, self._state in self._follows, hash(tuple(values)) & _MASK if values else None)
+        differs = self._ask(
+            answer, in_store or self._state in self._follows, hash(tuple(values)) & _MASK if values else None
+        )
         self._state, self._events = hash((self._state, key)), 0
         return self._compare(self, values, answer) if differs and len(values) > 1 else [0] * differs
 

@@ -327,6 +327,10 @@ class Questions:
                     self._store.set(_FAILED, "")  # of failures that ranks had in common, or all have raised since
                 self._store.append(_FAILED, f"{self._rank} {number}\n")
 
+    def parted(self, number: int) -> bool:
+        """For a rank whose last op was `number`: whether a pass of its own failed since, or somebody raised the alarm."""
+        return number in self._failed or bool(self._store.check([self._gate()]))
+
     def _words(self) -> list[tuple[int, int]]:
         """Which ranks failed, and behind which ops."""
         if not self._store.check([_FAILED]):

@@ -54,8 +54,9 @@ def clip_grad_norm_(
     DTensors at a fraction of the cost. Every rank of the meshes must call it, with the same parameters. Where they
     share a mesh there is one all-reduce of one number; with `CommPolicy(reduction="tree")` in one of the units there are
     two, and the norm is the same to the last bit on every mesh that the same gradients are sharded over. The host does not
-    wait for the device, unless `error_if_nonfinite` is on, gradients are offloaded, or units lie on several meshes, over
-    which norms are compared. Reductions that still run (`set_is_last_backward`) are joined.
+    wait for the device, unless `error_if_nonfinite` is on, gradients are offloaded, or norms are compared between ranks:
+    where units lie on several meshes, or plain parameters beside sharded ones are not in `ignored_params`. Reductions that
+    still run (`set_is_last_backward`) are joined.
 
     Args:
         parameters: a model, a parameter, or several. Gradients may be sharded (DTensors on one mesh or several) or
@@ -75,7 +76,8 @@ def clip_grad_norm_(
         ValueError: `max_norm` or `norm_type` makes no sense, a gradient is a DTensor of partial sums, or, with
             `CommPolicy(reduction="tree")`, the `norm_type` is none of 1, 2 and inf.
         StateError: a unit holds gradient sums of earlier micro-batches that were not communicated; or units lie on several
-            meshes, one inside the other, and norms differ on ranks of the larger one: they have different experts, say.
+            meshes, one inside the other, and norms differ on ranks of the larger one: they have different experts, say. Or
+            a plain parameter beside sharded ones, in no unit, has other gradients on other ranks.
         RuntimeError: the norm is not finite, with `error_if_nonfinite`.
     """
     order, limit = _check_numbers(max_norm, norm_type)
@@ -94,7 +96,7 @@ def clip_grad_norm_(
         return torch.zeros(())
     shardings = _by_sharding(grads)
     norm = (_norm_of_any_mesh if in_tree else _norm)(shardings, _device_of(grads), order)
-    norm = _agreed(norm, units)
+    norm = _agreed(norm, units, _in_no_unit(parameters, params, units), order)
     if error_if_nonfinite and not torch.isfinite(norm):
         raise RuntimeError(
             f"clip_grad_norm_: the gradients' norm of order {order} is {norm.item()}, so they cannot be clipped; find "
@@ -195,8 +197,23 @@ def _in_one_order(params: list[Tensor], units: list[Unit]) -> list[Tensor]:
     return sorted(params, key=lambda param: places.get(id(param), len(places)))
 
 
-def _agreed(norm: Tensor, units: list[Unit]) -> Tensor:
-    """Compares the norm over the largest mesh if units are on several: no structure tells experts from copies.
+def _in_no_unit(given: object, params: list[Tensor], units: list[Unit]) -> dict[str, Tensor]:
+    """Plain parameters beside those of units, which no unit was told to ignore, by what to call them.
+
+    Also without a gradient, which another rank may have: the ranks decide alike whether they compare.
+    """
+    ignored = {key for unit in units for key in unit.ignored}
+    plain = [p for p in params if not isinstance(p, DTensor) and p.requires_grad and id(p) not in ignored] if units else []
+    if not plain:
+        return {}
+    names = {id(param): repr(name) for name, param in given.named_parameters()} if isinstance(given, nn.Module) else {}
+    return {names.get(id(param), f"number {at} of shape {tuple(param.shape)}"): param for at, param in enumerate(plain)}
+
+
+def _agreed(norm: Tensor, units: list[Unit], plain: dict[str, Tensor], order: float) -> Tensor:
+    """Compares the norm over the largest mesh where ranks may have others.
+
+    They may if units are on several meshes, as no structure tells experts from copies, or `plain` parameters in no unit.
 
     Returns:
         The largest of the ranks' norms, which were added up in other orders: all ranks are to scale by the same.
@@ -204,22 +221,32 @@ def _agreed(norm: Tensor, units: list[Unit]) -> Tensor:
     Raises:
         StateError: ranks have others. Dense layers would be scaled differently from rank to rank.
     """
-    if len({unit.mesh_ranks for unit in units}) < 2:
+    if len({unit.mesh_ranks for unit in units}) < 2 and not plain:
         return norm
     widest = max(units, key=lambda unit: len(unit.mesh_ranks))
-    known = norm.double().nan_to_num(nan=math.inf, posinf=math.inf)
+    grads = [param.grad for param in plain.values() if param.grad is not None]
+    alone = nn.utils.get_total_norm(grads, order).to(norm.device) if grads else torch.zeros_like(norm)
+    known = torch.stack((norm.double(), alone.double())).nan_to_num(nan=math.inf, posinf=math.inf)
     bounds = torch.stack((known, -known))
     for comm in (widest.shard_comm, widest.replicate_comm):
         if comm.group is not None and comm.size > 1:
             all_reduce_now(bounds, dist.ReduceOp.MAX, comm.group, hash((CLIP, 2)), "comparison of clip_grad_norm_")
-    largest, least = bounds[0].item(), -bounds[1].item()
+    (largest, of_plain), (least, least_of_plain) = bounds[0].tolist(), (-bounds[1]).tolist()
+    if of_plain > least_of_plain * (1 + _ALIKE):
+        raise StateError(
+            f"clip_grad_norm_: {len(plain)} parameter(s) beside sharded ones are in no unit ({', '.join([*plain][:3])}"
+            f"{', ...' if len(plain) > 3 else ''}), and their gradients are those of each rank alone, with norms from "
+            f"{least_of_plain:g} to {of_plain:g}: sharded gradients would be scaled differently from rank to rank. Call "
+            "fully_shard on the module that holds them (the root), and make the optimizer afterwards; or sum their "
+            "gradients before"
+        )
     if largest > least * (1 + _ALIKE):
         raise StateError(
             f"clip_grad_norm_: ranks have norms from {least:g} to {largest:g}, because units on smaller meshes than "
             f"that of {widest.name!r} have other gradients on other ranks, as different experts do; clip the parameters of "
             "each mesh in a call of their own"
         )
-    return torch.where(bounds[0].isfinite(), bounds[0].to(norm.dtype), norm)
+    return torch.where(bounds[0, 0].isfinite(), bounds[0, 0].to(norm.dtype), norm)
 
 
 def _device_of(grads: list[Tensor]) -> torch.device:

@@ -6,12 +6,15 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 import hsdp
+from tests.support.counting import CollectiveCounter
 from tests.support.deep import DIM, Deep, mean_grads, mean_into, seeded, step
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, shard
@@ -72,3 +75,43 @@ def check_clip_with_empty_shards(env: RankEnv, shape: tuple[int, ...]) -> None:
 @pytest.mark.parametrize("shape", [(4,), (2, 2)], ids=mesh_id)
 def test_rule_17_all_ranks_take_part_in_clipping(pool4: Pool, shape: tuple[int, ...]) -> None:
     pool4.run(check_clip_with_empty_shards, shape)
+
+
+def check_forgotten_root(env: RankEnv, shape: tuple[int, ...]) -> None:
+    """Of a model whose root is in no unit the gradients of the last layer are each rank's own."""
+    mesh = env.mesh(shape)
+    model = seeded(Deep)
+    for block in model.blocks:  # type: ignore[union-attr]
+        hsdp.fully_shard(block, mesh=mesh)
+    step(model, env.rank)
+    before = full_grads(model)
+    for given, name in ((model, "'last.weight', 'last.bias'"), (model.parameters(), r"number 0 of shape \(6, 6\), ")):
+        with pytest.raises(
+            hsdp.StateError, match=rf"2 parameter\(s\) beside sharded ones are in no unit \({name}.*the root"
+        ):
+            hsdp.clip_grad_norm_(given, 1e-3)
+    assert_same(full_grads(model), before)
+    for param in model.last.parameters():  # type: ignore[union-attr]
+        dist.all_reduce(param.grad)
+    norms: list[Any] = [None] * env.world_size
+    dist.all_gather_object(norms, hsdp.clip_grad_norm_(model, 1e-3).item())
+    assert len(set(norms)) == 1, norms
+
+
+@pytest.mark.parametrize("shape", [(2,), (2, 1)], ids=mesh_id)
+def test_rule_17_gradients_of_each_rank_alone_are_refused(pool2: Pool, shape: tuple[int, ...]) -> None:
+    pool2.run(check_forgotten_root, shape)
+
+
+def check_ignored(env: RankEnv) -> None:
+    """Nobody compares parameters that the user takes care of."""
+    model = seeded(Deep)
+    hsdp.fully_shard(model, mesh=env.mesh((2,)), ignored_params=set(model.last.parameters()))  # type: ignore[union-attr]
+    step(model, env.rank)
+    with CollectiveCounter() as counter:
+        hsdp.clip_grad_norm_(model, 1e-3)
+    assert counter.counts() == {"all_reduce": 1}
+
+
+def test_rule_17_ignored_parameters_are_not_compared(pool2: Pool) -> None:
+    pool2.run(check_ignored)

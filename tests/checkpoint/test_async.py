@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import threading
-import time
 from pathlib import Path
 from typing import Any
 from unittest import mock
@@ -81,23 +80,30 @@ def _exchange_while_saving(env: RankEnv, directory: str, call: str) -> None:
     cm.train(model, optimizer, range(1), env.rank, 2)
     state, of_optimizer = checkpoint.full_state_dict(model), checkpoint.full_optimizer_state_dict(model, optimizer)
     checkpoint.save_safetensors(Path(directory, "weights"), model)
-    begun = threading.Event()
+    gate = Gate()
+    handle = checkpoint.save(directory, model, optimizer, step=1, async_=True, progress=gate)
+    assert gate.reached.wait(30)
+    waits = handle._finished.wait
 
-    def slowly(done: int, total: int) -> None:
-        if not begun.is_set():
-            begun.set()
-            time.sleep(0.5)  # in which the call would be through
+    def opened(timeout: float | None = None) -> bool:
+        gate.opened.set()  # who waits for the save ends it; nobody else does
+        return waits(timeout)
 
-    handle = checkpoint.save(directory, model, optimizer, step=1, async_=True, progress=slowly)
-    assert begun.wait(30)
+    with mock.patch.object(handle._finished, "wait", opened):
+        _call(call, directory, model, optimizer, state, of_optimizer)
+    assert handle.done(), f"{call} ran beside a save, whose ranks talk over the same group"
+    assert handle.wait() == Path(directory, "step-000001")
+
+
+def _call(
+    call: str, directory: str, model: nn.Module, optimizer: torch.optim.Optimizer, state: Any, of_optimizer: Any
+) -> None:
     {
         "load_full_state_dict": lambda: checkpoint.load_full_state_dict(model, state),
         "load_full_optimizer_state_dict": lambda: checkpoint.load_full_optimizer_state_dict(model, optimizer, of_optimizer),
         "save_safetensors": lambda: checkpoint.save_safetensors(Path(directory, "more"), model),
         "load_safetensors": lambda: checkpoint.load_safetensors(Path(directory, "weights"), model),
     }[call]()
-    assert handle.done(), f"{call} ran beside a save, whose ranks talk over the same group"
-    assert handle.wait() == Path(directory, "step-000001")
 
 
 @pytest.mark.parametrize(

@@ -198,8 +198,9 @@ def test_a_plain_checkpoint_of_another_model_is_refused(pool2: Pool, tmp_path: P
     pool2.run(save_plain, str(tmp_path))
     results = pool2.run(load_misfit, str(tmp_path))
     assert results[0] == results[1]
-    assert "under no prefix does it have all of the model's names" in results[0]
-    assert "'net.blocks.0.calls'" in results[0] or "net." in results[0]
+    assert "under no prefix does it have all of the model's names 'blocks.0.calls', 'blocks.0.down.bias', " in results[0]
+    assert "; it has 'net.embedding.weight', 'net.blocks.0.up.weight', " in results[0]
+    assert "under 'net.' it lacks 'frozen.bias', 'frozen.weight', 'nothing' and 3 more" in results[0]
 
 
 def _from_rank_0(env: RankEnv, shape: tuple[int, ...], policy: Any) -> None:

@@ -448,7 +448,7 @@ def check_doors(env: RankEnv, directory: str, expected: Twin) -> None:
         del optimizers
 
 
-def test_side_doors(pool4: Pool, tmp_path: Any) -> None:
+def test_uneven_parameters_go_through_full_params_and_checkpoints(pool4: Pool, tmp_path: Any) -> None:
     pool4.run(check_doors, str(tmp_path), twin(4, 1))
 
 

@@ -10,7 +10,7 @@ from tests.support.torchrun import torchrun
 
 
 @pytest.mark.parametrize("library", ["torchtitan", "lightning", "accelerate"])
-def test_it_loads(library: str) -> None:
+def test_a_checkpoint_of_the_library_itself_loads(library: str) -> None:
     if importlib.util.find_spec(library) is None:
         pytest.skip(f"{library} is not installed: pip install 'hsdp[ecosystem]'")
     told = torchrun("tests.checkpoint.foreign_run", library)

@@ -469,7 +469,7 @@ def test_include_exclude_and_rename(tmp_path: Path) -> None:
         checkpoint.load(path, model, include="first.*")
 
 
-def test_casting(tmp_path: Path) -> None:
+def test_other_dtypes_are_refused_unless_cast_is_on(tmp_path: Path) -> None:
     source = Pair()
     path = saved(tmp_path, source)
     model = Pair().bfloat16()

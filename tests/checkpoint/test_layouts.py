@@ -64,7 +64,7 @@ def load_by_hsdp(env: RankEnv, path: str) -> Any:
 
 
 @pytest.mark.parametrize("layout", ["torchtitan", "lightning", "accelerate"])
-def test_it_loads(pool2: Pool, tmp_path: Path, layout: str) -> None:
+def test_a_checkpoint_in_the_layout_of_another_library_loads(pool2: Pool, tmp_path: Path, layout: str) -> None:
     state = pool2.run(save_by_library, str(tmp_path), layout)[0]
     cm.assert_equal(pool2.run(load_by_hsdp, str(tmp_path / "step-10"))[0], state)
 

@@ -448,7 +448,7 @@ class TestProgressBar:
         bar.clear()
         assert file.getvalue() == ""
 
-    def test_what_remains(self, monkeypatch: pytest.MonkeyPatch) -> None:
+    def test_the_time_that_remains_is_told_by_the_rate_of_this_run(self, monkeypatch: pytest.MonkeyPatch) -> None:
         now = [100.0]
         monkeypatch.setattr(time, "perf_counter", lambda: now[0])
         bar = ProgressBar(1000, 10)

@@ -191,7 +191,7 @@ def _counts(env: RankEnv, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
-def test_bytes_and_memory(request: pytest.FixtureRequest, shape: tuple[int, int]) -> None:
+def test_shares_send_less_across_replicas_and_hold_less_momentum(request: pytest.FixtureRequest, shape: tuple[int, int]) -> None:
     pool_for(request, shape).run(_counts, shape)
 
 
@@ -263,7 +263,7 @@ def _refuses(env: RankEnv) -> None:
     assert_same(dict(full_params(models[1])), dict(before), 0, 0)
 
 
-def test_what_is_refused(pool4: Pool) -> None:
+def test_sums_that_wait_and_states_of_shares_are_refused(pool4: Pool) -> None:
     pool4.run(_refuses)
 
 

@@ -191,7 +191,7 @@ def _counts(env: RankEnv, shape: tuple[int, int]) -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 1), (2, 2), (4, 1)], ids=mesh_id)
-def test_shares_send_less_across_replicas_and_hold_less_momentum(request: pytest.FixtureRequest, shape: tuple[int, int]) -> None:
+def test_shares_send_and_hold_less(request: pytest.FixtureRequest, shape: tuple[int, int]) -> None:
     pool_for(request, shape).run(_counts, shape)
 
 

@@ -88,7 +88,7 @@ class ReplicaReduce(Protocol):
 
 
 class WaitedOnly:
-    """A work that can be waited for and nothing else, which is all that FSDP2 asks of one, as `Work` has it."""
+    """A work that has `wait` alone, which is all that FSDP2 asks of one, as a `Work`."""
 
     def __init__(self, work: Any) -> None:
         self._work = work
@@ -108,7 +108,7 @@ class WaitedOnly:
         return True
 
     def is_completed(self) -> bool:
-        """Not if waiting raised: nothing tells that it has left its tensors alone since."""
+        """False if waiting raised: the work may still write to its tensors."""
         return self._ended
 
 
@@ -125,7 +125,7 @@ class UnderWay(Protocol):
     """A collective, as far as the memory that it works on is concerned."""
 
     def vacate(self) -> None:
-        """Somebody is about to write there: its results are copied out before."""
+        """Copies its results out of that memory, which is about to be written to."""
         ...
 
 
@@ -148,7 +148,7 @@ class Staging:
         kind, owner: whose call it is, for errors.
 
     Attributes:
-        apart: there is.
+        apart: whether there is such memory.
         then: what follows the call: copies its results out.
     """
 
@@ -203,7 +203,7 @@ class Staging:
             self.then = lambda: torch._foreach_copy_(to, sources)
 
     def used_by(self, work: WorkT) -> WorkT:
-        """Notes whose the memory is from now on; returns `work`."""
+        """Notes that `work` uses the memory from now on; returns it."""
         if self._spans:
             _used[:] = [(ref, spans) for ref, spans in _used if ref() is not None]
             _used.append((weakref.ref(work), self._spans))

@@ -11,7 +11,7 @@ starts one it must know that all ranks will. It does not ask each time:
 an accumulating loop steps after the same pass each time. What ranks must do alike without communicating (an optimizer's
 step, clipping, giving up a backward that failed) is told with the op that comes next: a rank that skipped it has another op
 there. Two ranks that differ never both take the known op, so one of them asks. A rank whose backward failed may do nothing
-more; it leaves word at once, for those that wait for it.
+more; it notes that in the store, for ranks that wait for it.
 
 How ranks ask depends on what they know:
 
@@ -46,7 +46,7 @@ from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import own_client
 
 _MOST_STATES = 1 << 14
-"""Bound on what is remembered, which begins anew then."""
+"""Bound on the known states, which are forgotten then."""
 
 _MOST_PASSES = 1 << 10
 """Bound on the passes that are told apart: a loop that accumulates longer asks once in each further one."""
@@ -90,7 +90,7 @@ class DivergenceGuard:
         self._passes = 0
         self._events = 0
         self._users = 0
-        self._broken = ""  # what was told then; not the error, which would hold the frames that it passed
+        self._broken = ""  # the message; not the error, which would hold the frames that it passed
         self.count = 0
 
     @classmethod
@@ -114,7 +114,7 @@ class DivergenceGuard:
     def begin_pass(self, order: int) -> None:
         """A pass begins with the next op: what follows it depends on `order` alone and not on what was before.
 
-        `order` stands for that in which ranks mean to gather ahead; it is the same on all that agree so far.
+        `order` identifies the order in which ranks mean to gather ahead; it is the same on all that agree so far.
         """
         self._begins = True
         self._order = order
@@ -134,7 +134,7 @@ class DivergenceGuard:
 
         Args:
             key: identifies kind, unit and whatever else must be equal; the same integer on all ranks that agree.
-            kind, name: the same for people; `name` is that of a unit, or "".
+            kind, name: the same for messages; `name` is that of a unit, or "".
 
         Raises:
             DivergenceError: the ranks are about to start different collectives.

@@ -58,7 +58,7 @@ class MeshAxes:
         shard_axis, replicate_axis: their numbers in it; None where there is no such axis.
         shard_size, shard_rank: size S of this rank's shard group and its rank in it (1, 0 without the axis).
         replicate_size, replicate_rank: size R of this rank's replicate group and its rank in it (1, 0 without the axis).
-        around: the bigger mesh that they were named in, if so; parameters may be DTensors on it.
+        around: the bigger mesh in which these axes were named, if any; parameters may be DTensors on it.
         names: the names of these axes in that mesh.
     """
 
@@ -134,7 +134,7 @@ class MeshAxes:
         return tuple(placements)
 
     def placement_text(self, dim: int | None, merged: int) -> str:
-        """The placement of a parameter for people: "Replicate()", "Shard(1)", or "Shard(0, 1)" of two dims cut as one.
+        """The placement of a parameter in messages: "Replicate()", "Shard(1)", or "Shard(0, 1)" of two dims cut as one.
 
         Args:
             dim: the tensor dim that is sharded; None: the parameter is whole on every rank.

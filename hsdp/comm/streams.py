@@ -32,7 +32,7 @@ def host_wait(device: torch.device) -> None:
 
 
 def note_read(tensor: Tensor) -> None:
-    """The current stream reads `tensor`: whichever stream's its memory is, once freed it is not handed out before that."""
+    """The current stream reads `tensor`: its memory, of whichever stream, is not reused before that."""
     if tensor.device.type not in ("cpu", "meta"):
         tensor.record_stream(torch.get_device_module(tensor.device).current_stream(tensor.device))
 
@@ -132,7 +132,7 @@ class Streams:
         return event
 
     def note_host_read(self) -> None:
-        """What the current stream holds so far copies from host memory that users may write: `finish_host_reads` waits."""
+        """The current stream's work so far reads host memory that users may write: `finish_host_reads` waits for it."""
         if (event := self.mark()) is not None:
             # Streams keep their order: the last event of each stands for all before it.
             self._host_reads[self._module().current_stream(self.device).stream_id] = event
@@ -149,7 +149,7 @@ class Streams:
             self._module().synchronize(self.device)
 
     def catch_up(self) -> None:
-        """The current stream waits for all compute streams: behind a backward that fails autograd does not see to it."""
+        """The current stream waits for all compute streams: behind a failed backward autograd does not do so."""
         if self.active:
             here = self._module().current_stream(self.device)
             for stream in (self.home, *self._compute.values()):

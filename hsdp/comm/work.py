@@ -1,6 +1,6 @@
 """A *communication work*: a collective under way.
 
-On a device its work was enqueued on a side stream and `wait` makes the current stream wait for an event. On the CPU the
+On a device it was enqueued on a side stream and `wait` makes the current stream wait for an event. On the CPU the
 backend's threads carry it and `wait` blocks the host until it is done, then runs what has to follow it (a local sum, a
 scale).
 """
@@ -27,7 +27,7 @@ from hsdp.torch_private import is_profiling
 
 
 class Carrier(Protocol):
-    """What started a collective: the process group, as far as waiting for it goes."""
+    """The starter of a collective: its process group, as far as waits need to know it."""
 
     size: int
     context: CommContext
@@ -93,7 +93,7 @@ class CommWork:
         self._finish = finish
         self._event: Event = None
         self._in_use: _InUse | None = None
-        self._broken = False  # what follows the works began and did not end
+        self._broken = False  # `finish` began and did not end
         self.start = time.monotonic()
         _outstanding[id(self)] = weakref.ref(self)
         if len(_outstanding) > _MOST_OUTSTANDING:
@@ -117,14 +117,14 @@ class CommWork:
 
     @property
     def broken(self) -> bool:
-        """Whether it ended, but what follows it raised: no wait will bring its results."""
+        """Whether it ended, but its `finish` raised: no wait will bring its results."""
         return self._broken
 
     def wait(self) -> None:
         """Blocks until the results are there: the host on the CPU, the current stream on a device.
 
         Raises:
-            CollectiveError: the collective, or what follows it, failed or timed out, now or in an earlier wait.
+            CollectiveError: the collective, or its `finish`, failed or timed out, now or in an earlier wait.
             DivergenceError: another rank is about to start another collective in its place.
         """
         if self._broken:
@@ -156,13 +156,13 @@ class CommWork:
             self._in_use.used = None
 
     def vacate(self) -> None:
-        """Somebody is about to write into the memory of users' collectives that it works on: its results are put in place.
+        """Copies its results out of the memory of users' collectives, which is about to be written to.
 
         Raises:
             CollectiveError, DivergenceError: as `wait`.
         """
         if self._comm.context.streams.active:
-            self._comm.context.streams.join(self._event)  # and no more: the compute stream has not waited
+            self._comm.context.streams.join(self._event)  # but no `wait`: the compute stream is not behind it
         elif self._works is not None:
             self.wait()
 
@@ -194,7 +194,7 @@ class CommWork:
 
 
 class _InUse:
-    """What a side stream uses until an event.
+    """The buffers that a side stream uses until an event.
 
     If it is deleted while `used` is set, the collective was not waited for: its backward failed, and the model was deleted.
     The buffers are kept until the event: they belong to the compute stream, whose allocator would hand them out while the
@@ -230,7 +230,7 @@ class TwoPhases(CommWork):
 
     @property
     def event(self) -> Event:
-        """That of the second phase."""
+        """The event of the second phase."""
         return self._phase[-1].event
 
     def done(self) -> bool:
@@ -281,7 +281,7 @@ def _failed(error: Exception, kind: str, name: str) -> RuntimeError:
     if isinstance(error, DivergenceError):
         return error
     cause = f"{error}" if isinstance(error, RuntimeError) else f"{type(error).__name__}: {error}"
-    # Whoever clears up after a failure may have destroyed all groups before the rest is waited for.
+    # A clean-up behind a failure may have destroyed all groups before the rest is waited for.
     where = f" on rank {dist.get_rank()}" if dist.is_initialized() else ""
     return CollectiveError(
         f"the {described(kind, name)} failed{where}: {cause}. Another rank may have stopped, raised "
@@ -292,7 +292,7 @@ def _failed(error: Exception, kind: str, name: str) -> RuntimeError:
 def _ends(work: Any, backend: str) -> bool:
     """Waits for a work, a tick at most; returns whether it ended."""
     if type(work) is WaitedOnly:
-        work.wait()  # it knows no ticks: what it raises is its own error, whatever the class
+        work.wait()  # a work without ticks: any error that it raises is its own
         return True
     if backend == "gloo":
         try:
@@ -319,7 +319,7 @@ _numbers = itertools.count()
 
 
 def _keep_until(ended: Callable[[], bool], used: Any) -> None:
-    # In place, one by one: what goes here may be the last that held another such work, which comes here in turn.
+    # In place, one by one: an entry may hold the last reference to another such work, whose deletion calls this again.
     _kept[next(_numbers)] = (ended, used)
     _let_go()
 
@@ -351,7 +351,7 @@ def _nbytes(value: Any) -> int:
 
 
 def in_turn(first: Callable[[], object] | None, second: Callable[[], object] | None) -> Callable[[], object] | None:
-    """Calls one and then the other, where there are both."""
+    """A function that calls `first` and then the other, where there are both."""
     if first is None or second is None:
         return first or second
 

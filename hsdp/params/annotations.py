@@ -40,12 +40,12 @@ def unchecked() -> AbstractContextManager[None]:
 
 
 def checked() -> AbstractContextManager[None]:
-    """Inside of `unchecked`, what the user computes, which is checked as it was around it."""
+    """Inside of `unchecked`, around the user's code, which is checked as it was before."""
     return importlib.import_module(f"{PACKAGE}.checker").typecheck()  # type: ignore[no-any-return]
 
 
 def annotation_of(param: Tensor) -> Mapping[Any, Any]:
-    """What spmd_types says of a plain parameter: on which axis it is what. Empty: nothing."""
+    """The type that spmd_types has for a plain parameter on each axis. Empty: none."""
     package = sys.modules.get(PACKAGE)
     return {} if package is None else package.get_local_type(param)
 
@@ -62,7 +62,7 @@ class Annotated(Inner):
     Args:
         param: the parameter, which this rank holds as it is.
         axes: hsdp's, of a bigger mesh.
-        where: what errors call the parameter.
+        where: the parameter's name in errors.
 
     Raises:
         ValueError: its annotation does not tell what it is on each axis of that mesh, or contradicts hsdp's axes.
@@ -104,7 +104,7 @@ class Annotated(Inner):
         return block
 
     def annotate(self, unsharded: Tensor) -> None:
-        """Says of an unsharded parameter what was said of the parameter."""
+        """Copies the parameter's annotation to an unsharded parameter."""
         self._assert_type(unsharded, self._shown, partition_spec=self._partition)
 
     def block_of_grad(self, grad: Tensor) -> Tensor:

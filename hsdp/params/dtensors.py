@@ -30,7 +30,7 @@ def as_dtensor(local: Tensor, spec: DTensorSpec) -> DTensor:
 
 
 def as_dtensors(locals_: Sequence[Tensor], specs: Sequence[DTensorSpec]) -> list[DTensor]:
-    """The same for several at once."""
+    """`as_dtensor` for several at once."""
     assert len(locals_) == len(specs), "each has its spec"
     return list(map(_plain, locals_, specs))
 
@@ -42,7 +42,7 @@ def spec_of(mesh: DeviceMesh, placements: tuple[Placement, ...], shape: Sequence
 
 
 def with_dtype(spec: DTensorSpec, dtype: torch.dtype) -> DTensorSpec:
-    """The same in another dtype."""
+    """A spec with another dtype."""
     meta = spec.tensor_meta
     assert meta is not None, "the spec of a DTensor tells its shape"
     if meta.dtype == dtype:
@@ -82,7 +82,7 @@ def replicates_implicitly() -> bool:
 
 
 def largest(numbers: Tensor, mesh: DeviceMesh) -> Tensor:
-    """Of each number the largest that a rank of the mesh has; all of them ask."""
+    """The largest of each number among the ranks of the mesh, all of which call it."""
     for axis in range(mesh.ndim):  # one by one: DTensor flattens several, and cannot where the mesh's are turned
         placements: list[Placement] = [Replicate()] * mesh.ndim
         placements[axis] = Partial("max")

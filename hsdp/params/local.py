@@ -1,4 +1,4 @@
-"""What a rank holds of a tensor, whichever kind it is."""
+"""This rank's part of a tensor of any kind."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def beside_local(param: Tensor) -> dict[str, Tensor]:
 
 
 def parts_beside(param: Tensor) -> list[tuple[str, Tensor]]:
-    """The same as plain tensors, each with the name of the scalar."""
+    """The scalars of `beside_local` as plain tensors, with their names."""
     return [(name, part.detach()) for name, held in beside_local(param).items() for part in parts_of(held)]
 
 

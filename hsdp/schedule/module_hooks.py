@@ -61,7 +61,7 @@ class ModuleHooks:
         self._own_runtime: Runtime | None = None
         self._side_outputs: tuple[int, SideOutputs] | None = None
         if (dtype := unit.mp_policy.output_dtype) is not None:
-            # Users' hooks from now on see the cast outputs, and what they make of these is not cast.
+            # Users' hooks from now on see the cast outputs, and their results are not cast.
             for module in modules:
                 module.register_forward_hook(lambda module, args, output: _cast(output, dtype))
 
@@ -131,7 +131,7 @@ class ModuleHooks:
         return self.after_forward(runtime, output, (*args, *kwargs.values()), first_node, None)[0]
 
     def _run_selected(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The same inside of a selective checkpoint, which gets to see the operators of the forward alone."""
+        """`run` inside of a selective checkpoint, which sees the operators of the forward alone."""
         with without_modes() as modes:
 
             def forward(*args: Any, **kwargs: Any) -> Any:
@@ -141,7 +141,7 @@ class ModuleHooks:
             return self.run(module, forward, args, kwargs)
 
     def _run_checked(self, module: nn.Module, call: Callable[..., Any], args: Any, kwargs: Any) -> Any:
-        """The same where spmd_types checks: the user's operations, and the casts of inputs, which keep their types."""
+        """`run` where spmd_types checks: it checks the user's operations, and casts of inputs, which keep their types."""
 
         def forward(*args: Any, **kwargs: Any) -> Any:
             with checked():

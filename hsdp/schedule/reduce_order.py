@@ -138,7 +138,7 @@ class ReduceOrder:
     def begin(self, answers: bool) -> ReduceTurns:
         """The root's backward begins. Called inside its graph task.
 
-        `answers`: it is that of a forward that ended, and not one inside a forward (`autograd.grad` for forces, say).
+        `answers`: the backward is that of an ended forward, and not one inside a forward (`autograd.grad` for forces).
         """
         # With its graph kept, the same forward may have another backward, and so it may through a new graph of gradients:
         # with create_graph=True gradients are enabled here, and `torch.func.grad` keeps no graph but that one.

@@ -27,7 +27,7 @@ from hsdp.offload import OffloadPolicy
 from hsdp.params.ownership import forget, refuse_tied, register
 from hsdp.params.param import ManagedParam
 from hsdp.policies import CommPolicy, MixedPrecisionPolicy, ReplicaPolicy
-from hsdp.torch_private import graph_task, plain_access, will_execute
+from hsdp.torch_private import graph_task, outside_transforms, plain_access, will_execute
 from hsdp.unit.composite_group import CompositeGroup
 from hsdp.unit.dtype_group import DtypeGroup, GroupKey, thresholds_for, unpacks_first
 from hsdp.unit.extension_group import ExtensionGroup
@@ -371,18 +371,19 @@ class Unit(UnitActivity, UnshardedParams):
         self.check_unwritten()
 
     def choose_trainable(self, afresh: bool) -> None:
-        """Notes which parameters want gradients; users may change that at any moment.
+        """Notes which parameters want gradients, as users may have changed it since.
 
-        A forward, or a recomputation, uses `requires_grad` as it is at its begin. A reduction covers all forwards behind
-        it: a parameter that was frozen since takes part. `afresh`: no backward of an earlier forward is to come.
+        A reduction covers all forwards before it: a parameter that was frozen since its forward takes part. `afresh`: no
+        backward of an earlier forward is to come.
         """
         with plain_access():
             wanted = tuple(map(requires_grad_of, self._sharded))
         if wanted != self._wanted or self.shadows.toggled:
-            self._show_wanted(wanted)
+            with outside_transforms():  # the forward may be under one of torch.func: what it makes ends with it
+                self._show_wanted(wanted)
             self._note_nodes()
         mask = wanted
-        if mask != self.trainable and self.trainable and not (afresh and not self.gradients.is_pending()):
+        if mask != self.trainable and self.trainable and (not afresh or self.gradients.is_pending()):
             mask = tuple(map(or_, wanted, self.trainable))
         if mask != self.trainable:
             self.gradients.choose(mask, self.name)

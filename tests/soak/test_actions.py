@@ -48,6 +48,14 @@ def test_the_first_reader_of_stepped_shards_is_a_transform(pool2: Pool) -> None:
     _run(pool2, [Program("stepped", (2, 1), (Part("linear", "whole"),), actions, local="over replicas")])
 
 
+@pytest.mark.parametrize("kind", ["grad", "jvp", "per sample grad"])
+def test_a_frozen_parameter_is_heeded_inside_of_a_transform(pool2: Pool, kind: str) -> None:
+    """Between a forward and its backward: what is made for it must not be the transform's."""
+    first, toggle = ("forward", 1, {}, "call", ""), ("toggle", 5, False)
+    actions = first, toggle, ("transform", 4, kind), ("backward", (1,), {}), ("backward", (4,), {})
+    _run(pool2, [Program("frozen", (2,), (Part("linear", "whole"),), actions)])
+
+
 def _check(pool: Pool, shape: tuple[int, ...], count: int) -> None:
     _run(pool, [draw(f"ci:{number}", shape) for number in range(count)])
 

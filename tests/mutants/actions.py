@@ -42,7 +42,7 @@ from hsdp.unit.shadows import Shadows
 from hsdp.unit.unit import Unit
 from hsdp.unit.write_guard import WriteGuard
 from hsdp.unit.zero_grad import SentinelBacking, Sentinels, ZeroGradSentinel
-from tests.mutants.planting import Plant, replaced
+from tests.mutants.planting import Plant, gives, replaced
 from tests.soak.actions.play import run_programs
 from tests.soak.actions.programs import SHAPES, Program, draw
 from tests.soak.actions.soak import run_all
@@ -68,11 +68,6 @@ def planted(name: str, ranks: int = 2, mesh: str = "1d") -> Callable[[Plant], Pl
         return plant
 
     return register
-
-
-def gives(owner: Any, method: str, value: Any = None) -> Plant:
-    """A bug: a method does nothing and returns `value`."""
-    return lambda: mock.patch.object(owner, method, lambda *args, **kwargs: value)
 
 
 def _never(name: str) -> property:

@@ -51,8 +51,10 @@ from hsdp.unit.stash import Stash
 from hsdp.unit.unit import Unit
 from tests import test_offload as offload
 from tests.api import test_compat
+from tests.api import test_feature_rows as rows
 from tests.api import test_odd_moments as odd_moments
 from tests.comm import test_compressed
+from tests.comm import test_tree as tree
 from tests.mutants.planting import (
     MUTANTS,
     WRONG_NUMBERS,
@@ -68,6 +70,7 @@ from tests.params import test_placement as placement
 from tests.params import test_tensor_parallel as tensor_parallel
 from tests.planning import test_memory as plan_memory
 from tests.planning import test_traffic as plan_collectives
+from tests.rules import test_rule_03_mixtures as rule_03
 from tests.rules import test_rule_10_completion as rule_10
 from tests.rules import test_rule_11_unused as rule_11
 from tests.rules import test_rule_12_passes as rule_12
@@ -107,6 +110,7 @@ def script(text: str, *shapes: tuple[int, ...]) -> Check:
 # -- sums -----------------------------------------------------------------------------------------------------------
 
 
+@mutant(Check(rows.check_pipeline, (None, (2, 2)), world=4), name="loses what was deferred")
 @mutant(script("local:abc scatter:abc full:abc"))
 def drops_deferred_sums() -> Any:
     return mock.patch.object(
@@ -173,6 +177,7 @@ def lands_what_was_zeroed_meanwhile() -> Any:
     return replaced(Gradients, "take", lambda take: lambda gradients, runs_on, *more: take(gradients, False, *more))
 
 
+@mutant(Check(rule_03.check_mixture), kill="should not be|Error", name="keeps the first choice of trainable parameters")
 @mutant(Check(rule_14.check_frozen_then_thawed), kill="Error")
 def does_not_follow_requires_grad() -> Any:
     return replaced(Unit, "choose_trainable", lambda choose: lambda unit: None if unit.trainable else choose(unit))
@@ -191,6 +196,7 @@ def forgets_the_scale() -> Any:
     return replaced(UnitSettings, "factor", lambda factor: lambda one, ranks: factor(one, ranks) / one.gradient_scale)
 
 
+@mutant(Check(tree.check_order, ((2, 2), 3.0), world=4), kill=r"AssertionError: blocks\.0", name="scales below the root")
 @mutant(Check(rule_15.check_fp16, ((4,), 30000.0), world=4), kill="AssertionError")
 def divides_fp16_behind_the_sum() -> Any:
     return mock.patch.object(hsdp.schedule.pipeline, "scaling_of", lambda factor, *_: Scaling(1.0, factor, 1.0))
@@ -316,6 +322,11 @@ def does_not_sweep() -> Any:
     return replaced(Runtime, "_end_backward", change)
 
 
+@mutant(
+    Check(rows.check_kinds, (rows.FROZEN, rows.TWICE)),
+    kill="gradient of .*extra is",
+    name="takes unused parameters for used",
+)
 @mutant(Check(rule_11.check_case, ("several outputs", (2,))), kill="idle.*should not be|never.*should not be")
 def ignores_used_flags() -> Any:
     def change(land: Callable[..., Any]) -> Callable[..., Any]:

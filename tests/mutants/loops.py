@@ -104,11 +104,6 @@ def casts_parameters_to_one_dtype() -> Any:
     return replaced(ManagedParam, "__init__", change)
 
 
-@mutant(Check(rule_03.check_mixture), kill="should not be|Error")
-def keeps_the_first_choice_of_trainable_parameters() -> Any:
-    return replaced(Unit, "choose_trainable", lambda choose: lambda unit: None if unit.trainable else choose(unit))
-
-
 @mutant(Check(rule_04.check_shapes, ((4,),), world=4))
 def takes_strided_memory_as_it_lies() -> Any:
     def flat(whole: Tensor) -> Tensor:
@@ -269,26 +264,6 @@ def rounds_sums_to_the_compute_dtype() -> Any:
         return rounded
 
     return replaced(Gradients, "land", change)
-
-
-@mutant(Check(rows.check_kinds, (rows.FROZEN, rows.TWICE)), kill="gradient of .*extra is")
-def takes_unused_parameters_for_used() -> Any:
-    def change(land: Callable[..., Any]) -> Callable[..., Any]:
-        def all_used(gradients: Gradients, parts: Any) -> None:
-            for part in parts:
-                part.used = [True] * len(part.used)
-            land(gradients, parts)
-
-        return all_used
-
-    return replaced(Gradients, "land", change)
-
-
-@mutant(Check(rows.check_pipeline, (None, (2, 2)), world=4))
-def loses_what_was_deferred() -> Any:
-    return mock.patch.object(
-        Gradients, "hand_over_deferred", lambda gradients, parts: setattr(gradients, "deferred_sums", None)
-    )
 
 
 @mutant(Check(states._refused, ("FULL_PARAMS",)), kill=NOT_REFUSED)

@@ -86,6 +86,7 @@ def brings_owners_the_shares_of_their_own_replica_alone() -> Any:
     return mock.patch.object(MatrixParam, "shares_copy", lambda self, rank, other: rank == other)
 
 
+@mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum", name="steps the first rows on every replica")
 @mutant(MOMENTA, kill="differ")
 def has_the_momentum_of_the_first_rows_on_every_replica() -> Any:
     return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
@@ -94,11 +95,6 @@ def has_the_momentum_of_the_first_rows_on_every_replica() -> Any:
 @mutant(SHARED, kill="differs")
 def keeps_what_it_stepped_to_itself() -> Any:
     return mock.patch.object(ReplicaGathers, "run", return_value=None)
-
-
-@mutant(SHARED, kill="differs|_state|exp_avg|momentum_buffer|sum")
-def steps_the_first_rows_on_every_replica() -> Any:
-    return mock.patch.object(Share, "of", lambda share, local: local.narrow(0, 0, share.rows))
 
 
 @mutant(FLAT, kill="differs")

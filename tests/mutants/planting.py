@@ -57,6 +57,11 @@ def replaced(owner: Any, name: str, change: Callable[[Callable[..., Any]], Calla
     return mock.patch.object(owner, name, change(getattr(owner, name)))
 
 
+def gives(owner: Any, method: str, value: Any = None) -> Plant:
+    """A bug: a method or function does nothing and returns `value`."""
+    return lambda: mock.patch.object(owner, method, lambda *args, **kwargs: value)
+
+
 def remembering(owner: type, name: str) -> Any:
     """Patches a method so that every object it was called on is held, until the mutant is gone."""
     held: list[Any] = []

@@ -23,7 +23,7 @@ from hsdp.optim.elementwise import _Stepper
 from hsdp.optim.replicas import ReplicaGathers, Share
 from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
-from tests.mutants.planting import Plant, replaced
+from tests.mutants.planting import Plant, gives, replaced
 from tests.soak.actions.soak import run_all
 from tests.soak.optimizers.play import run_programs
 from tests.soak.optimizers.programs import SHAPES, Program, draw
@@ -39,11 +39,6 @@ def run_planted(env: RankEnv, name: str, programs: list[Program], system: str) -
     """On a worker: plays programs with a bug planted."""
     with PLANTS[name][0]():
         return run_programs(env, programs, system)
-
-
-def gives(owner: Any, method: str, value: Any = None) -> Plant:
-    """A bug: a function does nothing and returns `value`."""
-    return lambda: mock.patch.object(owner, method, lambda *args, **kwargs: value)
 
 
 def _fits_for_good() -> Any:

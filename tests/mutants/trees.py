@@ -13,7 +13,6 @@ import hsdp.clip
 import hsdp.comm.tree
 import hsdp.schedule.pipeline
 from hsdp.schedule.reduce_queue import ReduceQueue
-from hsdp.schedule.scaling import Scaling
 from tests.comm import test_tree as tree
 from tests.mutants.planting import Check, mutant, replaced
 
@@ -45,11 +44,6 @@ def adds_the_far_ranks_first() -> Any:
         return turned
 
     return replaced(hsdp.comm.tree, "fold", change)
-
-
-@mutant(Check(tree.check_order, ((2, 2), 3.0), world=4), kill=OTHER_BITS)
-def scales_below_the_root() -> Any:
-    return mock.patch.object(hsdp.schedule.pipeline, "scaling_of", lambda factor, *_: Scaling(1.0, factor, 1.0))
 
 
 @mutant(ACCUMULATED, kill="differ at entry")

@@ -10,7 +10,8 @@ import warnings
 import weakref
 import xml.etree.ElementTree as ElementTree
 from collections import Counter
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -30,6 +31,7 @@ from hsdp.examples import train_lm
 from hsdp.examples.launch import JobError
 from hsdp.examples.options import parse_options
 from hsdp.schedule.pipeline import ReductionPipeline
+from hsdp.tracing import events, recorder
 from hsdp.tracing.spans import intersection, length, union
 from hsdp.unit.lookup import unit_of
 from tests.support.best_step import Durations
@@ -343,17 +345,36 @@ class _Catches(nn.Module):
         raise AssertionError("the block does not fail")
 
 
+_PAUSE = 1000.0
+
+
+@contextmanager
+def _clock() -> Iterator[Callable[[], None]]:
+    """The traces' clock meanwhile: a pause puts it forward by `_PAUSE` seconds, for which nobody waits."""
+    ahead = 0.0
+
+    def now() -> float:
+        return time.perf_counter() + ahead
+
+    def pause() -> None:
+        nonlocal ahead
+        ahead += _PAUSE
+
+    with mock.patch.object(events, "_now", now), mock.patch.object(recorder, "_now", now):
+        yield pause
+
+
 def _fails_and_goes_on(env: RankEnv) -> None:
     model = shard(_Catches(), env.mesh((2,)))
     x = torch.randn(2, 4)
-    with hsdp.trace(model) as t:
+    with _clock() as pause, hsdp.trace(model) as t:
         with pytest.raises(KeyError):
             model(x, True)
-        time.sleep(0.05)
+        pause()
         model(x, False).sum().backward()
-        time.sleep(0.05)
+        pause()
     busy = length(union((s.start, s.end) for s in t.recording.track("compute")))
-    assert busy < t.recording.end - 0.09, "the pauses belong to no unit"
+    assert busy < _PAUSE < 2 * _PAUSE < t.recording.end, "the pauses belong to no unit"
 
 
 def test_failures_leave_no_spans_open(pool2: Pool) -> None:
@@ -390,17 +411,17 @@ class _Chain(nn.Module):
 def _fails_under_a_trace(env: RankEnv) -> None:
     model = shard(_Chain(), env.mesh((2,)))
     x = torch.randn(2, 4)
-    with hsdp.trace(model) as t:
+    with _clock() as pause, hsdp.trace(model) as t:
         for where in ("forward", "backward"):
             with pytest.raises(KeyError):
                 model(x, where).sum().backward()
-            time.sleep(0.05)
+            pause()
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of the backward that failed
             model(x).sum().backward()
-        time.sleep(0.05)
+        pause()
     busy = length(union((s.start, s.end) for s in t.recording.track("compute")))
-    assert busy < t.recording.end - 0.14, "the pauses belong to no unit"
+    assert busy < _PAUSE < 3 * _PAUSE < t.recording.end, "the pauses belong to no unit"
     assert t.recording.memory[-1][1] == 0, "no buffer is held"
 
 
@@ -474,13 +495,13 @@ def test_traces_of_two_models_and_of_parts_do_not_mix() -> None:
                 optimizer.step()
         assert (first.summary().steps, second.summary().steps) == (1, 2)
         assert (first.summary().iterations, second.summary().iterations) == (1, 2)
-        with hsdp.trace(models[0].blocks[1]) as part, hsdp.trace(models[0].blocks[2]):
+        with _clock() as pause, hsdp.trace(models[0].blocks[1]) as part, hsdp.trace(models[0].blocks[2]):
             for _ in range(2):
                 models[0](x).sum().backward()
-            time.sleep(0.05)
+            pause()
         assert part.summary().iterations == 2
         assert {span.unit for span in part.recording.spans} == {"blocks.1"}
-        assert sum(span.seconds for span in part.recording.track("compute")) < part.recording.end - 0.04
+        assert sum(span.seconds for span in part.recording.track("compute")) < _PAUSE < part.recording.end
 
 
 def test_units_of_two_models_in_one_trace_are_told_apart() -> None:
@@ -543,14 +564,14 @@ def test_a_step_that_failed_is_not_under_way_until_the_next_forward() -> None:
     with fake_world(2) as env:
         model: Any = shard(_Chain(), env.mesh((2,)))
         optimizer = _Failing(model.parameters(), lr=0.1)
-        with hsdp.trace(model) as t:
+        with _clock() as pause, hsdp.trace(model) as t:
             model(torch.randn(2, 4)).sum().backward()
             with pytest.raises(RuntimeError, match="no step"):
                 optimizer.step()
-            time.sleep(0.2)
+            pause()
             optimizer.step()
         spans = [span for span in t.recording.track("compute") if span.kind == "optimizer"]
-        assert spans and sum(span.seconds for span in spans) < 0.1
+        assert spans and sum(span.seconds for span in spans) < _PAUSE
         assert t.summary().steps == 1
 
 

@@ -373,8 +373,7 @@ class Unit(UnitActivity, UnshardedParams):
     def choose_trainable(self, afresh: bool) -> None:
         """Notes which parameters want gradients, as users may have changed it since.
 
-        A reduction covers all forwards before it: a parameter that was frozen since its forward takes part. `afresh`: no
-        backward of an earlier forward is to come.
+        A reduction covers all forwards before it, also of what was frozen since. `afresh`: they have had their backwards.
         """
         with plain_access():
             wanted = tuple(map(requires_grad_of, self._sharded))

@@ -17,10 +17,10 @@ from unittest import mock
 from hsdp.checkpoint import loading, optimizers, reading, saving, store, whole_tensors
 from tests.mutants.planting import Plant, replaced
 from tests.soak.actions.soak import run_all
-from tests.soak.persistence.play import run_programs
+from tests.soak.persistence.play import play
 from tests.soak.persistence.programs import Program, draw
 from tests.soak.persistence.soak import GROUP_TIMEOUT
-from tests.soak.verdicts import Verdict
+from tests.soak.verdicts import Verdict, run_each
 from tests.support.facts import header
 from tests.support.rig import Pool, RankEnv
 
@@ -28,7 +28,7 @@ from tests.support.rig import Pool, RankEnv
 def run_planted(env: RankEnv, name: str, programs: list[Program], system: str) -> list[Verdict]:
     """On a worker: plays programs with a bug planted."""
     with PLANTS[name]():
-        return run_programs(env, programs, system)
+        return run_each(env, play, programs, system)
 
 
 def _swaps_rows() -> Any:

@@ -25,9 +25,9 @@ from hsdp.optim.states import Entries
 from hsdp.optim.targets import Target
 from tests.mutants.planting import Plant, gives, replaced
 from tests.soak.actions.soak import run_all
-from tests.soak.optimizers.play import run_programs
+from tests.soak.optimizers.play import play
 from tests.soak.optimizers.programs import SHAPES, Program, draw
-from tests.soak.verdicts import Verdict
+from tests.soak.verdicts import Verdict, run_each
 from tests.support.facts import header
 from tests.support.rig import Pool, RankEnv
 
@@ -38,7 +38,7 @@ PLANTS: dict[str, tuple[Plant, str]] = {}
 def run_planted(env: RankEnv, name: str, programs: list[Program], system: str) -> list[Verdict]:
     """On a worker: plays programs with a bug planted."""
     with PLANTS[name][0]():
-        return run_programs(env, programs, system)
+        return run_each(env, play, programs, system)
 
 
 def _fits_for_good() -> Any:

@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.soak.actions.soak import run_all
-from tests.soak.pipelines.play import run_programs
+from tests.soak.pipelines.play import play
 from tests.soak.pipelines.programs import PER_RANK, draw, smaller
+from tests.soak.verdicts import run_each
 from tests.support.rig import Pool
 from tests.support.share import share
 
@@ -25,7 +26,7 @@ def test_programs_on_the_emulated_device(device2: Pool) -> None:
 
 def _check(pool: Pool, ranks: int, count: int) -> None:
     programs = [draw(f"ci:{number}", ranks) for number in range(count)]
-    tally = run_all(pool, programs, stop_at=2, runner=(run_programs,))
+    tally = run_all(pool, programs, stop_at=2, runner=(run_each, play))
     assert not tally.failures, "\n".join(f"{p}\n{told}" for found in tally.failed.values() for p, told in found)
 
 

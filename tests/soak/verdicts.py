@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from tests.support.rig import RankEnv
+
 P = TypeVar("P")
 
 
@@ -73,6 +75,11 @@ def play_each(programs: Sequence[P], play: Callable[[P], Verdict]) -> list[Verdi
             raise Failed(json.dumps({"at": index, "failure": verdict.failure, "told": verdict.told, "done": done}))
         verdicts.append(verdict)
     return verdicts
+
+
+def run_each(env: RankEnv, play: Callable[[RankEnv, P], Verdict], programs: list[P], system: str = "hsdp") -> list[Verdict]:
+    """On a worker: plays programs up to the first that fails, see `play_each`; on hsdp, whatever the `system`."""
+    return play_each(programs, lambda program: play(env, program))
 
 
 def to_bytes(state: Any) -> bytes:

@@ -25,7 +25,7 @@ from tests.soak.actions.play import watched
 from tests.soak.optimizers.models import Net
 from tests.soak.optimizers.programs import Action, Program, Spec
 from tests.soak.optimizers.sides import Sharded, Twin, Values
-from tests.soak.verdicts import Over, Verdict, Wrong, judging, play_each
+from tests.soak.verdicts import Over, Verdict, Wrong, judging
 from tests.support.rig import RankEnv
 
 TOLERANCE = 1e-10
@@ -54,11 +54,6 @@ OWED: list[tuple[tuple[str, ...], str, str]] = [
     (("move", "restore"), r"whole tensor \(\) in the state dict", "torch gives whole values to parameters without dims"),
 ]
 """Errors that hsdp may raise where the twin does not: in which actions, a pattern of "Type: message", and why."""
-
-
-def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs up to the first that fails, see `play_each`."""
-    return play_each(programs, lambda program: play(env, program))
 
 
 def play(env: RankEnv, program: Program) -> Verdict:

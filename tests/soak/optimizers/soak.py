@@ -15,14 +15,15 @@ from collections.abc import Sequence
 
 from tests.soak import command
 from tests.soak.actions.soak import Tally, run_all
-from tests.soak.optimizers.play import run_programs
+from tests.soak.optimizers.play import play
 from tests.soak.optimizers.programs import PARALLEL, SHAPES, Program, draw, smaller
+from tests.soak.verdicts import run_each
 from tests.support.rig import Pool
 
 
 def run(pool: Pool, programs: Sequence[Program], stop_at: int = 0) -> Tally:
     """Runs programs on the pool's ranks; goes on behind failures, up to `stop_at` of them if given."""
-    return run_all(pool, programs, stop_at=stop_at, runner=(run_programs,))
+    return run_all(pool, programs, stop_at=stop_at, runner=(run_each, play))
 
 
 def meshes(ranks: int, name: str) -> tuple[tuple[int, ...], int]:
@@ -39,4 +40,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.mesh in PARALLEL and args.ranks != 4:
         parser.error(f"--mesh {args.mesh}: it takes --ranks 4")
     meant = meshes(args.ranks, args.mesh)
-    return command.soak(args, lambda seed: draw(seed, *meant), (run_programs,), smaller, device=args.device)
+    return command.soak(args, lambda seed: draw(seed, *meant), (run_each, play), smaller, device=args.device)

@@ -31,7 +31,7 @@ from tests.soak.persistence.kept import Kept
 from tests.soak.persistence.programs import OF_RANKS, Fault, Layout, Program
 from tests.soak.persistence.run import Run, Snapshot
 from tests.soak.persistence.values import equal, near
-from tests.soak.verdicts import Over, Verdict, Wrong, play_each
+from tests.soak.verdicts import Over, Verdict, Wrong
 from tests.support.rig import RankEnv
 from tests.support.twin import full, whole
 
@@ -39,11 +39,6 @@ FILES = ("files", "async")
 PARTLY = "partly changed"
 COMPLETE = "is complete, but an earlier checkpoint could not be removed"
 NAMED = (hsdp.HSDPError, Planted)
-
-
-def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs up to the first that fails, see `play_each`."""
-    return play_each(programs, lambda program: play(env, program))
 
 
 def play(env: RankEnv, program: Program) -> Verdict:

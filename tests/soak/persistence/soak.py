@@ -12,8 +12,9 @@ from collections.abc import Sequence
 
 from tests.soak import command
 from tests.soak.actions.soak import Tally, run_all
-from tests.soak.persistence.play import run_programs
+from tests.soak.persistence.play import play
 from tests.soak.persistence.programs import Program, draw, smaller
+from tests.soak.verdicts import run_each
 from tests.support.rig import Pool
 
 GROUP_TIMEOUT = 15.0
@@ -22,10 +23,10 @@ GROUP_TIMEOUT = 15.0
 
 def run(pool: Pool, programs: Sequence[Program], stop_at: int = 0) -> Tally:
     """Runs programs on the pool's ranks; goes on behind failures, up to `stop_at` of them if given."""
-    return run_all(pool, programs, stop_at=stop_at, runner=(run_programs,), group_timeout=GROUP_TIMEOUT)
+    return run_all(pool, programs, stop_at=stop_at, runner=(run_each, play), group_timeout=GROUP_TIMEOUT)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Soaks; returns how many programs failed."""
     args = command.options(__doc__, ranks=[1, 2, 4], default=2, programs=500, tries=60).parse_args(argv)
-    return command.soak(args, lambda seed: draw(seed, args.ranks), (run_programs,), smaller, group_timeout=GROUP_TIMEOUT)
+    return command.soak(args, lambda seed: draw(seed, args.ranks), (run_each, play), smaller, group_timeout=GROUP_TIMEOUT)

@@ -26,7 +26,7 @@ from tests.soak.optimizers.play import alike, attempt, beside, differences, meet
 from tests.soak.optimizers.states import own_folder
 from tests.soak.pipelines.programs import V_SHAPED, Action, Plan, Program
 from tests.soak.pipelines.stages import Planned, Stage, shard
-from tests.soak.verdicts import Over, Verdict, Wrong, judging, play_each
+from tests.soak.verdicts import Over, Verdict, Wrong, judging
 from tests.support import device as emulator
 from tests.support.rig import RankEnv
 
@@ -34,11 +34,6 @@ TOLERANCE = 1e-10
 TOLERANCE_OF_FLOAT32 = 1e-4
 ROWS = 2
 COMPARED_BEFORE = ("optimize", "clip", "save", "write", "eval", "fail")
-
-
-def run_programs(env: RankEnv, programs: list[Program], system: str = "hsdp") -> list[Verdict]:
-    """On a worker: plays programs up to the first that fails, see `play_each`."""
-    return play_each(programs, lambda program: play(env, program))
 
 
 def play(env: RankEnv, program: Program) -> Verdict:

@@ -12,8 +12,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from tests.soak import command
-from tests.soak.pipelines.play import run_programs
+from tests.soak.pipelines.play import play
 from tests.soak.pipelines.programs import draw, smaller
+from tests.soak.verdicts import run_each
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -21,4 +22,4 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = command.options(__doc__, ranks=[2, 4], default=4, programs=200, tries=60)
     parser.add_argument("--device", default="cpu", help="of the sharded side: cpu, or emul, the emulated one")
     args = parser.parse_args(argv)
-    return command.soak(args, lambda seed: draw(seed, args.ranks), (run_programs,), smaller, device=args.device)
+    return command.soak(args, lambda seed: draw(seed, args.ranks), (run_each, play), smaller, device=args.device)

@@ -133,3 +133,8 @@ def test_the_reference_has_every_public_name() -> None:
     for name in listed:
         owner, _, member = name.rpartition(".")
         assert hasattr(getattr(hsdp, owner) if owner else hsdp, member), f"docs/api.md: there is no hsdp.{name}"
+
+
+def test_the_table_of_the_reference_has_exactly_the_public_names() -> None:
+    page = (Path(__file__).parents[2] / "docs" / "api.md").read_text()
+    assert sorted(re.findall(r"^\| `(\w+)` \|", page, re.MULTILINE)) == sorted(hsdp.__all__)

@@ -1,6 +1,6 @@
 """What hsdp asks of torch's engine, storages, process groups, meshes and dynamo, and torch has no public name for.
 
-Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.14 have all of them;
+Beside each: what hsdp needs it for, who else relies on it, and what breaks without it. torch 2.11 to 2.15 have all of them;
 `tests/test_floors.py` finds uses of these elsewhere. Not here are private names of DTensor, and attributes of tensors and
 modules that begin with an underscore (`_base`, `_version`, `_parameters`): they stand where they are used.
 """

@@ -608,7 +608,7 @@ def leaves_the_memory_of_a_gather_that_failed() -> Any:
     return mock.patch.object(Unit, "_release", return_value=None)
 
 
-@mutant(Check(extension.check_as_another, (extension.Careless, Int8Weight, hsdp.MixedPrecisionPolicy())), kill="inplace")
+@mutant(Check(extension.check_as_another, (extension.Keeping, Int8Weight, hsdp.MixedPrecisionPolicy())), kill="inplace")
 def takes_a_refilled_weight_for_a_changed_one() -> Any:
     return mock.patch("hsdp.unit.extension_group.keeping_versions", lambda tensors: nullcontext())
 

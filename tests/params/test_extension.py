@@ -246,6 +246,15 @@ class Careless(Int8Weight):
         return torch.mul(*gathered, out=out)
 
 
+class Keeping(Careless):
+    """Has memory of its own for the whole weight, which is never freed."""
+
+    def fsdp_post_all_gather(self, gathered: Any, metadata: None, param_dtype: Any, *, out: Any = None) -> Any:
+        if out is None:
+            return super().fsdp_post_all_gather(gathered, metadata, param_dtype)[0].clone(), ()
+        return super().fsdp_post_all_gather(gathered, metadata, param_dtype, out=out)
+
+
 def check_as_another(
     env: RankEnv, kind: type[Int8Weight], other: type[Int8Weight] | None, policy: hsdp.MixedPrecisionPolicy
 ) -> None:
@@ -269,7 +278,8 @@ def test_a_whole_weight_that_lives_in_what_arrives(pool2: Pool) -> None:
 
 
 def test_a_weight_that_is_written_again_for_backward_is_no_change(pool2: Pool) -> None:
-    pool2.run(check_as_another, Careless, Int8Weight, hsdp.MixedPrecisionPolicy())
+    for kind in (Careless, Keeping):
+        pool2.run(check_as_another, kind, Int8Weight, hsdp.MixedPrecisionPolicy())
 
 
 def test_a_whole_weight_that_is_a_subclass_with_a_scale_beside_it(pool2: Pool) -> None:

@@ -5,6 +5,7 @@ fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
 copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to parts only: loads have checks of their own
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
+gather                       of which DTensor takes other elements where the indices are fewer than the rows
 whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor makes the part as large as the whole
 scatter_, scatter_add_, ...  as these; DTensor takes a rank's indices for the whole's, and makes the part another size
 sums of norms                of columns, or of several tensors: DTensor adds up the ranks' parts of norms as they are
@@ -86,6 +87,7 @@ def _register() -> None:
     handle([_aten.index_put.default], _with_index_written)
     handle([_aten.scatter_add.default], _with_scattered_added)
     handle([_aten.index.Tensor], _read_by_index)
+    handle([_aten.gather.default], _gather)
     handle([_aten.fill_.Tensor], _fill)
     handle([_aten.copy_.default], _copy)
     handle(_VALUES_AS_OUT, _values_as_out)
@@ -166,6 +168,16 @@ def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     found = op(full_tensor(source), tree_map_only(DTensor, full_tensor, indices))
     spec = source._spec
     return as_dtensor(found, spec_of(spec.mesh, (Replicate(),) * spec.mesh.ndim, found.shape, found.dtype))
+
+
+def _gather(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Indices beside rows that are sharded: DTensor takes each rank's for those of its own rows."""
+    source = args[0]
+    if not is_watched(source):
+        return as_torch_does(op, args, kwargs)
+    whole_args, whole_kwargs = tree_map_only(DTensor, full_tensor, (args, kwargs or {}))
+    found, mesh = op(*whole_args, **whole_kwargs), source._spec.mesh
+    return as_dtensor(found, spec_of(mesh, (Replicate(),) * mesh.ndim, found.shape, found.dtype))
 
 
 def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -8,6 +8,7 @@ reads by them                `weight[rows]`, which DTensor refuses where the ind
 gather                       of which DTensor takes other elements where the indices are fewer than the rows
 whole values as `out`        `torch.eye(n, m, out=weight)`, for which DTensor makes the part as large as the whole
 scatter_, scatter_add_, ...  as these; DTensor takes a rank's indices for the whole's, and makes the part another size
+masked_fill_ by a tensor     as these; on two axes DTensor cuts the rank's part once more
 sums of norms                of columns, or of several tensors: DTensor adds up the ranks' parts of norms as they are
 losses that are means        of parts that differ in size DTensor takes the mean of the ranks' means
 foreach operators in place   autograd's version counters do not count them of DTensors, as they do of plain tensors
@@ -43,6 +44,7 @@ _WRITES_BY_INDEX = (
     _aten.scatter_.value,
     _aten.scatter_add_.default,
     _aten.scatter_reduce_.two,
+    _aten.masked_fill_.Tensor,
 )
 _SUMS = (_aten.sum.default, _aten.sum.dim_IntList, _aten.nansum.default)
 _VALUES_AS_OUT = (_aten.eye.out, _aten.eye.m_out)

@@ -1,4 +1,4 @@
-"""Elements of sharded tensors that are gathered, or added to, by index: as of plain ones, with their gradients."""
+"""Elements of sharded tensors that are read, filled or added to where a replicated tensor says, with their gradients."""
 
 from __future__ import annotations
 
@@ -21,6 +21,7 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "along the rows": lambda weight, index: weight.gather(0, index[:2]),
     "along the rows, more": lambda weight, index: weight.gather(0, torch.cat([index, index])),
     "along_dim": lambda weight, index: weight.take_along_dim(index, 1),
+    "masked_fill_ by a tensor": lambda weight, index: (weight * 2.0).masked_fill_(index[:, :1] > 1, index.double().mean()),
     "scatter_add": lambda weight, index: weight.scatter_add(1, index[:3], weight.detach()),
     "scatter_add of itself": lambda weight, index: (weight * 2.0).scatter_add(0, index, weight[:, :3]),
 }

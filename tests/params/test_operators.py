@@ -71,6 +71,7 @@ WRITES: dict[str, Callable[[Any], object]] = {
     "index_fill_": lambda t: t.index_fill_(0, torch.tensor([0, 3]), 1.5),
     "index_copy_": lambda t: t.index_copy_(0, torch.tensor([2]), torch.ones(1, t.shape[1]).double()),
     "index_add_": lambda t: t.index_add_(0, torch.tensor([2, 2]), torch.ones(2, t.shape[1]).double(), alpha=0.5),
+    "masked_fill_": lambda t: t.masked_fill_(t > 0.1, t.new_full((), 2.5)),
     "scatter_": lambda t: t.scatter_(0, torch.tensor([[3, 1], [0, 4]]), 2.5),
     "scatter_ of a tensor": lambda t: t.scatter_(0, torch.tensor([[3, 1], [0, 4]]), _counted(2, 2)),
     "scatter_add_": lambda t: t.scatter_add_(0, torch.tensor([[3, 3], [0, 4]]), _counted(2, 2)),

@@ -1,6 +1,6 @@
 """A sweep of torch's operators over sharded tensors, against plain ones: what users compute with weights and gradients.
 
-    python -m tests.soak.operators --log operators.log
+    python -m tests.soak.operators --log operators.log          (benchmarks/results/operators.txt)
     python -m tests.soak.operators --ranks 4 --mesh 2 2 --dim 1 --samples 4
 
 Each operator of torch's own list of them, with its samples, whose sizes go unevenly over ranks: its result, its gradients

@@ -7,14 +7,11 @@ from typing import Any
 
 import pytest
 import torch
-from torch import nn
-from torch.distributed.tensor import Replicate, distribute_tensor
 
-import hsdp
+from tests.support.computed import COLUMNS, ROWS, check_computed
 from tests.support.rig import RankEnv
 from tests.support.sharded import mesh_id, pool_for
 
-ROWS, COLUMNS = 7, 5
 WAYS: dict[str, Callable[[Any, Any], Any]] = {
     "few rows": lambda weight, index: weight.gather(1, index[:3]),
     "as many rows": lambda weight, index: weight.gather(1, index),
@@ -27,23 +24,13 @@ WAYS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _equals_plain(env: RankEnv, shape: tuple[int, ...], name: str) -> None:
-    torch.manual_seed(0)
-    model, plain = (nn.Linear(COLUMNS, ROWS).double() for _ in range(2))
-    plain.load_state_dict(model.state_dict())
-    mesh = env.mesh(shape)
-    hsdp.fully_shard(model, mesh=mesh)
+def _by_index(env: RankEnv, shape: tuple[int, ...], name: str) -> None:
+    torch.manual_seed(1)
     index = torch.randint(0, COLUMNS, (ROWS, 3))
-    expected = WAYS[name](plain.weight, index)
-    found = WAYS[name](model.weight, distribute_tensor(index, mesh, (Replicate(),) * mesh.ndim, src_data_rank=None))
-    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=1e-12)
-    for one in (found, expected):
-        one.square().sum().backward()
-    grad: Any = model.weight.grad
-    torch.testing.assert_close(grad.full_tensor(), plain.weight.grad, rtol=1e-12, atol=1e-12)
+    check_computed(env, shape, lambda layers, given: WAYS[name](layers[0].weight, given(index)))
 
 
 @pytest.mark.parametrize("name", list(WAYS))
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
 def test_elements_by_index(request: pytest.FixtureRequest, shape: tuple[int, ...], name: str) -> None:
-    pool_for(request, shape).run(_equals_plain, shape, name)
+    pool_for(request, shape).run(_by_index, shape, name)

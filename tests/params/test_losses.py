@@ -8,10 +8,8 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
-from torch.distributed.tensor import Replicate, distribute_tensor
 
-import hsdp
+from tests.support.computed import COLUMNS, ROWS, Given, check_computed
 from tests.support.rig import RankEnv
 from tests.support.sharded import mesh_id, pool_for
 
@@ -31,26 +29,16 @@ LOSSES: dict[str, Callable[..., Any]] = {
 }
 
 
-def _equals_plain(env: RankEnv, shape: tuple[int, ...], name: str, reduction: str) -> None:
-    loss = LOSSES[name]
-    torch.manual_seed(0)
-    model = nn.Linear(3, 5).double()
-    plain = nn.Linear(3, 5).double()
-    plain.load_state_dict(model.state_dict())
-    hsdp.fully_shard(model, mesh=env.mesh(shape))
-    for (fqn, mine), theirs in zip(model.named_parameters(), plain.parameters(), strict=True):
-        target = torch.rand(theirs.shape, dtype=torch.float64)
-        expected = loss(theirs, target, reduction=reduction)
-        expected.sum().backward()
-        for placements in (mine.placements, (Replicate(),) * mine.device_mesh.ndim):  # type: ignore[attr-defined]
-            mesh = mine.device_mesh  # type: ignore[attr-defined]
-            mine.grad = None
-            found: Any = loss(mine, distribute_tensor(target, mesh, placements, src_data_rank=None), reduction=reduction)
-            found.sum().backward()
-            torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=1e-12, msg=f"the loss of {fqn}")
-            assert mine.grad is not None
-            grad: Tensor = mine.grad.full_tensor()
-            torch.testing.assert_close(grad, theirs.grad, rtol=1e-12, atol=1e-12, msg=f"the gradient of {fqn}")
+def _losses(env: RankEnv, shape: tuple[int, ...], name: str, reduction: str) -> None:
+    torch.manual_seed(1)
+    target = torch.rand(ROWS, COLUMNS, dtype=torch.float64)
+    for shards in (True, False):
+
+        def loss(layers: Any, given: Given, shards: bool = shards) -> Any:
+            weight = layers[0].weight
+            return LOSSES[name](weight, given(target, like=weight) if shards else given(target), reduction=reduction)
+
+        check_computed(env, shape, loss)
 
 
 @pytest.mark.parametrize("reduction", ["mean", "sum", "none"])
@@ -59,4 +47,4 @@ def _equals_plain(env: RankEnv, shape: tuple[int, ...], name: str, reduction: st
 def test_losses_between_sharded_tensors(
     request: pytest.FixtureRequest, shape: tuple[int, ...], name: str, reduction: str
 ) -> None:
-    pool_for(request, shape).run(_equals_plain, shape, name, reduction)
+    pool_for(request, shape).run(_losses, shape, name, reduction)

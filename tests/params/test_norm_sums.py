@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 import hsdp
+from tests.support.computed import check_computed
 from tests.support.rig import Pool, RankEnv
 from tests.support.sharded import mesh_id, pool_for
 
@@ -29,29 +30,14 @@ SUMS: dict[str, Callable[[Any, Any], Any]] = {
 }
 
 
-def _equals_plain(env: RankEnv, shape: tuple[int, ...], name: str) -> None:
-    norms = SUMS[name]
-    torch.manual_seed(0)
-    model, plain = (
-        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double(),
-        nn.Sequential(nn.Linear(3, 5), nn.Linear(5, 3)).double(),
-    )
-    plain.load_state_dict(model.state_dict())
-    hsdp.fully_shard(model, mesh=env.mesh(shape))
-    found, expected = (norms(one[0].weight, one[1].weight) for one in (model, plain))
-    torch.testing.assert_close(found.full_tensor(), expected, rtol=1e-12, atol=1e-12)
-    for total in (found, expected):
-        total.sum().backward()
-    for mine, theirs in zip(model.parameters(), plain.parameters(), strict=True):
-        assert (mine.grad is None) == (theirs.grad is None)
-        if mine.grad is not None:
-            torch.testing.assert_close(mine.grad.full_tensor(), theirs.grad, rtol=1e-12, atol=1e-12)
+def _sums(env: RankEnv, shape: tuple[int, ...], name: str) -> None:
+    check_computed(env, shape, lambda layers, given: SUMS[name](layers[0].weight, layers[1].weight))
 
 
 @pytest.mark.parametrize("name", list(SUMS))
 @pytest.mark.parametrize("shape", [(2,), (2, 2)], ids=mesh_id)
 def test_sums_of_norms(request: pytest.FixtureRequest, shape: tuple[int, ...], name: str) -> None:
-    pool_for(request, shape).run(_equals_plain, shape, name)
+    pool_for(request, shape).run(_sums, shape, name)
 
 
 class _Scaled(torch.optim.SGD):

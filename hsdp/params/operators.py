@@ -2,6 +2,7 @@
 
 select, slice, split, ...    parts along the sharded dim are copies, to which writes are lost: see parts.py
 fill_ by a tensor            `part[0] = 1.0`, for which DTensor has no rule
+fill_ by a number            refused of what is to be added up over ranks: each would fill its addend
 copies of plain tensors      `weight[1:4] = rows`, which DTensor refuses; to parts only: loads have checks of their own
 writes by index, by a mask   `grad[mask] = 0`, `index_fill_`, ..., which DTensor refuses: each rank does its part of them
 reads by them                `weight[rows]`, which DTensor refuses where the indices are plain tensors
@@ -25,12 +26,13 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor, Replicate
+from torch.distributed.tensor import DTensor, Placement, Replicate
 from torch.utils._pytree import tree_iter, tree_map_only
 
+from hsdp.errors import StateError
 from hsdp.params.dtensors import as_dtensor, full_tensor, part_of_whole, spec_of
 from hsdp.params.handlers import as_torch_does, handle
-from hsdp.params.parts import Origin, Part, after_write, memory_of, refuse_stripes
+from hsdp.params.parts import Origin, Part, after_write, memory_of, named, refuse_stripes
 
 _aten = torch.ops.aten
 _CUTS = (_aten.select.int, _aten.slice.Tensor, _aten.split.Tensor, _aten.split_with_sizes.default, _aten.diagonal.default)
@@ -53,6 +55,8 @@ _LOSSES = tuple(
     for name in ("mse_loss", "huber_loss", "smooth_l1_loss", "soft_margin_loss", "binary_cross_entropy")
     for suffix in ("", "_backward")
 ) + (_aten.binary_cross_entropy_with_logits.default,)
+_ALIKE = frozenset(("avg", "max", "min"))
+"""How ranks' parts become one that is what they are, if they are alike."""
 _NONE, _MEAN = 0, 1
 """What a loss's argument `reduction` says."""
 _IN_PLACE_ON_LISTS = tuple(
@@ -91,6 +95,7 @@ def _register() -> None:
     handle([_aten.index.Tensor], _read_by_index)
     handle([_aten.gather.default], _gather)
     handle([_aten.fill_.Tensor], _fill)
+    handle([_aten.fill_.Scalar], _fill_by_number)
     handle([_aten.copy_.default], _copy)
     handle(_VALUES_AS_OUT, _values_as_out)
     handle(_SUMS, _sum)
@@ -122,6 +127,20 @@ def _fill(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return tensor
 
 
+def _fill_by_number(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Of a sum over ranks each rank would fill its addend, which DTensor lets it do."""
+    tensor, value = args
+    if is_watched(tensor) and value != 0:
+        mesh = tensor._spec.mesh
+        for axis, placement in enumerate(tensor._spec.placements):
+            if placement.is_partial() and placement.reduce_op not in _ALIKE and mesh.size(axis) > 1:
+                raise StateError(
+                    f"fill_ of {named(tensor)}, which is still to be added up over {mesh.size(axis)} ranks: it "
+                    "would have another value then; use torch.full_like, or redistribute it before"
+                )
+    return as_torch_does(op, args, kwargs)
+
+
 def _copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """`weight[1:4] = rows`: a plain tensor counts as a whole part, and is the same on all ranks."""
     target, source, *others = args
@@ -150,35 +169,35 @@ def _with_index_written(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) 
     target, *others = args
     if not is_watched(target) or all(isinstance(one, DTensor) for one in tree_iter(others) if isinstance(one, Tensor)):
         return as_torch_does(op, args, kwargs)
-    copy = as_dtensor(target._local_tensor.clone(), target._spec)
-    return _write_by_index(_aten.index_put_.default, (copy, *others), kwargs)
+    return _write_copy(_aten.index_put_.default, args, kwargs)
 
 
 def _with_scattered_added(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return _write_copy(_aten.scatter_add_.default, args, kwargs) if is_watched(args[0]) else as_torch_does(op, args, kwargs)
+
+
+def _write_copy(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     target, *others = args
-    if not is_watched(target):
-        return as_torch_does(op, args, kwargs)
-    return _write_by_index(
-        _aten.scatter_add_.default, (as_dtensor(target._local_tensor.clone(), target._spec), *others), kwargs
-    )
+    return _write_by_index(op, (as_dtensor(target._local_tensor.clone(), target._spec), *others), kwargs)
 
 
 def _read_by_index(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     source, indices = args
     if not is_watched(source) or all(index is None or isinstance(index, DTensor) for index in indices):
         return as_torch_does(op, args, kwargs)
-    found = op(full_tensor(source), tree_map_only(DTensor, full_tensor, indices))
-    spec = source._spec
-    return as_dtensor(found, spec_of(spec.mesh, (Replicate(),) * spec.mesh.ndim, found.shape, found.dtype))
+    return _of_wholes(op, args, kwargs)
 
 
 def _gather(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Indices beside rows that are sharded: DTensor takes each rank's for those of its own rows."""
-    source = args[0]
-    if not is_watched(source):
-        return as_torch_does(op, args, kwargs)
-    whole_args, whole_kwargs = tree_map_only(DTensor, full_tensor, (args, kwargs or {}))
-    found, mesh = op(*whole_args, **whole_kwargs), source._spec.mesh
+    return _of_wholes(op, args, kwargs) if is_watched(args[0]) else as_torch_does(op, args, kwargs)
+
+
+def _of_wholes(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> DTensor:
+    """What an operator makes of whole tensors, on all ranks."""
+    mesh = args[0]._spec.mesh
+    args, kwargs = tree_map_only(DTensor, full_tensor, (args, kwargs or {}))
+    found = op(*args, **kwargs)
     return as_dtensor(found, spec_of(mesh, (Replicate(),) * mesh.ndim, found.shape, found.dtype))
 
 
@@ -189,7 +208,9 @@ def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
         return as_torch_does(op, args, kwargs)
     whole = op(*args, **{**kwargs, "out": torch.empty(target.shape, dtype=target.dtype, device=target.device)})
     if whole.shape != target.shape:
-        raise ValueError(f"{op}: its values have the shape {tuple(whole.shape)}, and `out` has {tuple(target.shape)}")
+        raise ValueError(
+            f"{op}: `out` is {named(target)}, and the values have the shape {tuple(whole.shape)}; make them of its shape"
+        )
     refuse_stripes(target)
     target._local_tensor.copy_(part_of_whole(whole, target._spec))
     return target
@@ -198,11 +219,13 @@ def _values_as_out(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
 def _sum(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """Of norms that are whole: those of order 1 add up as they are."""
     source, *others = args
-    norms = [getattr(placement, "norm_type", 1) != 1 for placement in source.placements]
-    if is_watched(source) and any(norms):
-        placements = [Replicate() if is_norm else p for p, is_norm in zip(source.placements, norms, strict=True)]
-        source = source.redistribute(placements=placements)
+    if is_watched(source) and any(map(_is_norm, source.placements)):
+        source = source.redistribute(placements=[Replicate() if _is_norm(p) else p for p in source.placements])
     return as_torch_does(op, (source, *others), kwargs)
+
+
+def _is_norm(placement: Placement) -> bool:
+    return getattr(placement, "norm_type", 1) != 1
 
 
 def _loss(op: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:

@@ -51,7 +51,7 @@ def refuse_stripes(source: DTensor) -> None:
     spec = source._spec
     if any(type(placement) not in (Shard, Replicate) for placement in spec.placements):
         raise StateError(
-            f"a write to a part of {_told(source)} with placements {spec.placements}, which torch would lose; multiply the "
+            f"a write to a part of {named(source)} with placements {spec.placements}, which torch would lose; multiply the "
             "whole tensor by a mask that is sharded as it is, or write to a parameter inside hsdp.full_params(model, "
             "writeback='rank0')"
         )
@@ -128,13 +128,13 @@ def _check_write(origins: list[Origin], others: list[Tensor]) -> None:
         for origin, fault in zip(asked, told.tolist(), strict=True):
             if fault == 2:
                 raise StateError(
-                    f"one operator writes to several parts of {_told(origin.source)} that overlap, or to a part and to the "
+                    f"one operator writes to several parts of {named(origin.source)} that overlap, or to a part and to the "
                     "tensor itself: a part is a copy of all that was cut first, and one of the writes would be lost; take "
                     "a part, write to it, and only then take the next"
                 )
             if fault == 1:
                 raise StateError(
-                    f"a write to a part of {_told(origin.source)}, to which somebody has written since: the part is a "
+                    f"a write to a part of {named(origin.source)}, to which somebody has written since: the part is a "
                     "copy, of the values of then; take it anew"
                 )
 
@@ -170,7 +170,7 @@ def _mask(tensor: Tensor, origin: Origin | None) -> Tensor:
     return torch.ones((), dtype=torch.bool, device=tensor.device) if origin is None else origin.covered()
 
 
-def _told(source: DTensor) -> str:
+def named(source: DTensor) -> str:
     """Names the tensor that parts were cut from."""
     shape = f"a DTensor of shape {tuple(source._spec.shape)}"
     while isinstance(local := source._local_tensor, Part):

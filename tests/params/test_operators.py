@@ -376,6 +376,22 @@ def test_rows_of_an_embedding_are_frozen(pool2: Pool, by_mask: bool) -> None:
     pool2.run(_frozen_rows, by_mask)
 
 
+def _filled(env: RankEnv) -> None:
+    """Each rank would fill its addend: sums would be so many times the number."""
+    model: Any = _model()
+    hsdp.fully_shard(model, mesh=env.mesh(2))
+    weight = model[2].weight.detach()
+    for total in (weight.sum(0), weight.norm(dim=0), weight.sum(0)[0]):
+        with pytest.raises(hsdp.StateError, match=r"^fill_ of a DTensor .*over 2 ranks.*full_like"):
+            total.fill_(5.0)
+        assert torch.equal(total.fill_(0.0).full_tensor(), torch.zeros(total.shape, dtype=total.dtype))
+    assert torch.equal(weight.amax(0).fill_(5.0).full_tensor(), torch.full_like(weight.amax(0).full_tensor(), 5.0))
+
+
+def test_what_is_to_be_added_up_is_not_filled(pool2: Pool) -> None:
+    pool2.run(_filled)
+
+
 def _asked(env: RankEnv) -> None:
     model: Any = _model()
     hsdp.fully_shard(model, mesh=env.mesh(2))

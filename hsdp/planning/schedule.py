@@ -131,7 +131,7 @@ class _StepSimulation:
         self._emit(Verb.FORWARD, unit)
         # Where it was left open, the last one stays too: its backward comes first.
         left_open = self.units[unit].facts.reshard_after_forward is None
-        is_last = left_open and self._forward_order.is_last(self._places[unit])
+        is_last = left_open and self._forward_order.last is self._places[unit]
         if self.units[unit].keeps or is_last:
             return
         if self.units[unit].parts > 1:
@@ -202,7 +202,6 @@ class _StepSimulation:
     def _backward_of(self, unit: int) -> None:
         if not self._in_backward[unit]:
             return
-        self._queue.advance()
         # Units that ran after this one in forward are through with their backward.
         done = [index for index in self._opened if index > unit and not self._inside(index, unit)]
         for index in done:

@@ -133,12 +133,10 @@ class Backwards(BackwardCommit):
                 launch_ahead(ahead)
             if visit is None and unit in backward.opened:
                 return  # recomputed in the middle of a visit, which goes on
-        else:
-            self.pipeline.advance()  # lands reductions that have ended: the gather can have their memory
-            if visit is None or unit.settings.unshard_in_backward:
-                unit.gather(version, looked=True)
-                launch_ahead(ahead)
-                unit.show(registered=True)  # a part of the module may be recomputed without a hook of hsdp's
+        elif visit is None or unit.settings.unshard_in_backward:
+            unit.gather(version, looked=True)
+            launch_ahead(ahead)
+            unit.show(registered=True)  # a part of the module may be recomputed without a hook of hsdp's
         opened = backward.opened.get(unit)  # perhaps newly gathered: the unit was passed over, or its visits have ended
         begun, earliest = (set(), None) if opened is None else (opened.begun, opened.earliest)
         if visit is not None and begins:

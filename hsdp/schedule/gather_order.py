@@ -57,24 +57,28 @@ class RankSets:
 
 
 class GatherOrders(Generic[UnitT]):
-    """The order of each rank set in forwards, of this rank's rank sets."""
+    """The order of each rank set in forwards, of this rank's rank sets.
+
+    Attributes:
+        of: the order of each rank set.
+    """
 
     def __init__(self) -> None:
-        self._orders: dict[RankSet, GatherOrder[UnitT]] = {}
+        self.of: dict[RankSet, GatherOrder[UnitT]] = {}
         self._subsets: dict[RankSet, list[GatherOrder[UnitT]]] = {}
 
     def serve(self, rank_sets: RankSets) -> None:
         """Makes orders for these rank sets; rank sets that have one keep it."""
-        self._orders = {one: self._orders.get(one) or GatherOrder(one) for one in rank_sets.subsets}
-        self._subsets = {one: [self._orders[other] for other in subsets] for one, subsets in rank_sets.subsets.items()}
+        self.of = {one: self.of.get(one) or GatherOrder(one) for one in rank_sets.subsets}
+        self._subsets = {one: [self.of[other] for other in subsets] for one, subsets in rank_sets.subsets.items()}
 
     def identity(self, rank_set: RankSet) -> int:
         """The identity of a rank set's order."""
-        return self._orders[rank_set].identity
+        return self.of[rank_set].identity
 
     def begin(self) -> None:
         """Starts a pass."""
-        for order in self._orders.values():
+        for order in self.of.values():
             order.begin()
 
     def enter(self, unit: UnitT, window: int) -> list[UnitT]:
@@ -84,18 +88,14 @@ class GatherOrders(Generic[UnitT]):
             return orders[0].enter(unit, window)
         return [other for order in orders for other in order.enter(unit, window)]
 
-    def is_last(self, unit: UnitT) -> bool:
-        """Whether `unit` is where a pass that kept to the order of its rank set ends."""
-        return self._orders[unit.mesh_ranks].is_last(unit)
-
     def leave(self) -> None:
         """Ends a pass that failed."""
-        for order in self._orders.values():
+        for order in self.of.values():
             order.leave()
 
     def end(self) -> None:
         """Ends a pass."""
-        for order in self._orders.values():
+        for order in self.of.values():
             order.end()
 
 
@@ -104,6 +104,7 @@ class GatherOrder(Generic[UnitT]):
 
     Attributes:
         identity: a hash of the order, the same on all ranks that have it; 0 before one was recorded.
+        last: the unit with which a pass ends that has kept to the order; None before it is entered.
     """
 
     def __init__(self, rank_set: RankSet) -> None:
@@ -112,10 +113,11 @@ class GatherOrder(Generic[UnitT]):
         self._seen: list[UnitT] = []
         self._follows = False
         self.identity = 0
+        self.last: UnitT | None = None
 
     def begin(self) -> None:
         """Starts a pass."""
-        self._seen = []
+        self._seen, self.last = [], None
         self._follows = bool(self._expected)
         self._windows = self._windows.of(self._expected)
 
@@ -125,15 +127,12 @@ class GatherOrder(Generic[UnitT]):
         self._seen.append(unit)
         if self._follows and (at >= len(self._expected) or self._expected[at] is not unit):
             self._follows = False
+        self.last = unit if self._follows and at + 1 == len(self._expected) else None
         return self._windows[at + 1, window] if self._follows else []
-
-    def is_last(self, unit: UnitT) -> bool:
-        """Whether `unit` is where a pass that kept to the order ends."""
-        return self._follows and len(self._seen) == len(self._expected) and self._expected[-1] is unit
 
     def leave(self) -> None:
         """Ends a pass that failed: the expected order stays."""
-        self._seen = []
+        self._seen, self.last = [], None
         self._follows = False
 
     def end(self) -> None:

@@ -152,7 +152,7 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
         least = self.policy.reduce_scatter_bucket_bytes
         if not least or sum(item.scatter_bytes() for item in self._filling) >= least:
             self._scatter()
-        if self._reducing:
+        if self._reducing and self._reducing[0].at_rest:
             self.advance()
 
     def make_room(self, scatter_bytes: int) -> None:
@@ -173,11 +173,14 @@ class ReduceQueue(ABC, Generic[ItemT, BucketT]):
             self._release()
         while len(self._reducing) >= self.policy.max_inflight_all_reduces:
             self._land()
-        if self._reducing:
+        if self._reducing and self._reducing[0].at_rest:
             self.advance()
 
     def advance(self) -> None:
-        """Lands buckets without a collective under way. Ended collectives do not count: that is each rank's timing."""
+        """Lands buckets without a collective under way. Ended collectives do not count: that is each rank's timing.
+
+        Behind `make_room` and `submit` the oldest bucket has one: only in these do buckets come to the front.
+        """
         while self._reducing and self._reducing[0].at_rest:
             self._land()
 

@@ -77,9 +77,9 @@ class Runtime(Backwards):
         if unit.context.observer is not None:
             unit.context.observer.passes(Point.FORWARD_ENTERED, unit)
         self.reduce_order.enter(unit)
-        unit.enter_forward(afresh=not self.reduce_order.awaited)
         ahead = self._forward_order.enter(unit, unit.comm_policy.prefetch)
         chosen = unit.settings.forward_prefetch
+        unit.enter_forward(afresh=not self.reduce_order.awaited)
         # Its own gather before those ahead: a group runs its collectives in the order in which they were started, and
         # only then does `show` wait, so that those ahead are on their way meanwhile, unless the unit `unpacks_first`.
         unit.gather(unit.forward_version)
@@ -141,7 +141,7 @@ class Runtime(Backwards):
             else:
                 unit.reshard()
             return
-        if stays or hidden or (reshard is None and self._forward_order.is_last(unit)):
+        if stays or hidden or (reshard is None and self._forward_order.of[unit.mesh_ranks].last is unit):
             unit.keep()
         elif type(reshard) is int:
             unit.keep_part()

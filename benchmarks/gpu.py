@@ -255,10 +255,10 @@ class SlowComm(Comm):
     pauses: ClassVar[dict[str, float]] = {}
     """Seconds, by kind of collective."""
 
-    def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> tuple[dist.ProcessGroup, int]:
-        ready = super()._ready(key, kind, owner, custom)  # first: from there on a trace counts the collective's time
+    def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> int:
+        key = super()._ready(key, kind, owner, custom)  # first: from there on a trace counts the collective's time
         _spin(self.pauses[kind], self.device)
-        return ready
+        return key
 
 
 def slow_down(model: Any, pauses: dict[str, float]) -> None:

@@ -97,8 +97,8 @@ def test_the_tracing_benchmark_runs(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path: Path) -> None:
-    """Nor file more often than when all files lay in one folder, which was 200 and 362 times, and the benchmark's units,
-    which travel packed, were unpacked behind gathers ahead: the other order takes one more move for each of four units.
+    """Nor file more often than when all files lay in one folder, which was 200 and 362 times; the benchmark's units travel
+    packed, and are unpacked before gathers ahead, which takes backward a move more for two of them.
 
     In a process of its own: Python's profiler watches it, and debug mode would add its calls.
     """
@@ -111,4 +111,4 @@ def test_a_step_changes_package_no_more_often_than_fsdp2s_changes_file(tmp_path:
     assert packages.keys() == files.keys() == {"forward", "backward"}
     assert all(packages[name] <= files[name] for name in files), (packages, files)
     moves = {row["pass"]: row["moves"] for row in rows if row["library"] == "hsdp"}
-    assert moves["forward"] < 205 and moves["backward"] < 365, moves
+    assert moves["forward"] <= 200 and moves["backward"] <= 364, moves

@@ -218,9 +218,9 @@ def test_only_one_file_of_the_engine_starts_collectives() -> None:
     engine = {name: source for name, source in _sources().items() if ORDER.index(_entry(name)) <= floor}
     assert _TALKING.search(engine.pop("hsdp.comm.collectives"))
     assert engine.pop("hsdp.comm.compressed")  # what a user could have written: custom collectives
-    for part in ("compare", "uneven", "host_meeting"):  # it alone calls what they start
+    for part in ("transports", "compare", "uneven", "host_meeting"):  # it alone calls what they start
         engine.pop(f"hsdp.comm.{part}")
-    only_there = ("import start_", ", start_", "host_memory_of")
+    only_there = ("import start_", ", start_", "host_memory_of", "transport_of")
     assert not [name for name, source in engine.items() if any(word in source for word in only_there)]
     assert [name for name, source in engine.items() if _TALKING.search(source)] == []
 

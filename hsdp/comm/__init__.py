@@ -3,8 +3,9 @@
     mesh.py              a DeviceMesh as one axis of shards and one of replicas
     streams.py           a device's side streams and events
     collectives.py       starts collectives on a process group: start reading here
+    transports.py        how tensors go between ranks: by a process group's own collectives, or those of gloo
     compare.py           how ranks compare what they are about to do
-    host_memory.py       collectives between ranks of one host, on CPUs, through memory that they share
+    host_memory.py       the transport between ranks of one host, on CPUs: memory that they share
     host_blocks.py       that memory, block by block
     host_meeting.py      how these ranks find each other
     uneven.py            collectives of tensors of which ranks hold different parts

@@ -1,4 +1,9 @@
-"""Starts the engine's collectives and returns them as `CommWork`. work.py waits for them; backends.py has their habits."""
+"""Starts collectives and returns them as `CommWork`.
+
+Comm             agrees with the other ranks on what comes next, and starts it     this file
+Transport        moves the tensors                                                 transports.py, host_memory.py
+CommWork         waits for it, then does what has to follow                        work.py
+"""
 
 from __future__ import annotations
 
@@ -14,9 +19,9 @@ from torch.distributed import ProcessGroup
 
 from hsdp.buffers.layout import NEVER
 from hsdp.comm import backends
-from hsdp.comm.backends import GATHER_ALONE_BYTES, REDUCE_ALONE_BYTES, direct_bytes, names_in, share_calls, uneven_bytes
+from hsdp.comm.backends import direct_bytes, uneven_bytes
 from hsdp.comm.compare import digest_of, guard_of
-from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, Staging, all_reduce_by, gather_by, reduce_scatter_by
+from hsdp.comm.custom import AllGather, ReduceScatter, ReplicaReduce, all_reduce_by, gather_by, reduce_scatter_by
 from hsdp.comm.divergence import DivergenceGuard
 from hsdp.comm.groups import backend_name, shared_group, timeout_of
 from hsdp.comm.host_meeting import host_memory_of
@@ -24,9 +29,10 @@ from hsdp.comm.host_memory import HostMemory
 from hsdp.comm.labels import Named, labelled
 from hsdp.comm.observer import CommContext
 from hsdp.comm.streams import Streams
-from hsdp.comm.uneven import Uneven, start_gathers, start_reductions
+from hsdp.comm.transports import GroupTransport, Transport, transport_of
+from hsdp.comm.uneven import Uneven
 from hsdp.comm.work import CommWork, in_turn, wait_for
-from hsdp.torch_private import AllgatherOptions, is_profiling, multiplied_sum
+from hsdp.torch_private import is_profiling
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -77,6 +83,9 @@ class Comm:
             none, or have not met yet, which they do in the first collective.
     """
 
+    _transport: Transport
+    _group_transport: GroupTransport  # also beside the memory of a host, which knows equal parts only
+
     def __init__(
         self,
         group: ProcessGroup | None,
@@ -103,12 +112,13 @@ class Comm:
         if group is not None and size > 1 and self.backend not in backends.UNGUARDED:
             self.divergence_guard = guard_of(group, rank, device)
             self.number = self.divergence_guard.next_user()
-        self._all_gather_options = _options(AllgatherOptions, context.streams)
-        self._reduce_scatter_options = _options(dist.ReduceScatterOptions, context.streams)
-        self._multiplying: tuple[float, Any] | None = None  # the factor of last time
-        self._all_reduce_options = _options(dist.AllreduceOptions, context.streams)
-        self._all_reduce_coalesced_options = _options(dist.AllreduceCoalescedOptions, context.streams)
-        self._all_to_all_options = _options(dist.AllToAllOptions, context.streams)
+        if group is not None:
+            self.use_group(group)
+
+    def use_group(self, group: ProcessGroup) -> None:
+        """From now on its collectives are those of `group`, which has the same ranks and backend."""
+        self.group = group
+        self._transport = self._group_transport = transport_of(group, self.backend, self.device, self.context.streams)
 
     @property
     def thresholds(self) -> tuple[int, int, int]:
@@ -122,16 +132,6 @@ class Comm:
     def local(self, kind: str, owner: Named, finish: Callable[[], object] | None = None) -> CommWork:
         """A collective without a collective: `finish`, with the waiting of the others."""
         return CommWork(self, kind, owner, [], None, finish)
-
-    def _sum_of(self, factor: float) -> Any:
-        """Options of a reduce-scatter of what is multiplied with `factor`."""
-        if factor == 1.0:
-            return self._reduce_scatter_options
-        if self._multiplying is None or self._multiplying[0] != factor:
-            options = _options(dist.ReduceScatterOptions, self.context.streams)
-            options.reduceOp = multiplied_sum(factor)
-            self._multiplying = factor, options
-        return self._multiplying[1]
 
     @labels
     def all_gather(
@@ -149,21 +149,18 @@ class Comm:
 
         `key` stands for the call to the ranks' divergence guard, here and below.
         """
-        group, key = self._ready(key, "all-gather", owner, self.custom_all_gather)
-        works: list[Any] = []
+        key = self._ready(key, "all-gather", owner, self.custom_all_gather)
         if self.custom_all_gather is not None:
             assert not uneven, "users' collectives know equal parts only"
-            works, own = gather_by(self.custom_all_gather, owner, outputs, inputs, group, not self.context.streams.active)
+            by_host = not self.context.streams.active
+            works, own = gather_by(self.custom_all_gather, owner, outputs, inputs, self._group_transport.group, by_host)
             return own.used_by(CommWork(self, "all-gather", owner, works, (outputs, inputs), in_turn(own.then, finish)))
-        if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_gather(owner, key, outputs, inputs)
-            finish = in_turn(then, finish)
-        else:
-            for outs, ins in self._calls(outputs, inputs, GATHER_ALONE_BYTES):
-                works += _start_gather(group, outs, ins, self._all_gather_options)
+        works, then = self._transport.all_gather(owner, key, outputs, inputs)
         if uneven:
-            works += start_gathers(group, self.backend, uneven, self._all_gather_options)
+            works += self._group_transport.all_gather_uneven(uneven)
             outputs, inputs = outputs + [one.whole for one in uneven], inputs + [one.own for one in uneven]
+        if then is not None:
+            finish = in_turn(then, finish)
         return CommWork(self, "all-gather", owner, works, (outputs, inputs), finish)
 
     @labels
@@ -187,32 +184,26 @@ class Comm:
             factor: what is summed is multiplied with it on the way; of a backend that does so (`multiplies`).
             uneven: of the sum of each this rank gets its own part.
         """
-        assert factor == 1.0 or not (self.custom_reduce_scatter or replicated), "somebody else makes these sums"
-        assert not (uneven and self.custom_reduce_scatter), "users' collectives know equal parts only"
-        group, key = self._ready(key, "reduce-scatter", owner, self.custom_reduce_scatter)
-        works: list[Any] = []
-        own: Staging | None = None
-        if self.custom_reduce_scatter is not None:
+        key = self._ready(key, "reduce-scatter", owner, self.custom_reduce_scatter)
+        if (custom := self.custom_reduce_scatter) is not None:
+            assert factor == 1.0 and not uneven, "users' collectives know equal parts and plain sums only"
             by_host = not self.context.streams.active
-            works, own = reduce_scatter_by(self.custom_reduce_scatter, owner, outputs, inputs, group, by_host)
+            works, own = reduce_scatter_by(custom, owner, outputs, inputs, self._group_transport.group, by_host)
             finish = in_turn(own.then, finish)
-        elif inputs and (memory := self._shared()) is not None:
-            works, then = memory.reduce_scatter(owner, key, outputs, inputs)
-            finish = in_turn(then, finish)
-        elif self.backend == "gloo":
-            finish = self._all_to_all_then_sum(group, works, outputs, inputs, finish)
         else:
-            for outs, ins in [(outputs, inputs)] if len(inputs) == 1 else backends.by_dtype(outputs, inputs):
-                works += _start_scatter(group, outs, ins, self._sum_of(factor))
+            works, then = self._transport.reduce_scatter(owner, key, outputs, inputs, factor)
+            if then is not None:
+                finish = in_turn(then, finish)
         if uneven:
-            started, put = start_reductions(group, self.backend, uneven, self._sum_of(factor))
+            started, then = self._group_transport.reduce_scatter_uneven(uneven, factor)
             works += started
-            finish = in_turn(put, finish)
+            finish = in_turn(then, finish)
             outputs, inputs = outputs + [one.own for one in uneven], inputs + [one.whole for one in uneven]
         if replicated:
-            self._sum_in_place(group, works, replicated)
+            assert factor == 1.0, "what every rank keeps whole is not multiplied on the way"
+            works += self._group_transport.all_reduce(owner, key, replicated)[0]
         work = CommWork(self, "reduce-scatter", owner, works, (outputs, inputs, replicated), finish)
-        return work if own is None else own.used_by(work)
+        return work if custom is None else own.used_by(work)
 
     @labels
     def all_reduce(
@@ -224,15 +215,13 @@ class Comm:
         custom: ReplicaReduce | None = None,
     ) -> CommWork:
         """Sums tensors over ranks, in place, in one call per dtype; then `finish`. A `custom` one takes tensors singly."""
-        group, key = self._ready(key, "all-reduce", owner, custom)
-        works: list[Any] = []
+        key = self._ready(key, "all-reduce", owner, custom)
         if custom is not None:
-            works = all_reduce_by(custom, tensors, group, not self.context.streams.active)
-        elif tensors and (memory := self._shared()) is not None:
-            works, then = memory.all_reduce(owner, key, tensors)
-            finish = in_turn(then, finish)
+            works = all_reduce_by(custom, tensors, self._group_transport.group, not self.context.streams.active)
         else:
-            self._sum_in_place(group, works, tensors)
+            works, then = self._transport.all_reduce(owner, key, tensors)
+            if then is not None:
+                finish = in_turn(then, finish)
         return CommWork(self, "all-reduce", owner, works, tensors, finish)
 
     @labels
@@ -249,15 +238,12 @@ class Comm:
 
         Of the second of each `uneven` pair it gets every rank's part number r, into the first.
         """
-        group, key = self._ready(key, "all-to-all", owner)
-        if inputs and (memory := self._shared()) is not None:
-            works, then = memory.all_to_all(owner, key, outputs, inputs)
+        key = self._ready(key, "all-to-all", owner)
+        works, then = self._transport.all_to_all(owner, key, outputs, inputs)
+        if then is not None:
             finish = in_turn(then, finish)
-        else:
-            works = _start_all_to_all(group, outputs, inputs, self._all_to_all_options)
         for received, one in uneven:
-            sizes = [one.own.numel()] * self.size, list(one.sizes)
-            works += _start_exchange(group, received, one.whole, *sizes, self._all_to_all_options)
+            works += self._group_transport.exchange(received, one.whole, [one.own.numel()] * self.size, list(one.sizes))
             outputs, inputs = [*outputs, received], [*inputs, one.whole]
         return CommWork(self, "all-to-all", owner, works, (outputs, inputs), finish)
 
@@ -269,11 +255,11 @@ class Comm:
 
         The parts lie in rank order, one behind the other, in 1-D tensors of one dtype.
         """
-        group, key = self._ready(key, "all-to-all", owner)
+        self._ready(key, "all-to-all", owner)
         # As bytes, because not every backend knows every dtype.
         scale = sent.element_size()
         counts = [n * scale for n in received], [n * scale for n in sizes]
-        works = _start_exchange(group, output.view(torch.uint8), sent.view(torch.uint8), *counts, self._all_to_all_options)
+        works = self._group_transport.exchange(output.view(torch.uint8), sent.view(torch.uint8), *counts)
         return CommWork(self, "all-to-all", owner, works, ([output], [sent]))
 
     def agree(self, owner: Named, key: int) -> None:
@@ -281,67 +267,23 @@ class Comm:
         if self.divergence_guard is not None:
             self.divergence_guard.before_collective(hash((key, self.number)), "step without an exchange", owner.name)
 
-    def _shared(self) -> HostMemory | None:
-        if self._meets and self.group is not None:
-            # Not before: the ranks have agreed on this collective, so all are here.
-            self._meets = False
-            self.host_memory = host_memory_of(self.group)
-        return self.host_memory
-
-    def _ready(self, key: int, kind: str, owner: Named, custom: object = None) -> tuple[ProcessGroup, int]:
-        """The group, and what stands for the call: of which `Comm` it is, and by which collective."""
+    def _ready(self, key: int, kind: str, owner: Named, custom: object = None) -> int:
+        """Agrees with the other ranks on a call; returns what stands for it: of which `Comm`, by which collective."""
         assert self.group is not None, f"{kind} without a process group"
         if self.context.observer is not None:
             self.context.observer.starting()
         key = hash((key, self.number, _KINDS[kind], custom is None))
         if self.divergence_guard is not None:
             self.divergence_guard.before_collective(key, kind, owner.name)
-        return self.group, key
+        if self._meets and custom is None:
+            self._meet(self.group)  # not before: the ranks have agreed on this collective, so all are here
+        return key
 
-    def _all_to_all_then_sum(
-        self,
-        group: ProcessGroup,
-        works: list[Any],
-        outputs: list[Tensor],
-        inputs: list[Tensor],
-        finish: Callable[[], object] | None,
-    ) -> Callable[[], object]:
-        # gloo's own reduce-scatter clones its input and all-reduces it: twice the bytes. An all-to-all and a local sum
-        # move what is needed, and sum in a fixed order over ranks.
-        received = [torch.empty_like(tensor) for tensor in inputs]
-        size = self.size
-        works += _start_all_to_all(group, received, inputs, self._all_to_all_options)
-
-        def sum_locally() -> None:
-            for output, parts in zip(outputs, received, strict=True):
-                torch.sum(parts.view(size, -1), 0, out=output.view(-1))
-            if finish is not None:
-                finish()
-
-        return sum_locally
-
-    def _sum_in_place(self, group: Any, works: list[Any], tensors: list[Tensor]) -> None:
-        if len(tensors) == 1:
-            works.append(group.allreduce(tensors, self._all_reduce_options))
-            return
-        for alike, _ in backends.by_dtype(tensors, tensors):
-            for same, _ in self._calls(alike, alike, REDUCE_ALONE_BYTES):
-                if len(same) > 1 and (coalesced := names_in(group.__class__)["all_reduce_coalesced"]):
-                    with backends.without_autocast():
-                        works.append(getattr(group, coalesced)(same, self._all_reduce_coalesced_options))
-                else:
-                    works += [group.allreduce([tensor], self._all_reduce_options) for tensor in same]
-
-    def _calls(self, first: list[Tensor], second: list[Tensor], alone: int) -> list[tuple[list[Tensor], list[Tensor]]]:
-        """How pairs of tensors share calls: all in one, but on gloo large ones go alone.
-
-        gloo flattens a coalesced call on its own thread: two copies that nobody sees, worth it for small pieces only. It
-        has coalesced calls for the CPU alone.
-        """
-        if self.backend != "gloo":
-            return [(first, second)] if second else []
-        shared = share_calls([tensor.nbytes for tensor in second], alone if self.device.type == "cpu" else 0)
-        return [([first[i] for i in call], [second[i] for i in call]) for call in shared]
+    def _meet(self, group: ProcessGroup) -> None:
+        """Finds out whether the ranks share memory, through which equal parts go from now on."""
+        self._meets = False
+        if (memory := host_memory_of(group)) is not None:
+            self._transport = self.host_memory = memory
 
     def all_equal(self, what: str, value: object, owner: Named) -> bool:
         """Whether every rank has the same `value` (plain data), in a call `what`. Blocking, asks before: not for steps."""
@@ -376,55 +318,6 @@ class Comm:
             dist.broadcast(tensor, group=self.group, group_src=0)
 
 
-# -- process groups ----------------------------------------------------------------------------------------------------
-
-
-def _start_gather(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    """Gathers each input of every rank into its output, in rank order."""
-    names = names_in(group.__class__)
-    single = names["gather"]
-    if single and len(inputs) == 1:
-        return [getattr(group, single)(outputs[0], inputs[0], options)]
-    if len(inputs) > 1 and (coalesced := names["gather_coalesced"]):
-        return [getattr(group, coalesced)(outputs, inputs, options)]
-    pairs = zip(outputs, inputs, strict=True)
-    if single:
-        return [getattr(group, single)(output, mine, options) for output, mine in pairs]
-    return [group.allgather([list(output.tensor_split(group.size()))], [mine], options) for output, mine in pairs]
-
-
-def _start_scatter(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    """Sums each input over ranks and leaves this rank's part, one of equal ones, in its output."""
-    names = names_in(group.__class__)
-    single = names["scatter"]
-    if single and len(inputs) == 1:
-        return [getattr(group, single)(outputs[0], inputs[0], options)]
-    if len(inputs) > 1 and (coalesced := names["scatter_coalesced"]):
-        return [getattr(group, coalesced)(outputs, inputs, options)]
-    pairs = zip(outputs, inputs, strict=True)
-    if single:
-        return [getattr(group, single)(output, whole, options) for output, whole in pairs]
-    return [group.reduce_scatter([output], [list(whole.tensor_split(group.size()))], options) for output, whole in pairs]
-
-
-def _start_all_to_all(group: Any, outputs: list[Tensor], inputs: list[Tensor], options: Any) -> list[Any]:
-    """Sends the r-th of equal parts of each input to rank r."""
-    pairs = zip(outputs, inputs, strict=True)
-    if single := names_in(group.__class__)["all_to_all"]:
-        return [getattr(group, single)(output, sent, [], [], options) for output, sent in pairs]
-    size = group.size()
-    return [group.alltoall(list(o.tensor_split(size)), list(i.tensor_split(size)), options) for o, i in pairs]
-
-
-def _start_exchange(
-    group: Any, output: Tensor, sent: Tensor, received: list[int], sizes: list[int], options: Any
-) -> list[Any]:
-    """Sends `sizes[r]` elements to rank r, behind those for the ranks before it; `received[r]` come from there."""
-    if single := names_in(group.__class__)["all_to_all"]:
-        return [getattr(group, single)(output, sent, received, sizes, options)]
-    return [group.alltoall(list(output.split(received)), list(sent.split(sizes)), options)]
-
-
 def comm_among(ranks: tuple[int, ...], device: torch.device) -> Comm:
     """A `Comm` over these global ranks, which all call it, with a process group of their own, made once for all who ask."""
     context = CommContext(Streams(device))
@@ -440,11 +333,3 @@ def twin_of(comm: Comm) -> Comm:
     twin = Comm(group, comm.rank, comm.size, comm.device, comm.context, comm.shares_memory)
     twin.custom_reduce_scatter = comm.custom_reduce_scatter
     return twin
-
-
-def _options(kind: Any, streams: Streams) -> Any:
-    options = kind()
-    if streams.active and hasattr(options, "asyncOp"):
-        # The work runs on the stream that is current at the call, which is one of ours.
-        options.asyncOp = False
-    return options

@@ -25,7 +25,7 @@ import time
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from datetime import timedelta
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -33,6 +33,7 @@ from torch import Tensor
 from hsdp.comm.divergence import described
 from hsdp.comm.host_blocks import Block, BlockLayout, BlockLayouts, Mapping
 from hsdp.comm.labels import Named
+from hsdp.comm.transports import Started
 from hsdp.errors import CollectiveError, DivergenceError
 from hsdp.torch_private import outside_transforms
 
@@ -45,8 +46,6 @@ _FULL = 60.0
 
 _CLOSED = "closed its connection"
 _KEY = (1 << 63) - 1
-
-Then = Callable[[], object]
 
 
 class Line(NamedTuple):
@@ -111,7 +110,7 @@ class _Post:
 
 
 class HostMemory:
-    """The blocks of one process group's ranks, which all run on this host.
+    """The blocks of one process group's ranks, which all run on this host: a `Transport`.
 
     All collectives of the group that go through it are started in the same order on all ranks.
     """
@@ -149,13 +148,8 @@ class HostMemory:
 
     # -- collectives -----------------------------------------------------------------------------------------------------
 
-    # Each returns what to wait for, and what then puts the results down. `key` stands for the collective: ranks whose
-    # collectives meet compare it.
-
-    def all_gather(
-        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[list[Any], Then]:
-        """Gathers each 1-D input of n elements into its 1-D output of S * n; an input may lie in its place there."""
+    def all_gather(self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Started:
+        """As `Transport.all_gather`."""
         pairs = zip(outputs, inputs, strict=True)
         in_place = [mine.data_ptr() == output.data_ptr() + self.rank * mine.nbytes for output, mine in pairs]
 
@@ -169,9 +163,10 @@ class HostMemory:
         return self._start("all-gather", owner, key, inputs, copy_parts)
 
     def reduce_scatter(
-        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[list[Any], Then]:
-        """Sums each contiguous input of S * n elements over ranks and leaves this rank's n in its output."""
+        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor], factor: float
+    ) -> Started:
+        """As `Transport.reduce_scatter`, in rank order."""
+        assert factor == 1.0, "shared memory multiplies nothing"
 
         def sum_parts(mappings: list[Mapping], layout: BlockLayout) -> None:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
@@ -179,10 +174,8 @@ class HostMemory:
 
         return self._start("reduce-scatter", owner, key, inputs, sum_parts)
 
-    def all_to_all(
-        self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]
-    ) -> tuple[list[Any], Then]:
-        """Gets this rank's of S equal parts of every rank's contiguous input, in rank order."""
+    def all_to_all(self, owner: Named, key: int, outputs: Sequence[Tensor], inputs: Sequence[Tensor]) -> Started:
+        """As `Transport.all_to_all`."""
 
         def copy_parts(mappings: list[Mapping], layout: BlockLayout) -> None:
             for output, parts in zip(outputs, self._parts(mappings, layout), strict=True):
@@ -190,8 +183,8 @@ class HostMemory:
 
         return self._start("all-to-all", owner, key, inputs, copy_parts)
 
-    def all_reduce(self, owner: Named, key: int, tensors: Sequence[Tensor]) -> tuple[list[Any], Then]:
-        """Sums tensors over ranks, in place: to the same bits on all."""
+    def all_reduce(self, owner: Named, key: int, tensors: Sequence[Tensor]) -> Started:
+        """As `Transport.all_reduce`: to the same bits on all."""
 
         def sum_all(mappings: list[Mapping], layout: BlockLayout) -> None:
             written = zip(*[mapping.tensors(layout) for mapping in mappings], strict=True)
@@ -211,8 +204,10 @@ class HostMemory:
         key: int,
         tensors: Sequence[Tensor],
         put_down: Callable[[list[Mapping], BlockLayout], None],
-    ) -> tuple[list[Any], Then]:
+    ) -> Started:
         """Posts tensors, of the same shapes on all ranks; `put_down` gets what each rank wrote, by rank, when all have."""
+        if not tensors:
+            return [], None
         post = _Post(self, kind, owner.name, key & _KEY, self._layouts.of(tensors))
         self._write(post, tensors)
 

@@ -76,7 +76,7 @@ def _collectives(env: RankEnv) -> None:
         assert versions == [whole._version for whole in gathered], (
             "no backward takes a gather for a change, as of a backend"
         )
-        _now(memory.reduce_scatter(UNIT, 2, parts, tensors))
+        _now(memory.reduce_scatter(UNIT, 2, parts, tensors, 1.0))
         _now(memory.all_reduce(UNIT, 3, sums))
         exchanged = [torch.full_like(tensor, torch.nan) for tensor in tensors]
         _now(memory.all_to_all(UNIT, 4, exchanged, tensors))

@@ -21,8 +21,8 @@ import hsdp.schedule.pipeline
 import hsdp.schedule.root
 import hsdp.unit.gradients
 from hsdp.comm import backends
-from hsdp.comm.collectives import Comm
 from hsdp.comm.streams import Streams
+from hsdp.comm.transports import GroupTransport
 from hsdp.comm.work import CommWork, _InUse
 from hsdp.schedule.passes import Visit
 from hsdp.schedule.pipeline import Reduction, ReductionBucket, ReductionPipeline
@@ -292,9 +292,9 @@ def the_host_does_not_wait_for_copies_from_its_memory() -> Any:
 @mutant("trains mlp", TWO_AXES)
 def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
     def change(init: Callable[..., None]) -> Callable[..., None]:
-        def go(comm: Comm, *args: Any) -> None:
-            init(comm, *args)
-            for name, options in vars(comm).items():
+        def go(transport: GroupTransport, *args: Any) -> None:
+            init(transport, *args)
+            for name, options in vars(transport).items():
                 if name.endswith("_options"):
                     options.asyncOp = True
 
@@ -305,7 +305,7 @@ def collectives_run_on_their_group_s_stream_and_nobody_waits() -> Any:
         if comm_work._finish is not None:
             comm_work._finish()
 
-    return _all([replaced(Comm, "__init__", change), mock.patch.object(CommWork, "_settle", settle)])
+    return _all([replaced(GroupTransport, "__init__", change), mock.patch.object(CommWork, "_settle", settle)])
 
 
 @mutant("the recommended loop", TWO_AXES)

@@ -40,7 +40,7 @@ def leaves_out_the_last_holder() -> Any:
 
         return without
 
-    return replaced(hsdp.comm.collectives, "start_gathers", change)
+    return replaced(hsdp.comm.transports, "start_gathers", change)
 
 
 @mutant(TRAINS, kill=WRONG_NUMBERS)

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 import hsdp
 from hsdp.comm import backends
-from hsdp.comm.collectives import Comm
+from hsdp.comm.transports import GroupTransport
 from hsdp.errors import StateError
 from tests.support.deep import Deep, floats, mean_grads, seeded, step
 from tests.support.rig import Pool, RankEnv
@@ -185,7 +185,7 @@ def check_scaled_on_the_way(env: RankEnv, shape: tuple[int, ...], policy: hsdp.C
         names = {"emulccl"} if multiplies else set()
         with (
             mock.patch.object(backends, "MULTIPLIES", frozenset(names)),
-            mock.patch.object(Comm, "_sum_of", autospec=True, side_effect=Comm._sum_of) as asked,
+            mock.patch.object(GroupTransport, "_sum_of", autospec=True, side_effect=GroupTransport._sum_of) as asked,
         ):
             model = shard(seeded(Deep).to(env.device), env.mesh(shape), comm_policy=policy)
             model.set_gradient_divide_factor(3.0, recurse=True)  # type: ignore[operator]

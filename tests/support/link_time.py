@@ -159,10 +159,10 @@ class LinkComm(Comm):
     """A Comm that tells its communicator what it starts, and for which units."""
 
     def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> Any:
-        group: Any
-        group, key = super()._ready(key, kind, owner, custom)
+        group: Any = self.group
+        key = super()._ready(key, kind, owner, custom)
         group.starting = (kind, tuple(map(_index, owner.name.split(" + "))))
-        return group, key
+        return key
 
 
 def _index(name: str) -> int:
@@ -264,7 +264,8 @@ def _by_hsdp(units: list[PlannedUnit], mesh: DeviceMesh, recorder: Recorder, tim
             unit.scatter_comm = copy.copy(unit.shard_comm)
         for comm, group in ((unit.shard_comm, shard), (unit.replicate_comm, replicate), (unit.scatter_comm, scatter)):
             if comm.group is not None and comm.__class__ is not LinkComm:
-                comm.__class__, comm.group = LinkComm, group
+                comm.__class__ = LinkComm
+                comm.use_group(group)
     return model
 
 

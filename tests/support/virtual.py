@@ -208,9 +208,9 @@ class VirtualComm(Comm):
     """A Comm that tells its group what it starts, and for which unit."""
 
     def _ready(self, key: int, kind: str, owner: Any, custom: object = None) -> Any:
-        group, key = super()._ready(key, kind, owner, custom)
-        group.starting = (kind, owner.name)  # type: ignore[attr-defined]
-        return group, key
+        key = super()._ready(key, kind, owner, custom)
+        self.group.starting = (kind, owner.name)  # type: ignore[union-attr]
+        return key
 
 
 class Compute(torch.autograd.Function):
@@ -312,7 +312,7 @@ def install(model: nn.Module, clock: Clock, cost: Cost) -> None:
         for comm, group in ((unit.shard_comm, shard), (unit.replicate_comm, replicate)):
             comm.__class__ = VirtualComm
             if comm.group is not None:
-                comm.group = group
+                comm.use_group(group)
 
 
 def use_device(monkeypatch: pytest.MonkeyPatch, clock: Clock) -> None:

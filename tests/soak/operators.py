@@ -60,13 +60,18 @@ class Tally:
     wrong: list[str] = field(default_factory=list)
 
 
-@functools.cache
-def _operators() -> list[Any]:
-    """Torch's list of its operators with samples, by name; it wants a package of which it uses one class of tests."""
-    if importlib.util.find_spec("expecttest") is None:
+def stub_expecttest() -> None:
+    """Stands in for a package that torch's lists of operators and modules want, of which they use one class of tests."""
+    if "expecttest" not in sys.modules and importlib.util.find_spec("expecttest") is None:
         stub: Any = types.ModuleType("expecttest")
         stub.TestCase = unittest.TestCase
         sys.modules["expecttest"] = stub
+
+
+@functools.cache
+def _operators() -> list[Any]:
+    """Torch's list of its operators with samples, by name."""
+    stub_expecttest()
     from torch.testing._internal.common_methods_invocations import op_db
 
     drawn = (*RANDOM, *DRAWING)

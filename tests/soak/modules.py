@@ -271,7 +271,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             total.unstable += found[0].unstable
             total.wrong += list(dict.fromkeys(line for tally in found for line in tally.wrong))
     print(json.dumps({"command": " ".join(sys.argv[1:]), **header()}), file=args.log)
-    print(f"{total.equal} equal, {total.not_run} not run, {total.unstable} unstable, {len(total.wrong)} wrong", file=args.log)
+    others = f"{total.not_run} not run, {total.unstable} unstable, {len(total.wrong)} wrong"
+    print(f"{total.equal} equal, {others}", file=args.log)
     for line in total.wrong:
         print(f"    {line}", file=args.log)
     return len(total.wrong)
